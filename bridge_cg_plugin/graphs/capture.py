@@ -1,0 +1,75 @@
+"""Capturing a CUDA graph so that a failure leaves the process usable."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from .errors import CaptureError, OutOfMemoryInCapture
+
+
+@contextmanager
+def capture_graph(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record the body's work on `stream` into `graph`, with its memory from `pool`.
+
+    Only this thread's calls are checked while recording, so that data loader and NCCL watchdog threads go on.
+
+    Raises:
+        OutOfMemoryInCapture: The device ran out of memory.
+        CaptureError: Anything else went wrong; the first error is its cause.
+    """
+    device = stream.device
+    stream.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.synchronize(device)
+    generator = _GeneratorGuard(device)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                _abandon(graph, pool, device)
+                raise
+            graph.capture_end()
+    except torch.OutOfMemoryError as error:
+        generator.restore()
+        raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
+    except Exception as error:
+        _end_pool(pool, device)
+        generator.restore()
+        raise CaptureError(f"{type(error).__name__}: {error}") from error
+    finally:
+        if collecting:
+            gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device: torch.device) -> None:
+    with suppress(Exception):
+        graph.capture_end()
+        graph.reset()
+        return
+    _end_pool(pool, device)
+
+
+def _end_pool(pool: tuple[int, int], device: torch.device) -> None:
+    # PyTorch leaves the allocator routed to the pool when ending the capture fails.
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+
+
+class _GeneratorGuard:
+    """Brings the default generator back to life after a failed capture left it in capture mode."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.cuda.default_generators[device.index]
+        self._state = self._generator.get_state()
+        self._device = device
+
+    def restore(self) -> None:
+        fresh = torch.Generator(device=self._device)
+        fresh.set_state(self._state)
+        self._generator.graphsafe_set_state(fresh.graphsafe_get_state())

@@ -1,0 +1,17 @@
+"""Errors raised by the graph engine."""
+
+
+class GraphError(RuntimeError):
+    """Base of the engine's errors."""
+
+
+class CaptureError(GraphError):
+    """A graph could not be captured. The process can go on without it; `__cause__` holds the first error."""
+
+
+class OutOfMemoryInCapture(CaptureError):
+    """The device had too little memory left for a graph's activations."""
+
+
+class ReplayError(GraphError):
+    """A replay was asked for in a way that cannot give right results (backward run twice, a stale lease)."""

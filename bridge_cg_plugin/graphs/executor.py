@@ -1,0 +1,111 @@
+"""How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import OutOfMemoryInCapture
+from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody
+
+# cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
+WARMUP_PASSES = 2
+
+
+class Executor(Protocol):
+    """Makes recordings and owns what they share."""
+
+    name: str
+    device: torch.device
+
+    def new_pool(self) -> object:
+        """Return a memory pool for the recordings of one slot."""
+
+    def warm_up(self, body: RegionBody, make_output_gradients) -> tuple[tuple[int, ...], ...]:
+        """Run the body outside any capture; returns the shapes of its outputs."""
+
+    def record(self, body: RegionBody, pool: object) -> Recording:
+        """Record the body."""
+
+    def pool_bytes(self, pool: object) -> int:
+        """Return the device memory that the pool holds, in bytes."""
+
+
+class CudaGraphExecutor:
+    """Records CUDA graphs on a stream of its own."""
+
+    name = "cuda_graph"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.device)
+
+    def new_pool(self) -> tuple[int, int]:
+        """See `Executor`."""
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, body: RegionBody, make_output_gradients):
+        """See `Executor`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARMUP_PASSES):
+                    shapes = run_once(body, make_output_gradients)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
+        finally:
+            body.forget()
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return shapes
+
+    def record(self, body: RegionBody, pool) -> Recording:
+        """See `Executor`."""
+        return CudaGraphRecording(body, pool, self._stream)
+
+    def pool_bytes(self, pool) -> int:
+        """See `Executor`."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
+
+
+class ReferenceExecutor:
+    """Runs the recorded work eagerly over the same static buffers; needs no GPU.
+
+    Output memory starts as NaN, as a graph's may, so that a row nothing wrote is seen.
+    """
+
+    name = "reference"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+
+    def new_pool(self) -> None:
+        """See `Executor`."""
+
+    def warm_up(self, body: RegionBody, make_output_gradients):
+        """See `Executor`."""
+        try:
+            return run_once(body, make_output_gradients)
+        finally:
+            body.forget()
+
+    def record(self, body: RegionBody, pool: None) -> Recording:
+        """See `Executor`."""
+        outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
+        body.forget()
+        return ReferenceRecording(body, outputs)
+
+    def pool_bytes(self, pool: None) -> int:
+        """See `Executor`."""
+        return 0
+
+
+def run_once(body: RegionBody, make_output_gradients) -> tuple[tuple[int, ...], ...]:
+    """Run forward and, if recorded, backward once; returns the outputs' shapes."""
+    outputs = body.forward()
+    if body.has_backward:
+        body.output_gradients = make_output_gradients(outputs)
+        body.backward()
+    return tuple(tuple(o.shape) for o in outputs)

@@ -1,0 +1,135 @@
+"""One region at one bucket: the work that is recorded, and its two ways of being run again."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .capture import capture_graph
+from .gradients import GradientSinks
+from .parameters import ParameterAliases
+from .program import Buffers, RegionProgram
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What a backward leaves behind, in static memory: overwritten by the next backward of the same slot."""
+
+    inputs: tuple[Tensor | None, ...]
+    parameters: tuple[Tensor | None, ...]
+
+
+class Recording(Protocol):
+    """A region that can be run again on whatever its buffers hold."""
+
+    outputs: tuple[Tensor, ...]
+
+    def forward(self) -> None:
+        """Fill `outputs` from the input buffers."""
+
+    def backward(self) -> Gradients:
+        """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
+
+
+class RegionBody:
+    """The recorded work: forward over the input buffers, backward from the output-gradient buffers.
+
+    Args:
+        program: The piece of the model.
+        buffers: Static inputs at `capacity`.
+        capacity: Tokens.
+        aliases: Stand-ins for the program's parameters.
+        sinks: Where parameter gradients go; None records a forward only, without autograd.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        buffers: Buffers,
+        capacity: int,
+        aliases: ParameterAliases,
+        sinks: GradientSinks | None,
+    ) -> None:
+        self._program, self._buffers, self._capacity = program, buffers, capacity
+        self._aliases, self._sinks = aliases, sinks
+        specs = program.input_specs(capacity)
+        self._differentiable = tuple(name for name, spec in specs.items() if spec.differentiable)
+        self.output_gradients: tuple[Tensor, ...] = ()
+        self._live: tuple[tuple[Tensor, ...], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
+        buffers, leaves = dict(self._buffers), []
+        with torch.set_grad_enabled(self._sinks is not None), self._aliases.active() as aliases:
+            if self._sinks is not None:
+                for name in self._differentiable:
+                    buffers[name] = buffers[name].detach().requires_grad_()
+                    leaves.append(buffers[name])
+            outputs = self._program.forward(buffers, self._capacity)
+        self._live = (outputs, leaves, aliases)
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self) -> Gradients:
+        """Run backward over the last forward's autograd graph."""
+        outputs, leaves, aliases = self._live
+        targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
+        pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
+        with self._sinks.attached(aliases):
+            gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
+        split = len(leaves)
+        return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
+
+    def forget(self) -> None:
+        """Free the autograd graph of the last forward."""
+        self._live = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are recorded."""
+        return self._sinks is not None
+
+
+class ReferenceRecording:
+    """Runs the body again by executing it: the same buffers and padding as a graph, on any device."""
+
+    def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
+        self._body = body
+        self.outputs = outputs
+
+    def forward(self) -> None:
+        """See `Recording`."""
+        for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
+            static.copy_(fresh)
+
+    def backward(self) -> Gradients:
+        """See `Recording`."""
+        gradients = self._body.backward()
+        self._body.forget()
+        return gradients
+
+
+class CudaGraphRecording:
+    """Two CUDA graphs, forward and backward, in one memory pool."""
+
+    def __init__(self, body: RegionBody, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        self._forward = torch.cuda.CUDAGraph()
+        self._backward: torch.cuda.CUDAGraph | None = None
+        try:
+            with capture_graph(self._forward, pool, stream):
+                self.outputs = body.forward()
+            if body.has_backward:
+                self._backward = torch.cuda.CUDAGraph()
+                with capture_graph(self._backward, pool, stream):
+                    self._gradients = body.backward()
+        finally:
+            body.forget()
+
+    def forward(self) -> None:
+        """See `Recording`."""
+        self._forward.replay()
+
+    def backward(self) -> Gradients:
+        """See `Recording`."""
+        self._backward.replay()
+        return self._gradients

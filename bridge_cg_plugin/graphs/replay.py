@@ -1,0 +1,110 @@
+"""Replaying a recording as one node of the autograd graph."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .gradients import GradientSinks
+from .program import RegionProgram
+from .recording import Gradients
+from .slot import Lease, Slot
+
+
+class BackwardObserver(Protocol):
+    """Watches the backward of one replayed microbatch."""
+
+    def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
+        """Called before the backward is replayed, with the gradients of the real rows."""
+
+    def after_backward(self, gradients: Gradients) -> None:
+        """Called when it was replayed, before any gradient hook fires."""
+
+
+def replay(
+    program: RegionProgram,
+    sinks: GradientSinks,
+    slot: Slot,
+    capacity: int,
+    training: bool,
+    batch: Any,
+    observer: BackwardObserver | None = None,
+) -> tuple[Tensor, ...]:
+    """Load the batch into the slot's buffers and replay; returns copies of the outputs' real rows."""
+    lease = slot.take()
+    try:
+        program.load(slot.buffers[capacity], batch)
+        rows = program.output_rows(batch)
+        if not training:
+            outputs = _forward(slot, capacity, training, rows)
+            lease.release()
+            return outputs
+        inputs = program.differentiable_inputs(batch)
+        call = _Call(lease, sinks, capacity, rows, program.size(batch), observer)
+        return _Replay.apply(call, *inputs, *sinks.parameters)
+    except BaseException:
+        lease.release()
+        raise
+
+
+def _forward(slot: Slot, capacity: int, training: bool, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    recording = slot.recordings[capacity, training]
+    recording.forward()
+    return tuple(output[:count].clone() for output, count in zip(recording.outputs, rows, strict=True))
+
+
+class _Call:
+    """What the backward of one replay needs besides tensors."""
+
+    __slots__ = ("capacity", "lease", "observer", "rows", "sinks", "size")
+
+    def __init__(
+        self,
+        lease: Lease,
+        sinks: GradientSinks,
+        capacity: int,
+        rows: tuple[int, ...],
+        size: int,
+        observer: BackwardObserver | None,
+    ) -> None:
+        self.lease, self.sinks, self.capacity = lease, sinks, capacity
+        self.rows, self.size, self.observer = rows, size, observer
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return _forward(call.lease.slot, call.capacity, True, call.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *output_gradients: Tensor | None):
+        call: _Call = ctx.call
+        slot = call.lease.slot
+        call.lease.check()
+        slot.order_after_last_use()
+        if call.observer is not None:
+            call.observer.before_backward(output_gradients)
+        for buffer, gradient, rows in zip(
+            slot.output_gradients[call.capacity], output_gradients, call.rows, strict=True
+        ):
+            _load_gradient(buffer, gradient, rows)
+        gradients = slot.recordings[call.capacity, True].backward()
+        if call.observer is not None:
+            call.observer.after_backward(gradients)
+        inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)
+        parameters = call.sinks.hand_over(gradients.parameters)
+        call.lease.release()
+        return None, *inputs, *parameters
+
+
+def _load_gradient(buffer: Tensor, gradient: Tensor | None, rows: int) -> None:
+    if gradient is None:
+        buffer.zero_()
+        return
+    buffer[:rows].copy_(gradient)
+    buffer[rows:].zero_()

@@ -1,0 +1,116 @@
+"""Slots: the memory of one microbatch between its forward and its backward."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .errors import ReplayError
+from .program import Buffers, TensorSpec
+from .recording import Recording
+
+
+class Arena:
+    """Named flat storages, each as large as its largest view; smaller buckets see a prefix.
+
+    Floating-point storages start as NaN: a value that was never written cannot pass unnoticed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[str, Tensor] = {}
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor over the storage called `name`. The first, largest request sizes it."""
+        numel = torch.Size(shape).numel()
+        flat = self._flat.get(name)
+        if flat is None:
+            fill = torch.nan if dtype.is_floating_point else 0
+            flat = self._flat[name] = torch.full((numel,), fill, dtype=dtype, device=self._device)
+        if flat.numel() < numel or flat.dtype != dtype:
+            raise ValueError(f"storage {name!r} holds {flat.numel()} {flat.dtype}, asked for {numel} {dtype}")
+        return flat[:numel].view(shape)
+
+    def buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
+        """Return views for all of a bucket's static inputs."""
+        return {name: self.view(f"input:{name}", spec.shape, spec.dtype) for name, spec in specs.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(flat.nbytes for flat in self._flat.values())
+
+
+class Slot:
+    """Static memory, a pool and the recordings of every bucket, used by one microbatch at a time."""
+
+    def __init__(self, index: int, device: torch.device, pool: object) -> None:
+        self.index = index
+        self.arena = Arena(device)
+        self.pool = pool
+        self.recordings: dict[tuple[int, bool], Recording] = {}
+        self.buffers: dict[int, Buffers] = {}
+        self.output_gradients: dict[int, tuple[Tensor, ...]] = {}
+        self._lease: int | None = None
+        self._leases = 0
+        self._device = device
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether no microbatch holds the slot."""
+        return self._lease is None
+
+    def take(self) -> "Lease":
+        """Hand the slot to a microbatch."""
+        self._leases += 1
+        self._lease = self._leases
+        self.order_after_last_use()
+        return Lease(self, self._lease)
+
+    def order_after_last_use(self) -> None:
+        """Make the current stream wait for the slot's last work if that ran on another stream."""
+        if self._device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and self._last_stream != current:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
+
+    def give_back(self, number: int) -> None:
+        """Free the slot if the lease is still the current one."""
+        if self._lease == number:
+            self._lease = None
+
+    def holds(self, number: int) -> bool:
+        """Whether the lease is the current one."""
+        return self._lease == number
+
+
+class Lease:
+    """A microbatch's hold on a slot; given back by its backward, or when its autograd graph is freed."""
+
+    __slots__ = ("_number", "slot", "__weakref__")
+
+    def __init__(self, slot: Slot, number: int) -> None:
+        self.slot = slot
+        self._number = number
+
+    def release(self) -> None:
+        """Give the slot back; further calls do nothing."""
+        self.slot.give_back(self._number)
+
+    def check(self) -> None:
+        """Make sure that the slot still holds this microbatch's activations.
+
+        Raises:
+            ReplayError: The slot was given back, so its activations are gone.
+        """
+        if not self.slot.holds(self._number):
+            raise ReplayError(
+                "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
+                "activations inside a CUDA graph); run such a microbatch eager"
+            )
+
+    def __del__(self) -> None:
+        self.release()

@@ -1,0 +1,84 @@
+"""What a region did: replays per bucket, padding, fallbacks with their reasons, memory, capture time."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class BucketStatistics:
+    """Counts of one bucket.
+
+    Attributes:
+        replays: Forward replays that a backward may follow.
+        evaluations: Forward-only replays.
+        tokens: Real tokens replayed, forward-only ones included.
+        padding: Padding tokens beside them.
+        memory: Device memory in bytes that the bucket added to its slots' pools.
+    """
+
+    replays: int = 0
+    evaluations: int = 0
+    tokens: int = 0
+    padding: int = 0
+    memory: int = 0
+
+
+@dataclass(slots=True)
+class RegionStatistics:
+    """Counts of one region since it was made."""
+
+    buckets: dict[int, BucketStatistics] = field(default_factory=dict)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    warmup_microbatches: int = 0
+    capture_seconds: float = 0.0
+    static_bytes: int = 0
+
+    def replayed(self, capacity: int, tokens: int, training: bool) -> None:
+        """Count one replay of `tokens` real tokens."""
+        bucket = self.buckets[capacity]
+        if training:
+            bucket.replays += 1
+        else:
+            bucket.evaluations += 1
+        bucket.tokens += tokens
+        bucket.padding += capacity - tokens
+
+    @property
+    def replays(self) -> int:
+        """All replays."""
+        return sum(b.replays + b.evaluations for b in self.buckets.values())
+
+    @property
+    def padding_share(self) -> float:
+        """Padding tokens over all tokens replayed, 0 to 1."""
+        padding = sum(b.padding for b in self.buckets.values())
+        total = padding + sum(b.tokens for b in self.buckets.values())
+        return padding / total if total else 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of pools and static buffers."""
+        return self.static_bytes + sum(b.memory for b in self.buckets.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for logs and JSON."""
+        return {
+            "replays": self.replays,
+            "fallbacks": dict(self.fallbacks),
+            "warmup_microbatches": self.warmup_microbatches,
+            "padding_share": self.padding_share,
+            "capture_seconds": self.capture_seconds,
+            "memory_bytes": self.memory_bytes,
+            "static_bytes": self.static_bytes,
+            "buckets": {
+                capacity: {
+                    "replays": b.replays,
+                    "evaluations": b.evaluations,
+                    "tokens": b.tokens,
+                    "padding": b.padding,
+                    "memory_bytes": b.memory,
+                }
+                for capacity, b in sorted(self.buckets.items())
+            },
+        }

@@ -1,0 +1,211 @@
+"""The options users set, their defaults and their validation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+IMPLEMENTATIONS = ("none", "transformer_engine")
+MODULES = ("attn", "mlp")
+CHECK_ACTIONS = ("warn", "stop")
+
+
+class OptionError(ValueError):
+    """An option has a value that cannot work. The message names the field, the value, what is allowed, what to do."""
+
+    def __init__(self, field: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{field}={value!r}: allowed is {allowed}. {remedy}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionGraphOptions:
+    """Vision-encoder CUDA graphs, typed and checked.
+
+    Attributes:
+        impl: "none" or "transformer_engine" (upstream's name for "captured by the helper that the train loop drives").
+        modules: () for the whole encoder as one region, or ("attn",) or ("mlp",) for that part of every layer.
+        max_seq_length: Tokens (patches) of the largest bucket; None takes the largest that warm-up steps saw.
+        buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
+        slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
+        max_frames: Most images and video frames in one microbatch that a graph takes, or "auto".
+        memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
+        evaluation: Whether evaluation runs on forward-only graphs.
+        strict: Whether a failed capture stops the run instead of going on eager.
+        check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
+        check_tolerance: Largest relative L2 difference the check accepts, of outputs and of any gradient.
+        check_action: "warn" or "stop" when the check fails.
+    """
+
+    impl: Literal["none", "transformer_engine"] = "none"
+    modules: tuple[str, ...] = ()
+    max_seq_length: int | None = None
+    buckets: tuple[int, ...] | Literal["auto"] = "auto"
+    slots: int | Literal["auto"] = "auto"
+    max_frames: int | Literal["auto"] = "auto"
+    memory_gb: float | None = None
+    evaluation: bool = True
+    strict: bool = False
+    check_interval: int = 0
+    check_tolerance: float = 0.05
+    check_action: Literal["warn", "stop"] = "warn"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether vision graphs are asked for."""
+        return self.impl != "none"
+
+    @property
+    def whole_encoder(self) -> bool:
+        """Whether the encoder is one region."""
+        return not self.modules or set(self.modules) == set(MODULES)
+
+
+# Option -> field of a model provider. The first three are upstream's own.
+PROVIDER_FIELDS: dict[str, str] = {
+    "impl": "vision_cuda_graph_impl",
+    "modules": "vision_cuda_graph_scope",
+    "max_seq_length": "max_vision_cuda_graph_seq_length",
+    **{
+        f.name: f"vision_cuda_graph_{f.name}"
+        for f in fields(VisionGraphOptions)
+        if f.name not in ("impl", "modules", "max_seq_length")
+    },
+}
+
+
+def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
+    """Read and check the vision options of a model provider, a config object or a mapping of provider fields.
+
+    Args:
+        source: Object or mapping that may hold the fields of `PROVIDER_FIELDS`; absent ones take their default.
+        merge_unit: Patches merged into one embedding; capacities must be multiples of it.
+
+    Raises:
+        OptionError: A value cannot work.
+    """
+    get: Callable[[str], Any] = (
+        (lambda name: source.get(name)) if isinstance(source, Mapping) else (lambda name: getattr(source, name, None))
+    )
+    given = {option: get(field) for option, field in PROVIDER_FIELDS.items()}
+    parsed = {
+        option: _PARSERS[option](PROVIDER_FIELDS[option], value) for option, value in given.items() if value is not None
+    }
+    options = VisionGraphOptions(**parsed)
+    if options.enabled:
+        _check_capacities(options, merge_unit)
+    return options
+
+
+def _parse_impl(field: str, value: Any) -> str:
+    name = _word(value)
+    if name not in IMPLEMENTATIONS:
+        raise OptionError(
+            field, value, " or ".join(IMPLEMENTATIONS), "Upstream's other implementations have no vision graphs."
+        )
+    return name
+
+
+def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
+    names = tuple(dict.fromkeys(_word(item) for item in items if _word(item) not in ("", "full")))
+    for name in names:
+        if name not in MODULES:
+            raise OptionError(field, value, "attn, mlp, both, or empty for the whole encoder", f"Remove {name!r}.")
+    return names
+
+
+def _parse_buckets(field: str, value: Any) -> tuple[int, ...] | str:
+    if isinstance(value, str):
+        if value.strip() == "auto":
+            return "auto"
+        value = [part for part in value.strip("[] ").split(",") if part.strip()]
+    allowed = '"auto" or an ascending list of token counts'
+    if not isinstance(value, Sequence) or not value:
+        raise OptionError(field, value, allowed, "Give at least one bucket.")
+    try:
+        buckets = tuple(int(str(item).strip()) for item in value)
+    except ValueError:
+        raise OptionError(field, value, allowed, "Every entry must be a whole number.") from None
+    if any(b >= c for b, c in zip(buckets, buckets[1:], strict=False)):
+        raise OptionError(field, value, allowed, "Sort the list and remove repeated entries.")
+    return buckets
+
+
+def _whole_number(minimum: int, word: str | None = None) -> Callable[[str, Any], Any]:
+    allowed = f"a whole number of at least {minimum}" + (f' or "{word}"' if word else "")
+
+    def parse(field: str, value: Any) -> Any:
+        if word is not None and value == word:
+            return word
+        try:
+            number = int(str(value))
+        except ValueError:
+            number = None
+        if number is None or isinstance(value, bool) or number < minimum:
+            raise OptionError(field, value, allowed, "Change it in the model's configuration.")
+        return number
+
+    return parse
+
+
+def _positive_number(field: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not 0 < number < float("inf"):
+        raise OptionError(field, value, "a number above 0", "Change it in the model's configuration.")
+    return number
+
+
+def _parse_flag(field: str, value: Any) -> bool:
+    word = str(value).strip().lower()
+    if word not in ("true", "false", "1", "0"):
+        raise OptionError(field, value, "true or false", "Change it in the model's configuration.")
+    return word in ("true", "1")
+
+
+def _parse_action(field: str, value: Any) -> str:
+    if value not in CHECK_ACTIONS:
+        raise OptionError(field, value, " or ".join(CHECK_ACTIONS), "Change it in the model's configuration.")
+    return value
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "name", value)).strip().rsplit(".", 1)[-1].lower()
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "impl": _parse_impl,
+    "modules": _parse_modules,
+    "max_seq_length": _whole_number(1),
+    "buckets": _parse_buckets,
+    "slots": _whole_number(1, "auto"),
+    "max_frames": _whole_number(1, "auto"),
+    "memory_gb": _positive_number,
+    "evaluation": _parse_flag,
+    "strict": _parse_flag,
+    "check_interval": _whole_number(0),
+    "check_tolerance": _positive_number,
+    "check_action": _parse_action,
+}
+
+
+def _check_capacities(options: VisionGraphOptions, merge_unit: int) -> None:
+    field = PROVIDER_FIELDS["buckets"]
+    longest, longest_field = options.max_seq_length, PROVIDER_FIELDS["max_seq_length"]
+    if longest is not None and (longest < merge_unit or longest % merge_unit):
+        raise OptionError(
+            longest_field, longest, f"a multiple of {merge_unit}, the patches of one embedding", "Round it up."
+        )
+    if options.buckets == "auto":
+        return
+    for capacity in options.buckets:
+        if capacity < merge_unit or capacity % merge_unit:
+            raise OptionError(
+                field, capacity, f"multiples of {merge_unit}, the patches of one embedding", "Round it up."
+            )
+    if longest is not None and options.buckets[-1] > longest:
+        raise OptionError(
+            field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."
+        )

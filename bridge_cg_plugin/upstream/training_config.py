@@ -1,0 +1,91 @@
+"""Combinations of Bridge options that vision graphs cannot work with, refused before the model is built."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..options import PROVIDER_FIELDS, OptionError, vision_options
+from .patches import Patch
+
+
+def check_process() -> None:
+    """Check the environment variables that decide whether capture can work.
+
+    Raises:
+        OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later.
+    """
+    allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if (
+        "expandable_segments:true" in allocator.replace(" ", "").lower()
+        and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
+    ):
+        raise OptionError(
+            "NCCL_GRAPH_REGISTER",
+            os.environ.get("NCCL_GRAPH_REGISTER"),
+            "0 while PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
+            "Export NCCL_GRAPH_REGISTER=0 or switch expandable segments off.",
+        )
+
+
+def check_training_config(config: Any) -> None:
+    """Check a Bridge `ConfigContainer` for everything that vision graphs depend on.
+
+    Raises:
+        OptionError: Something cannot work; nothing was built yet.
+    """
+    model = config.model
+    if not hasattr(model, PROVIDER_FIELDS["impl"]):
+        return
+    options = vision_options(model, getattr(model, "spatial_merge_size", 2) ** 2)
+    if not options.enabled:
+        return
+    check_process()
+    if not (getattr(model, "use_te_rng_tracker", False) or getattr(config.rng, "te_rng_tracker", False)):
+        raise OptionError(
+            "rng.te_rng_tracker",
+            False,
+            "true with vision_cuda_graph_impl=transformer_engine",
+            "Set rng.te_rng_tracker=true and model.use_te_rng_tracker=true: other random states cannot be captured.",
+        )
+    if getattr(config.ddp, "use_megatron_fsdp", False):
+        raise OptionError(
+            "ddp.use_megatron_fsdp",
+            True,
+            "false with vision_cuda_graph_impl=transformer_engine",
+            "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture.",
+        )
+    _check_recompute(model)
+
+
+def _check_recompute(model: Any) -> None:
+    granularity = getattr(model, "recompute_granularity", None)
+    modules = getattr(model, "recompute_modules", None) or []
+    if granularity is None or (granularity == "selective" and not {"core_attn", "mlp", "layernorm"} & set(modules)):
+        return
+    raise OptionError(
+        "model.recompute_granularity",
+        granularity,
+        "null with vision_cuda_graph_impl=transformer_engine",
+        "Bridge applies it to the vision encoder too, whose activations live in the graph's memory; lower "
+        "max_vision_cuda_graph_seq_length if memory is short.",
+    )
+
+
+def _checked(old: Callable[..., None]) -> Callable[..., None]:
+    def validate(self, *args: Any, **kwargs: Any) -> None:
+        check_training_config(self)
+        return old(self, *args, **kwargs)
+
+    return validate
+
+
+PATCHES = (
+    Patch(
+        name="config_check",
+        module="megatron.bridge.training.config",
+        target="ConfigContainer.validate",
+        make=_checked,
+        purpose="options that cannot work are refused before the model is built",
+        parameters=("self",),
+    ),
+)

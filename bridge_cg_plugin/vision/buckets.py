@@ -1,0 +1,114 @@
+"""Choosing bucket capacities from the sizes that warm-up steps saw."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
+GRANULARITY = 64
+# Between the planned capacities, neighbours differ by at most this factor, which bounds the padding of sizes that
+# warm-up did not show. A further bucket costs capture time and little memory: it shares its slot's pool.
+LARGEST_STEP = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Capacities in tokens, ascending, with what they mean for the sizes they were planned from.
+
+    Attributes:
+        capacities: The buckets.
+        padding_share: Padding over all tokens if the observed sizes come again, 0 to 1.
+        observed: How many sizes the plan rests on.
+    """
+
+    capacities: tuple[int, ...]
+    padding_share: float
+    observed: int
+
+    def __str__(self) -> str:
+        return (
+            f"buckets {', '.join(map(str, self.capacities))} tokens, chosen from {self.observed} observed microbatches "
+            f"({self.padding_share:.1%} padding on those)"
+        )
+
+
+def plan_buckets(
+    sizes: Sequence[int],
+    *,
+    largest: int | None = None,
+    merge_unit: int = 4,
+    max_buckets: int = 12,
+    capacity_limit: int | None = None,
+) -> BucketPlan:
+    """Choose capacities with the least padding for `sizes` and a bounded one for sizes between them.
+
+    Args:
+        sizes: Token counts of observed microbatches.
+        largest: Capacity of the largest bucket; None takes the largest size.
+        merge_unit: Capacities are multiples of this.
+        max_buckets: Most buckets chosen for the observed sizes.
+        capacity_limit: Capacity that memory allows; larger ones are cut to it.
+
+    Raises:
+        ValueError: No size and no `largest`, so there is nothing to plan from.
+    """
+    step = math.lcm(GRANULARITY, merge_unit)
+    top = largest if largest is not None else _round_up(max(sizes, default=0), step)
+    if top < merge_unit:
+        raise ValueError("no vision microbatch was seen in the warm-up steps and no largest capacity is given")
+    if capacity_limit is not None:
+        top = max(min(top, capacity_limit // merge_unit * merge_unit), merge_unit)
+    fitting = [size for size in sizes if size <= top]
+    candidates = sorted({min(_round_up(size, step), top) for size in fitting} | {top})
+    chosen = _least_padding(candidates, fitting, max_buckets)
+    capacities = _fill_gaps(chosen, step)
+    padded = sum(min(c for c in capacities if c >= size) for size in fitting)
+    share = 1 - sum(fitting) / padded if padded else 0.0
+    return BucketPlan(tuple(capacities), share, len(sizes))
+
+
+def _least_padding(candidates: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
+    """Pick at most `count` candidates, the last among them, so that padding each size up costs least."""
+    if len(candidates) <= count:
+        return list(candidates)
+    ordered = sorted(sizes)
+    below = [sum(size <= c for size in ordered) for c in candidates]
+    # cost[j]: padded tokens of all sizes up to candidate j when j is the last bucket, for the current bucket count.
+    cost = [below[j] * candidates[j] for j in range(len(candidates))]
+    choice = [[-1] * len(candidates)]
+    for _ in range(count - 1):
+        longer, previous = list(cost), [-1] * len(candidates)
+        for j in range(len(candidates)):
+            for i in range(j):
+                value = cost[i] + (below[j] - below[i]) * candidates[j]
+                if value < longer[j]:
+                    longer[j], previous[j] = value, i
+        cost = longer
+        choice.append(previous)
+    picked, j = [], len(candidates) - 1
+    for previous in reversed(choice):
+        if j < 0:
+            break
+        if previous[j] >= 0:
+            picked.append(candidates[j])
+            j = previous[j]
+    picked.append(candidates[j])
+    return sorted(set(picked) | {candidates[-1]})
+
+
+def _fill_gaps(capacities: Sequence[int], step: int) -> list[int]:
+    """Add capacities between neighbours that differ by more than `LARGEST_STEP`."""
+    filled = [capacities[0]]
+    for capacity in capacities[1:]:
+        gaps = math.ceil(math.log(capacity / filled[-1]) / math.log(LARGEST_STEP))
+        ratio, start = (capacity / filled[-1]) ** (1 / max(gaps, 1)), filled[-1]
+        for i in range(1, gaps):
+            between = _round_up(math.ceil(start * ratio**i), step)
+            if filled[-1] < between < capacity:
+                filled.append(between)
+        filled.append(capacity)
+    return filled
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

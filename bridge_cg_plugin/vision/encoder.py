@@ -1,0 +1,331 @@
+"""A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..announce import announce, warn
+from ..graphs.errors import CaptureError, OutOfMemoryInCapture
+from ..graphs.executor import Executor
+from ..graphs.region import Region
+from ..graphs.statistics import RegionStatistics
+from ..options import VisionGraphOptions
+from .batch import VisionBatch, check_batch
+from .buckets import BucketPlan, plan_buckets
+from .check import CheckResult, ReplayCheck
+from .grids import HostGrids
+from .layers import AttentionPart, LayerBatch, MlpPart
+from .memory import bytes_per_token
+from .qwen3_vl import PackSegments, Qwen3VLEncoder
+from .report import merge_statistics, metrics, render
+
+# Attention kernels of a packed batch cost little per empty segment up to about this many.
+DEFAULT_MAX_FRAMES = 64
+MAX_FRAMES_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """What the plugin must know of an encoder's upstream code.
+
+    Attributes:
+        pack_segments: Builds upstream's attention metadata.
+        kernels: Entered around recorded work; swaps in faster kernels that compute the same.
+    """
+
+    pack_segments: PackSegments
+    kernels: Callable[[], AbstractContextManager] = nullcontext
+
+
+class VisionGraphs:
+    """Runs one vision encoder on graphs.
+
+    Until `capture` the encoder runs eager and its microbatches are observed.
+
+    Args:
+        model: The vision encoder; its `forward` is replaced on the instance until `detach`.
+        options: What the user asked for.
+        family: The encoder's upstream side.
+        executor: Makes recordings.
+        slots: Microbatches in flight that `options.slots="auto"` stands for.
+        before_replay: Called before each replay; waits for parameters that are still being gathered.
+        grids: Host copies of grids.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: VisionGraphOptions,
+        family: EncoderFamily,
+        executor: Executor,
+        slots: int = 1,
+        before_replay: Callable[[], None] | None = None,
+        grids: HostGrids | None = None,
+    ) -> None:
+        self.model, self.options, self.family, self.executor = model, options, family, executor
+        self.slots = slots if options.slots == "auto" else options.slots
+        self.grids = grids or HostGrids()
+        self.plan: BucketPlan | None = None
+        self.checks: list[CheckResult] = []
+        self.failure: str | None = None
+        self._before_replay = before_replay
+        self._regions: list[Region] = []
+        self._observed_tokens: list[int] = []
+        self._observed_frames = 0
+        self._warmup_microbatches = 0
+        self._step = 0
+        self._checked_step = 0
+        self._merge = model.config.spatial_merge_size
+        self._layers: list[tuple[nn.Module, str]] = []
+        self._eager_forward = model.forward
+        self._attached = False
+        self.attach()
+
+    def attach(self) -> None:
+        """Route the encoder's forward through this object."""
+        if not self._attached:
+            self.model.forward = self._forward
+            self._attached = True
+
+    def detach(self) -> None:
+        """Give the encoder its own forward back and drop all graphs."""
+        self.reset()
+        if self._attached:
+            del self.model.forward
+            self._attached = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs exist."""
+        return bool(self._regions) and all(region.captured for region in self._regions)
+
+    def begin_step(self) -> None:
+        """Note that a training step begins."""
+        self._step += 1
+
+    def capture(self) -> bool:
+        """Plan buckets and capture; returns whether graphs exist now.
+
+        Raises:
+            CaptureError: Capturing failed and `options.strict` is set.
+        """
+        self.reset()
+        try:
+            self.plan = self._plan()
+            self._regions = self._make_regions(self.plan.capacities)
+            for region in self._regions:
+                region.capture()
+        except (CaptureError, ValueError) as error:
+            self.reset()
+            self._fail(error)
+            return False
+        self.failure = None
+        self._install_layers()
+        announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
+        return True
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the encoder runs eager again."""
+        for layer, name in self._layers:
+            delattr(layer, name)
+        self._layers = []
+        for region in self._regions:
+            region.reset()
+        self._regions = []
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize(self.executor.device)
+            torch.cuda.empty_cache()
+
+    def _fail(self, error: Exception) -> None:
+        remedy = ""
+        if isinstance(error, OutOfMemoryInCapture):
+            remedy = (
+                " Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, "
+                "or give vision_cuda_graph_buckets a smaller largest bucket."
+            )
+        self.failure = f"{type(error).__name__}: {error}"
+        if self.options.strict:
+            raise CaptureError(f"vision CUDA graphs could not be captured: {self.failure}.{remedy}") from error
+        warn(f"vision CUDA graphs could not be captured, the encoder runs eager: {self.failure}.{remedy}")
+
+    def _plan(self) -> BucketPlan:
+        if self.options.buckets != "auto":
+            capacities = self.options.buckets
+            if self.options.max_seq_length is not None:
+                capacities = (*(c for c in capacities if c < self.options.max_seq_length), self.options.max_seq_length)
+            return BucketPlan(tuple(capacities), 0.0, 0)
+        return plan_buckets(
+            self._observed_tokens,
+            largest=self.options.max_seq_length,
+            merge_unit=self._merge**2,
+            capacity_limit=self._capacity_limit(),
+        )
+
+    def _capacity_limit(self) -> int | None:
+        if self.options.memory_gb is None:
+            return None
+        per_token = bytes_per_token(self.executor, self._encoder_program(), self._merge**2)
+        return int(self.options.memory_gb * 2**30 / per_token)
+
+    def _max_frames(self) -> int:
+        if self.options.max_frames != "auto":
+            return self.options.max_frames
+        wanted = 2 * self._observed_frames
+        return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
+
+    def _encoder_program(self) -> Qwen3VLEncoder:
+        return Qwen3VLEncoder(self.model, self.family.pack_segments, self._max_frames(), self.family.kernels)
+
+    def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
+        if self.options.whole_encoder:
+            programs = [self._encoder_program()]
+        elif self.options.modules == ("attn",):
+            programs = [
+                AttentionPart(layer, self.family.pack_segments, self._max_frames())
+                for layer in self.model.decoder.layers
+            ]
+        else:
+            programs = [MlpPart(layer) for layer in self.model.decoder.layers]
+        return [
+            Region(p, self.executor, capacities, self.slots, self.options.evaluation, self._before_replay)
+            for p in programs
+        ]
+
+    def _install_layers(self) -> None:
+        if self.options.whole_encoder:
+            return
+        name, wrapper = (
+            ("_forward_attention", _LayerAttention)
+            if self.options.modules == ("attn",)
+            else ("_forward_mlp", _LayerMlp)
+        )
+        for region in self._regions:
+            layer = region.program.layer
+            setattr(layer, name, wrapper(region, getattr(layer, name)))
+            self._layers.append((layer, name))
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        grid_thw: Tensor,
+        inference_params: Any = None,
+        extra_block_kwargs: dict | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The encoder's forward: a replay where possible, eager otherwise.
+
+        Raises:
+            BatchError: The pixels and the grid do not fit each other or the encoder.
+        """
+        batch = VisionBatch(hidden_states, grid_thw, self.grids.lookup(grid_thw))
+        check_batch(batch, self._merge)
+        if not self.captured or not self.options.whole_encoder or inference_params or extra_block_kwargs:
+            self._observe(batch)
+            return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        outputs = self._replay(batch)
+        if outputs is None:
+            outputs = self._run_eager(batch)
+            self._regions[0].watch_eager(outputs)
+        return outputs[0], list(outputs[1:])
+
+    def _run_eager(self, batch: VisionBatch) -> tuple[Tensor, ...]:
+        hidden, deepstack = self._eager_forward(batch.pixels, batch.grid)
+        return hidden, *deepstack
+
+    def _replay(self, batch: VisionBatch) -> tuple[Tensor, ...] | None:
+        region = self._regions[0]
+        if not self._check_is_due():
+            return region.run(batch)
+        check = ReplayCheck(
+            self._run_eager,
+            region.aliases,
+            region.sinks,
+            self.options.check_tolerance,
+            self.options.check_action == "stop",
+            self.checks,
+        )
+        check.start(self._step, batch)
+        outputs = region.run(batch, check)
+        if outputs is not None:
+            self._checked_step = self._step
+            check.compare_outputs(outputs)
+        return outputs
+
+    def _check_is_due(self) -> bool:
+        interval = self.options.check_interval
+        return (
+            interval > 0
+            and self._step != self._checked_step
+            and self._step % interval == 0
+            and self.model.training
+            and torch.is_grad_enabled()
+        )
+
+    def _observe(self, batch: VisionBatch) -> None:
+        if self.captured:
+            return
+        self._warmup_microbatches += 1
+        self._observed_tokens.append(batch.tokens)
+        self._observed_frames = max(self._observed_frames, batch.frames)
+
+    def statistics(self) -> RegionStatistics:
+        """Return what happened so far, over all regions."""
+        total = (
+            merge_statistics([region.statistics for region in self._regions]) if self._regions else RegionStatistics()
+        )
+        total.warmup_microbatches = self._warmup_microbatches
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return scalars for TensorBoard and W&B, by tag."""
+        return metrics(self.statistics())
+
+    def report(self) -> str:
+        """Return the run's report as text."""
+        notes = {}
+        if self.plan is not None:
+            notes["plan"] = str(self.plan)
+        if self.failure is not None:
+            notes["not captured"] = self.failure
+        if self.checks:
+            worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
+            notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
+        if self.grids.device_reads:
+            notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
+        return render(self.statistics(), "vision CUDA graphs", notes)
+
+
+class _LayerAttention:
+    """Stands in for a layer's `_forward_attention`."""
+
+    def __init__(self, region: Region, eager: Callable[..., Any]) -> None:
+        self._region, self._eager = region, eager
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        packed, angles = kwargs.get("packed_seq_params"), kwargs.get("rotary_pos_emb")
+        outputs = None
+        if not args and packed is not None and angles is not None and kwargs.get("context") is None:
+            outputs = self._region.run(LayerBatch(hidden_states, angles, packed.cu_seqlens_q))
+        if outputs is not None:
+            return outputs[0], None
+        result = self._eager(hidden_states, *args, **kwargs)
+        self._region.watch_eager(result[:1])
+        return result
+
+
+class _LayerMlp:
+    """Stands in for a layer's `_forward_mlp`."""
+
+    def __init__(self, region: Region, eager: Callable[..., Any]) -> None:
+        self._region, self._eager = region, eager
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        outputs = self._region.run(LayerBatch(hidden_states))
+        if outputs is not None:
+            return outputs[0]
+        result = self._eager(hidden_states, *args, **kwargs)
+        self._region.watch_eager((result,))
+        return result

@@ -1,0 +1,138 @@
+"""The attention part or the MLP part of one transformer layer as a region."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.program import Buffers, TensorSpec
+from .qwen3_vl import PackSegments
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBatch:
+    """What a layer gets for one microbatch.
+
+    Attributes:
+        hidden: `[tokens, 1, width]`.
+        angles: `[tokens, 1, 1, head]` rotary angles, fp32; None for the MLP part.
+        offsets: `[segments + 1]` int32 `cu_seqlens`; None for the MLP part.
+    """
+
+    hidden: Tensor
+    angles: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+class _LayerPart:
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self.layer = layer
+        self.name = name
+        self._width = layer.config.hidden_size
+        self._dtype = next(layer.parameters()).dtype
+
+    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        return {"hidden": TensorSpec((capacity, 1, self._width), self._dtype, differentiable=True)}
+
+    def size(self, batch: LayerBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.hidden.shape[0]
+
+    def refuse(self, batch: LayerBatch, capacity: int) -> str | None:
+        """See `RegionProgram`."""
+        return None
+
+    def load(self, buffers: Buffers, batch: LayerBatch) -> None:
+        """See `RegionProgram`."""
+        tokens = batch.hidden.shape[0]
+        buffers["hidden"][:tokens].copy_(batch.hidden.detach())
+        buffers["hidden"][tokens:].zero_()
+
+    def load_example(self, buffers: Buffers, capacity: int) -> None:
+        """See `RegionProgram`."""
+        buffers["hidden"].zero_()
+
+    def output_rows(self, batch: LayerBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden.shape[0],)
+
+    def differentiable_inputs(self, batch: LayerBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden,)
+
+
+class AttentionPart(_LayerPart):
+    """Norm, attention and residual of one layer.
+
+    Args:
+        layer: A megatron-core transformer layer.
+        pack_segments: Builds upstream's attention metadata.
+        max_frames: Attention segments a graph is captured for.
+    """
+
+    def __init__(self, layer: nn.Module, pack_segments: PackSegments, max_frames: int) -> None:
+        super().__init__(layer, f"vision_attention_{layer.layer_number}")
+        self._forward_attention = layer._forward_attention
+        self._pack_segments = pack_segments
+        self._max_frames = max_frames
+        self._head = layer.config.kv_channels
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.layer.input_layernorm, self.layer.self_attention)
+
+    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        return {
+            **super().input_specs(capacity),
+            "angles": TensorSpec((capacity, 1, 1, self._head), torch.float32),
+            "offsets": TensorSpec((self._max_frames + 1,), torch.int32),
+        }
+
+    def refuse(self, batch: LayerBatch, capacity: int) -> str | None:
+        """See `RegionProgram`."""
+        return "too_many_frames" if batch.offsets.shape[0] > self._max_frames + 1 else None
+
+    def load(self, buffers: Buffers, batch: LayerBatch) -> None:
+        """See `RegionProgram`."""
+        super().load(buffers, batch)
+        tokens, count = batch.angles.shape[0], batch.offsets.shape[0]
+        buffers["angles"][:tokens].copy_(batch.angles)
+        buffers["angles"][tokens:].zero_()
+        buffers["offsets"][:count].copy_(batch.offsets)
+        buffers["offsets"][count:].copy_(batch.offsets[-1:].expand(self._max_frames + 1 - count))
+
+    def load_example(self, buffers: Buffers, capacity: int) -> None:
+        """See `RegionProgram`."""
+        super().load_example(buffers, capacity)
+        buffers["angles"].zero_()
+        buffers["offsets"].fill_(capacity)
+        buffers["offsets"][0].zero_()
+
+    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+        hidden, _ = self._forward_attention(
+            hidden_states=buffers["hidden"],
+            attention_mask=None,
+            rotary_pos_emb=buffers["angles"],
+            packed_seq_params=self._pack_segments(buffers["offsets"], capacity),
+        )
+        return (hidden,)
+
+
+class MlpPart(_LayerPart):
+    """Norm, MLP and residual of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer, f"vision_mlp_{layer.layer_number}")
+        self._forward_mlp = layer._forward_mlp
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.layer.pre_mlp_layernorm, self.layer.mlp)
+
+    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+        return (self._forward_mlp(buffers["hidden"]),)

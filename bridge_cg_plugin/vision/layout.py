@@ -1,0 +1,109 @@
+"""From `grid_thw` to token positions, attention segments, rotary angles and position embeddings, on the device.
+
+Everything here has a fixed output shape and reads nothing on the host, so it can be part of a graph. `grid` is
+`[images, 3]` int64 with (frames, height, width) in patches; unused rows are zero. Tokens of a frame come in merge
+order: blocks of `merge` x `merge` patches, row by row, patches of a block row by row (Qwen2-VL's image processor).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPositions:
+    """Where each token of a padded batch lies in its frame.
+
+    Attributes:
+        valid: `[capacity]` bool, False for padding.
+        row, column: `[capacity]` int64 patch coordinates inside the frame, 0 for padding.
+        height, width: `[capacity]` int64 size of the token's frame in patches, 1 for padding.
+    """
+
+    valid: Tensor
+    row: Tensor
+    column: Tensor
+    height: Tensor
+    width: Tensor
+
+
+def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
+    """Locate every token of a batch padded to `capacity` tokens."""
+    counts = grid.prod(dim=1)
+    ends = counts.cumsum(0)
+    token = torch.arange(capacity, device=grid.device)
+    valid = token < ends[-1]
+    image = torch.searchsorted(ends, token, right=True).clamp_(max=grid.shape[0] - 1)
+    height = torch.where(valid, grid[image, 1], 1)
+    width = torch.where(valid, grid[image, 2], 1)
+    in_frame = (token - (ends - counts)[image]) % (height * width)
+    block, inside = in_frame // (merge * merge), in_frame % (merge * merge)
+    blocks_per_row = (width // merge).clamp_(min=1)
+    row = block // blocks_per_row * merge + inside // merge
+    column = block % blocks_per_row * merge + inside % merge
+    return TokenPositions(valid, torch.where(valid, row, 0), torch.where(valid, column, 0), height, width)
+
+
+def segment_offsets(grid: Tensor, segments: int) -> Tensor:
+    """Return `cu_seqlens`, `[segments + 1]` int32: one segment per frame, zero-length segments after the last.
+
+    Padding tokens lie behind the last offset, outside every segment.
+    """
+    frame_ends = grid[:, 0].cumsum(0)
+    frame = torch.arange(segments, device=grid.device)
+    image = torch.searchsorted(frame_ends, frame, right=True).clamp_(max=grid.shape[0] - 1)
+    lengths = torch.where(frame < frame_ends[-1], grid[image, 1] * grid[image, 2], 0)
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def rotary_angles(positions: TokenPositions, inverse_frequencies: Tensor) -> Tensor:
+    """Return angles `[capacity, 1, 1, 4 * len(inverse_frequencies)]` fp32: (row, column), twice."""
+    rows = positions.row.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies
+    columns = positions.column.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies
+    return torch.cat((rows, columns, rows, columns), dim=1)[:, None, None, :]
+
+
+def position_interpolation(positions: TokenPositions, side: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the four neighbours of every token in a `side` x `side` table and their bilinear weights.
+
+    Returns:
+        indices `[4, capacity]` int64 and weights `[4, capacity]` of `dtype`, zero for padding.
+    """
+    row_floor, row_ceil, row_part = _axis(positions.row, positions.height, side)
+    column_floor, column_ceil, column_part = _axis(positions.column, positions.width, side)
+    indices = torch.stack(
+        (
+            row_floor * side + column_floor,
+            row_floor * side + column_ceil,
+            row_ceil * side + column_floor,
+            row_ceil * side + column_ceil,
+        )
+    )
+    weights = torch.stack(
+        (
+            (1 - row_part) * (1 - column_part),
+            (1 - row_part) * column_part,
+            row_part * (1 - column_part),
+            row_part * column_part,
+        )
+    )
+    return indices, torch.where(positions.valid, weights, 0).to(dtype)
+
+
+def _axis(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    coordinate = linspace_at(index, count, side - 1)
+    floor = coordinate.long()
+    return floor, (floor + 1).clamp_(max=side - 1), coordinate - floor
+
+
+def linspace_at(index: Tensor, count: Tensor, end: int) -> Tensor:
+    """Return `torch.linspace(0, end, count)[index]` element-wise, in fp32 and to the last bit.
+
+    PyTorch steps from the start in the first half and back from the end in the second, with a fused multiply-add; a
+    product of two fp32 numbers is exact in fp64, so rounding once from there gives the same value.
+    """
+    step = (torch.full_like(count, end).float() / (count - 1).clamp(min=1)).double()
+    from_start = step * index
+    from_end = end - step * (count - 1 - index)
+    return torch.where(index < count // 2, from_start, torch.where(count > 1, from_end, 0)).float()

@@ -1,0 +1,121 @@
+"""Qwen3-VL's vision encoder (dense, MoE and Qwen3.5-VL share it) as a region."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..graphs.program import Buffers, TensorSpec
+from .batch import VisionBatch
+from .layout import position_interpolation, rotary_angles, segment_offsets, token_positions
+
+# Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
+PackSegments = Callable[[Tensor, int], Any]
+
+
+class Qwen3VLEncoder:
+    """Everything from patches to merged embeddings and deepstack features, in one region.
+
+    Args:
+        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
+        pack_segments: Builds upstream's attention metadata.
+        max_frames: Attention segments a graph is captured for.
+        kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
+    """
+
+    name = "vision_encoder"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pack_segments: PackSegments,
+        max_frames: int,
+        kernels: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.max_frames = max_frames
+        self._pack_segments = pack_segments
+        self._kernels = kernels
+        config = model.config
+        self.merge = config.spatial_merge_size
+        self._patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.model,)
+
+    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        dtype = self.model.patch_embed.proj.weight.dtype
+        return {
+            "pixels": TensorSpec((capacity, self._patch_width), dtype),
+            "grid": TensorSpec((self.max_frames, 3), torch.int64),
+        }
+
+    def size(self, batch: VisionBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: VisionBatch, capacity: int) -> str | None:
+        """See `RegionProgram`."""
+        return "too_many_frames" if batch.frames > self.max_frames else None
+
+    def load(self, buffers: Buffers, batch: VisionBatch) -> None:
+        """See `RegionProgram`."""
+        tokens, images = batch.tokens, len(batch.rows)
+        buffers["pixels"][:tokens].copy_(batch.pixels.reshape(tokens, -1), non_blocking=True)
+        buffers["pixels"][tokens:].zero_()
+        grid = batch.grid.reshape(images, 3)
+        if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
+            grid = grid.pin_memory()
+        buffers["grid"][:images].copy_(grid, non_blocking=True)
+        buffers["grid"][images:].zero_()
+
+    def load_example(self, buffers: Buffers, capacity: int) -> None:
+        """See `RegionProgram`."""
+        buffers["pixels"].zero_()
+        buffers["grid"].zero_()
+        buffers["grid"][0].fill_(self.merge)
+        buffers["grid"][0, 0].fill_(1)
+        buffers["grid"][0, 2].fill_(capacity // self.merge)
+
+    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[capacity / merge**2, width]` each."""
+        model = self.model
+        positions = token_positions(buffers["grid"], capacity, self.merge)
+        offsets = segment_offsets(buffers["grid"], self.max_frames)
+        hidden = model.patch_embed(buffers["pixels"])
+        hidden = hidden + self._position_embedding(positions)
+        with self._kernels():
+            hidden, deepstack = model.decoder(
+                hidden_states=hidden[:, None],
+                attention_mask=None,
+                inference_params=None,
+                rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
+                packed_seq_params=self._pack_segments(offsets, capacity),
+            )
+        return model.merger(hidden), *deepstack
+
+    def _position_embedding(self, positions) -> Tensor:
+        weight = self.model.pos_embed.weight
+        indices, weights = position_interpolation(positions, self.model.num_grid_per_side, weight.dtype)
+        terms = functional.embedding(indices, weight) * weights[:, :, None]
+        return terms[0] + terms[1] + terms[2] + terms[3]
+
+    def _inverse_frequencies(self) -> Tensor:
+        rotary = self.model.rotary_pos_emb
+        if not hasattr(rotary, "inv_freq"):
+            rotary(1)  # upstream makes the buffer in its first call
+        return rotary.inv_freq
+
+    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        merged = batch.tokens // self.merge**2
+        return (merged,) * (1 + len(self.model.decoder.deepstack_merger_list))
+
+    def differentiable_inputs(self, batch: VisionBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`: pixels take no gradient."""
+        return ()

@@ -1,0 +1,60 @@
+"""The report of a run's vision graphs, and the figures that loggers get."""
+
+from collections.abc import Mapping, Sequence
+
+from ..graphs.statistics import BucketStatistics, RegionStatistics
+
+GIB = 2**30
+
+
+def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
+    """Add up the statistics of per-layer regions; of a single region, return them as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    total = RegionStatistics()
+    for part in parts:
+        total.fallbacks.update(part.fallbacks)
+        total.capture_seconds += part.capture_seconds
+        total.static_bytes += part.static_bytes
+        for capacity, bucket in part.buckets.items():
+            sum_ = total.buckets.setdefault(capacity, BucketStatistics())
+            sum_.replays += bucket.replays
+            sum_.evaluations += bucket.evaluations
+            sum_.tokens += bucket.tokens
+            sum_.padding += bucket.padding
+            sum_.memory += bucket.memory
+    return total
+
+
+def metrics(statistics: RegionStatistics) -> dict[str, float]:
+    """Return the scalars for TensorBoard and W&B, by tag."""
+    fallbacks = sum(statistics.fallbacks.values())
+    runs = statistics.replays + fallbacks
+    return {
+        "vision_cuda_graph/replays": float(statistics.replays),
+        "vision_cuda_graph/fallbacks": float(fallbacks),
+        "vision_cuda_graph/replayed_share": statistics.replays / runs if runs else 0.0,
+        "vision_cuda_graph/padding_share": statistics.padding_share,
+        "vision_cuda_graph/memory_gb": statistics.memory_bytes / GIB,
+        **{f"vision_cuda_graph/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
+    }
+
+
+def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
+    """Return the report as text."""
+    lines = [title, f"{'bucket':>8} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]
+    for capacity, bucket in sorted(statistics.buckets.items()):
+        total = bucket.tokens + bucket.padding
+        share = bucket.padding / total if total else 0.0
+        lines.append(
+            f"{capacity:>8} {bucket.replays:>8} {bucket.evaluations:>6} {share:>8.1%} {bucket.memory / GIB:>11.2f}"
+        )
+    fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
+    lines += [
+        f"eager fallbacks: {fallbacks}",
+        f"warm-up microbatches: {statistics.warmup_microbatches}; padding over all replays: {statistics.padding_share:.1%}",
+        f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
+        f"({statistics.static_bytes / GIB:.2f} static buffers)",
+    ]
+    lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
+    return "\n".join(lines)

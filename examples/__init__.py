@@ -1,0 +1,1 @@
+"""Programs that use the plugin as its users do."""

@@ -1,0 +1,1 @@
+"""The main job: Qwen3-VL trained on photographs, eager and with vision graphs, compared step by step."""
