@@ -1,0 +1,1 @@
+"""Benchmarks and parity runs; their results go to docs/benchmarks."""

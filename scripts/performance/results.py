@@ -1,0 +1,53 @@
+"""Writing measured results as JSON Lines, with what is needed to run them again."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "transformer-engine", "megatron-core", "megatron-bridge")
+
+
+def provenance(repeats: int, seed: int) -> dict[str, Any]:
+    """Return the fields that say where and how a record was measured."""
+    return {
+        "repeats": repeats,
+        "seed": seed,
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "versions": {**{name: _version(name) for name in PACKAGES}, "commit": _commit()},
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    }
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replace the file by these records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return a file's records; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    given = os.environ.get("BENCHMARK_COMMIT")
+    if given:
+        return given
+    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip() or "unknown"

@@ -1,0 +1,180 @@
+"""The full-size Qwen3-VL vision tower on a GPU, with Megatron's gradient accumulation, and the benchmark's batches."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+Grid = Sequence[tuple[int, int, int]]
+
+CASES: dict[str, Grid] = {
+    "1x448": [(1, 28, 28)],
+    "1x768": [(1, 48, 48)],
+    "4x448": [(1, 28, 28)] * 4,
+    "8mix": [(1, h, w) for h, w in ((16, 24), (28, 28), (32, 20), (48, 48), (12, 12), (40, 30), (24, 36), (20, 20))],
+    "video16": [(16, 20, 20)],
+    "1x2048": [(1, 128, 128)],
+}
+
+
+def start_process() -> None:
+    """Start one process's distributed state with graph-safe random number trackers."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    torch.cuda.set_device(0)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        parallel_state.initialize_model_parallel()
+    initialize_rng_tracker(use_te_rng_tracker=True)
+    model_parallel_cuda_manual_seed(1234)
+
+
+def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Build Qwen3-VL-8B's tower (576 M parameters) with random weights on the current GPU.
+
+    Query-key-value weights get std 0.05, which makes attention as peaked as in a trained model.
+
+    Args:
+        seed: Of the weights.
+        layers: Transformer layers.
+        impl: `vision_cuda_graph_impl` as upstream would see it.
+        dtype: Of the weights.
+    """
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import get_vision_model_config
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerSubmodules
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+    torch.manual_seed(seed)
+    base = TransformerConfig(num_layers=1, hidden_size=1152, num_attention_heads=16)
+    base.vision_cuda_graph_impl, base.vision_cuda_graph_scope = impl, []
+    indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
+    hf = Qwen3VLVisionConfig(depth=layers, out_hidden_size=4096, deepstack_visual_indexes=indexes)
+    config = get_vision_model_config(hf, megatron_config=base)
+    config.params_dtype, config.bf16, config.gradient_accumulation_fusion = dtype, dtype is torch.bfloat16, False
+    spec = get_vit_layer_with_transformer_engine_spec()
+    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    merger = PatchMergerSubmodules(TENorm, TEColumnParallelLinear, TERowParallelLinear)
+    model = Qwen3VLVisionModel(config, spec, merger, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    model = model.cuda().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_qkv.weight" in name:
+                parameter.normal_(std=0.05)
+    return model.train()
+
+
+class MainGrads:
+    """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._accumulators = []
+        for parameter in self.parameters:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(self._hook(parameter))
+            self._accumulators.append(node)
+
+    @staticmethod
+    def _hook(parameter: nn.Parameter) -> Callable[..., None]:
+        def accumulate(*unused: object) -> None:
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return accumulate
+
+    def zero(self) -> None:
+        """Zero all gradients."""
+        torch._foreach_zero_([p.main_grad for p in self.parameters])
+
+    def copy(self) -> list[Tensor]:
+        """Return copies of all gradients."""
+        return [p.main_grad.clone() for p in self.parameters]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Inputs of one case on the GPU, with random gradients for the outputs."""
+
+    pixels: Tensor
+    grid: Tensor
+    gradients: list[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+        return self.pixels.shape[0]
+
+
+def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
+    """Make random pixels for a grid; the grid is announced to the plugin as Bridge's batch step does."""
+    from bridge_cg_plugin.upstream.helper import GRIDS
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    host = torch.tensor(grid)
+    tokens = int(host.prod(1).sum())
+    pixels = torch.randn(tokens, 1536, device="cuda", generator=generator).to(dtype)
+    outputs = 1 + len(model.decoder.deepstack_merger_list)
+    shape = (tokens // 4, model.config.out_hidden_size)
+    gradients = [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(outputs)]
+    device = host.cuda()
+    GRIDS.remember(device, host)
+    return Batch(pixels, device, gradients)
+
+
+def forward(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Return all outputs of the tower."""
+    hidden, deepstack = model(batch.pixels, batch.grid)
+    return [hidden, *deepstack]
+
+
+def step(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Run forward and backward; returns the outputs."""
+    outputs = forward(model, batch)
+    torch.autograd.backward(outputs, batch.gradients)
+    return [o.detach() for o in outputs]
+
+
+def median_times(run: Callable[[], object], repeats: int, warmup: int = 3) -> SimpleNamespace:
+    """Time a function; returns medians `ms` (device events, launch to end) and `host_ms` (until it returns)."""
+    for _ in range(warmup):
+        run()
+    torch.cuda.synchronize()
+    total, host = [], []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.perf_counter()
+        start.record()
+        run()
+        end.record()
+        host.append((time.perf_counter() - began) * 1e3)
+        torch.cuda.synchronize()
+        total.append(start.elapsed_time(end))
+    return SimpleNamespace(ms=sorted(total)[repeats // 2], host_ms=sorted(host)[repeats // 2])
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 difference in fp32."""
+    distance = (actual.float() - expected.float()).norm()
+    return (distance / expected.float().norm().clamp(min=1e-30)).item()
+
+
+def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest relative L2 difference of matching tensors."""
+    return max(relative(a, e) for a, e in zip(actual, expected, strict=True))
