@@ -42,7 +42,7 @@ class Patch:
     _raw: Any = field(default=_ABSENT, init=False, repr=False)
 
     def apply(self, module: ModuleType) -> None:
-        """Replace the attribute; a second call does nothing. A mismatch is noted in `state` and `reason`, not raised."""
+        """Replace the attribute once. A mismatch is noted in `state` and `reason`, not raised."""
         if self.state == "active":
             return
         try:

@@ -1,14 +1,19 @@
 """Bridge's Qwen3-VL vision model: how to find it, what its graphs need from upstream, and its one patch."""
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..vision.encoder import EncoderFamily
 from .patches import Patch
 
 MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
+ATTENTION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention"
 WRAPPER_DEPTH = 8
 
 
@@ -30,7 +35,49 @@ def pack_segments(offsets: Tensor, largest: int) -> Any:
     )
 
 
-QWEN3_VL = EncoderFamily(pack_segments=pack_segments)
+@contextmanager
+def fused_kernels() -> Iterator[None]:
+    """Let upstream's attention module call the plugin's kernels while a region is recorded.
+
+    Without Triton or a GPU upstream's own functions stay.
+    """
+    attention = sys.modules.get(ATTENTION)
+    original = getattr(attention, "apply_rotary_pos_emb_absolute", None)
+    if original is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    attention.apply_rotary_pos_emb_absolute = _fused_rotary(original)
+    try:
+        yield
+    finally:
+        attention.apply_rotary_pos_emb_absolute = original
+
+
+def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    from ..vision.kernels.rotary import apply_rotary, cos_and_sin
+
+    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def apply_rotary_pos_emb_absolute(
+        t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        fits = (
+            cu_seqlens is not None
+            and t.dim() == 3
+            and freqs.shape[-1] == t.shape[-1]
+            and config.apply_rotary_pos_emb_in_fp32
+            and not config.rotary_interleaved
+        )
+        if not fits:
+            return original(t, freqs, config, cu_seqlens)
+        if id(freqs) not in tables:
+            tables[id(freqs)] = (freqs, *cos_and_sin(freqs))
+        return apply_rotary(t, *tables[id(freqs)][1:])
+
+    return apply_rotary_pos_emb_absolute
+
+
+QWEN3_VL = EncoderFamily(pack_segments=pack_segments, kernels=fused_kernels)
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:

@@ -58,5 +58,5 @@ def check_batch(batch: VisionBatch, merge: int) -> None:
     expected = token_count(batch.rows)
     if expected != batch.tokens:
         raise BatchError(
-            f"pixel_values has {batch.tokens} patches and grid_thw describes {expected}: they belong to different images"
+            f"pixel_values has {batch.tokens} patches, grid_thw describes {expected}: they belong to different images"
         )

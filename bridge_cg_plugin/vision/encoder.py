@@ -1,7 +1,7 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,18 @@ class VisionGraphs:
         """Whether graphs exist."""
         return bool(self._regions) and all(region.captured for region in self._regions)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the encoder eager inside, with the graphs kept for afterwards."""
+        if not self._attached:
+            yield
+            return
+        del self.model.forward
+        try:
+            yield
+        finally:
+            self.model.forward = self._forward
+
     def begin_step(self) -> None:
         """Note that a training step begins."""
         self._step += 1
@@ -184,8 +196,9 @@ class VisionGraphs:
         if self.options.whole_encoder:
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
+            family, frames = self.family, self._max_frames()
             programs = [
-                AttentionPart(layer, self.family.pack_segments, self._max_frames())
+                AttentionPart(layer, family.pack_segments, frames, family.kernels)
                 for layer in self.model.decoder.layers
             ]
         else:
@@ -273,9 +286,7 @@ class VisionGraphs:
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
-        total = (
-            merge_statistics([region.statistics for region in self._regions]) if self._regions else RegionStatistics()
-        )
+        total = merge_statistics([region.statistics for region in self._regions])
         total.warmup_microbatches = self._warmup_microbatches
         return total
 

@@ -1,6 +1,7 @@
 """The attention part or the MLP part of one transformer layer as a region."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,13 +71,21 @@ class AttentionPart(_LayerPart):
         layer: A megatron-core transformer layer.
         pack_segments: Builds upstream's attention metadata.
         max_frames: Attention segments a graph is captured for.
+        kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
-    def __init__(self, layer: nn.Module, pack_segments: PackSegments, max_frames: int) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        pack_segments: PackSegments,
+        max_frames: int,
+        kernels: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         super().__init__(layer, f"vision_attention_{layer.layer_number}")
         self._forward_attention = layer._forward_attention
         self._pack_segments = pack_segments
         self._max_frames = max_frames
+        self._kernels = kernels
         self._head = layer.config.kv_channels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -113,12 +122,13 @@ class AttentionPart(_LayerPart):
 
     def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        hidden, _ = self._forward_attention(
-            hidden_states=buffers["hidden"],
-            attention_mask=None,
-            rotary_pos_emb=buffers["angles"],
-            packed_seq_params=self._pack_segments(buffers["offsets"], capacity),
-        )
+        with self._kernels():
+            hidden, _ = self._forward_attention(
+                hidden_states=buffers["hidden"],
+                attention_mask=None,
+                rotary_pos_emb=buffers["angles"],
+                packed_seq_params=self._pack_segments(buffers["offsets"], capacity),
+            )
         return (hidden,)
 
 

@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
-    """Add up the statistics of per-layer regions; of a single region, return them as they are."""
+    """Add up the statistics of several regions; those of a single one are returned as they are."""
     if len(parts) == 1:
         return parts[0]
     total = RegionStatistics()
@@ -52,7 +52,8 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
     fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
     lines += [
         f"eager fallbacks: {fallbacks}",
-        f"warm-up microbatches: {statistics.warmup_microbatches}; padding over all replays: {statistics.padding_share:.1%}",
+        f"warm-up microbatches: {statistics.warmup_microbatches}; "
+        f"padding over all replays: {statistics.padding_share:.1%}",
         f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
         f"({statistics.static_bytes / GIB:.2f} static buffers)",
     ]

@@ -109,18 +109,22 @@ def main() -> int:
     shared = sum(b.memory for c, b in statistics.buckets.items() if c != capacities[-1])
     print(f"all smaller buckets add {shared / max(statistics.buckets[capacities[-1]].memory, 1):.1%} to the largest")
     write_records(args.out, records)
-    print(
-        f"{'case':10} {'tokens':>6} {'eager':>8} {'plugin':>8} {'ratio':>6} {'host':>6} {'forward':>8} {'grad':>8} {'noise':>8}"
-    )
-    for r in records:
-        if r["mode"] == "plugin":
-            e = r["ms"] / r["ratio"]
-            print(
-                f"{r['case']:10} {r['tokens']:>6} {e:>8.1f} {r['ms']:>8.1f} {r['ratio']:>6.2f} {r['host_ms']:>6.2f} "
-                f"{r['forward_rel']:>8.1e} {r['grad_rel']:>8.1e} {r['grad_noise']:>8.1e} "
-                f"{r.get('memory_gb', 0):.2f} GiB (eager {r['eager_memory_gb']:.2f}, +small bucket {r.get('added_share', 0):.1%})"
-            )
+    print_table(records)
     return 0
+
+
+def print_table(records: list[dict]) -> None:
+    """Print the plugin's records beside eager's times."""
+    print(f"{'case':8} {'tokens':>6} {'eager':>7} {'plugin':>7} {'ratio':>5} {'host':>5}  differences and memory")
+    for r in records:
+        if r["mode"] != "plugin":
+            continue
+        print(
+            f"{r['case']:8} {r['tokens']:>6} {r['ms'] / r['ratio']:>7.1f} {r['ms']:>7.1f} {r['ratio']:>5.2f} "
+            f"{r['host_ms']:>5.2f}  forward {r['forward_rel']:.1e}, gradient {r['grad_rel']:.1e} (noise "
+            f"{r['grad_noise']:.1e}), {r.get('memory_gb', 0):.2f} GiB (eager {r['eager_memory_gb']:.2f}), "
+            f"half as large a bucket adds {r.get('added_share', 0):.1%}"
+        )
 
 
 def slot_memory(model, tokens: int, options) -> dict:
