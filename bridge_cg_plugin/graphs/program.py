@@ -10,12 +10,28 @@ from torch import Tensor, nn
 Buffers = dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """What one recording of a region is made for.
+
+    Attributes:
+        tokens: Capacity.
+        limits: Further bounds that the program gave the recording; the engine passes them on and knows no meaning.
+    """
+
+    tokens: int
+    limits: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return "/".join(map(str, (self.tokens, *self.limits)))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one static input of a region.
 
     Attributes:
-        shape: Shape at one bucket's capacity.
+        shape: Shape in one bucket.
         dtype: Element type; the batch's tensor is converted on copy as eager would.
         differentiable: Whether the region returns a gradient for this input.
     """
@@ -28,7 +44,7 @@ class TensorSpec:
 class RegionProgram(Protocol):
     """A piece of a model with inputs of variable size, made static by padding to a bucket's capacity.
 
-    `forward` sees buffers and the capacity only, never a batch: a value that changes from batch to batch can reach the
+    `forward` sees buffers and the bucket only, never a batch: a value that changes from batch to batch can reach the
     graph through a buffer alone, which is why a replay cannot use another batch's metadata.
     """
 
@@ -37,22 +53,22 @@ class RegionProgram(Protocol):
     def modules(self) -> Sequence[nn.Module]:
         """Return the modules whose parameters `forward` uses."""
 
-    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
-        """Return the static inputs of a bucket of `capacity` tokens."""
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """Return the bucket's static inputs."""
 
     def size(self, batch: Any) -> int:
         """Return the batch's size in tokens, known to the host without reading the device."""
 
-    def refuse(self, batch: Any, capacity: int) -> str | None:
-        """Return why this batch may not use a bucket of `capacity` tokens, or None if it may."""
+    def refuse(self, batch: Any, bucket: Bucket) -> str | None:
+        """Return why this batch, small enough in tokens, may not use the bucket, or None if it may."""
 
     def load(self, buffers: Buffers, batch: Any) -> None:
         """Write the batch into the buffers and zero what it leaves unused, without reading the device."""
 
-    def load_example(self, buffers: Buffers, capacity: int) -> None:
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """Write finite values that fill the bucket, for warm-up passes."""
 
-    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """Compute the padded outputs; rows come first in each."""
 
     def output_rows(self, batch: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .capture import capture_graph
 from .gradients import GradientSinks
 from .parameters import ParameterAliases
-from .program import Buffers, RegionProgram
+from .program import Bucket, Buffers, RegionProgram
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class RegionBody:
 
     Args:
         program: The piece of the model.
-        buffers: Static inputs at `capacity`.
-        capacity: Tokens.
+        buffers: The bucket's static inputs.
+        bucket: What is recorded for.
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
     """
@@ -47,13 +47,13 @@ class RegionBody:
         self,
         program: RegionProgram,
         buffers: Buffers,
-        capacity: int,
+        bucket: Bucket,
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
     ) -> None:
-        self._program, self._buffers, self._capacity = program, buffers, capacity
+        self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
-        specs = program.input_specs(capacity)
+        specs = program.input_specs(bucket)
         self._differentiable = tuple(name for name, spec in specs.items() if spec.differentiable)
         self.output_gradients: tuple[Tensor, ...] = ()
         self._live: tuple[tuple[Tensor, ...], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
@@ -66,7 +66,7 @@ class RegionBody:
                 for name in self._differentiable:
                     buffers[name] = buffers[name].detach().requires_grad_()
                     leaves.append(buffers[name])
-            outputs = self._program.forward(buffers, self._capacity)
+            outputs = self._program.forward(buffers, self._bucket)
         self._live = (outputs, leaves, aliases)
         return tuple(output.detach() for output in outputs)
 

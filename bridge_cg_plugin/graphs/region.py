@@ -10,7 +10,7 @@ from torch import Tensor
 from .executor import Executor
 from .gradients import GradientSinks
 from .parameters import ParameterAliases
-from .program import RegionProgram
+from .program import Bucket, RegionProgram
 from .recording import RegionBody
 from .replay import BackwardObserver, replay
 from .slot import Slot
@@ -18,36 +18,36 @@ from .statistics import BucketStatistics, RegionStatistics
 
 
 class Region:
-    """Captures a program at several capacities and replays the smallest that holds a batch.
+    """Captures a program for several buckets and replays the first that accepts a batch.
 
     Args:
         program: The piece of the model.
         executor: Makes the recordings.
-        capacities: Tokens each bucket holds.
+        buckets: What to record for. A batch takes the first that accepts it, so cheaper ones come first.
         slots: Microbatches that may be between their forward and their backward at once.
         evaluation: Also record a forward-only graph for evaluation.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
 
     Raises:
-        ValueError: No capacity, a capacity or `slots` below 1.
+        ValueError: No bucket, a bucket or `slots` below 1.
     """
 
     def __init__(
         self,
         program: RegionProgram,
         executor: Executor,
-        capacities: Sequence[int],
+        buckets: Sequence[Bucket],
         slots: int = 1,
         evaluation: bool = True,
         before_replay: Callable[[], None] | None = None,
     ) -> None:
-        if not capacities or min(capacities) < 1:
-            raise ValueError(f"capacities must be positive and at least one, got {list(capacities)}")
+        if not buckets or min(buckets).tokens < 1:
+            raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
         if slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
         self.program = program
         self.executor = executor
-        self.capacities = tuple(sorted(set(capacities)))
+        self.buckets = tuple(dict.fromkeys(buckets))
         self.slot_count = slots
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
@@ -71,7 +71,7 @@ class Region:
         self.reset()
         self._aliases = ParameterAliases(self.program.modules())
         self._sinks = GradientSinks(self._aliases.trainable)
-        self.statistics.buckets = {c: BucketStatistics() for c in self.capacities}
+        self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
         try:
             for index in range(self.slot_count):
@@ -86,71 +86,78 @@ class Region:
         self.statistics.capture_seconds += time.perf_counter() - started
 
     def _record_slot(self, slot: Slot) -> None:
-        for capacity in reversed(self.capacities):
+        forward_only = self._forward_only_buckets() if slot.index == 0 else ()
+        for bucket in sorted(self.buckets, reverse=True):
             before = self.executor.pool_bytes(slot.pool)
-            specs = self.program.input_specs(capacity)
-            slot.buffers[capacity] = slot.arena.buffers(specs)
-            self.program.load_example(slot.buffers[capacity], capacity)
-            differentiable = any(spec.differentiable for spec in specs.values())
-            if self._sinks.parameters or differentiable:
-                self._record(slot, capacity, training=True)
-            if not self._sinks.parameters or (self.evaluation and slot.index == 0):
-                self._record(slot, capacity, training=False)
-            self.statistics.buckets[capacity].memory += self.executor.pool_bytes(slot.pool) - before
+            specs = self.program.input_specs(bucket)
+            slot.buffers[bucket] = slot.arena.buffers(specs)
+            self.program.load_example(slot.buffers[bucket], bucket)
+            if self._sinks.parameters or any(spec.differentiable for spec in specs.values()):
+                self._record(slot, bucket, training=True)
+            if bucket in forward_only or not self._sinks.parameters:
+                self._record(slot, bucket, training=False)
+            self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
 
-    def _record(self, slot: Slot, capacity: int, training: bool) -> None:
+    def _forward_only_buckets(self) -> set[Bucket]:
+        """One bucket for each capacity, the most permissive: limits cost a forward little."""
+        return set({b.tokens: b for b in sorted(self.buckets)}.values()) if self.evaluation else set()
+
+    def _record(self, slot: Slot, bucket: Bucket, training: bool) -> None:
         sinks = self._sinks if training else None
-        body = RegionBody(self.program, slot.buffers[capacity], capacity, self._aliases, sinks)
+        body = RegionBody(self.program, slot.buffers[bucket], bucket, self._aliases, sinks)
 
         def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             views = tuple(
                 slot.arena.view(f"output_gradient:{i}", tuple(o.shape), o.dtype).zero_() for i, o in enumerate(outputs)
             )
-            slot.output_gradients[capacity] = views
+            slot.output_gradients[bucket] = views
             return views
 
         self.executor.warm_up(body, output_gradients)
-        slot.recordings[capacity, training] = self.executor.record(body, slot.pool)
+        slot.recordings[bucket, training] = self.executor.record(body, slot.pool)
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
         self._slots = []
         self._aliases = self._sinks = None
 
-    def choose(self, batch: Any) -> tuple[int, None] | tuple[None, str]:
-        """Return the capacity of the smallest bucket that holds the batch, or the reason why none does."""
-        size, reason = self.program.size(batch), None
-        for capacity in self.capacities:
-            if size <= capacity:
-                reason = self.program.refuse(batch, capacity)
-                if reason is None:
-                    return capacity, None
-        return None, reason or "too_many_tokens"
+    def choose(self, batch: Any, training: bool = True) -> tuple[Bucket, None] | tuple[None, str]:
+        """Return the first bucket that accepts the batch, or the reason why none does."""
+        size, reason = self.program.size(batch), "too_many_tokens"
+        for bucket in self.buckets:
+            if size <= bucket.tokens and (bucket, training) in self._slots[0].recordings:
+                refusal = self.program.refuse(batch, bucket)
+                if refusal is None:
+                    return bucket, None
+                reason = refusal
+        return None, reason
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager."""
         if not self.captured:
             return self._fall_back("not_captured")
-        capacity, reason = self.choose(batch)
-        if capacity is None:
-            return self._fall_back(reason)
         training = torch.is_grad_enabled() and self._wants_gradients(batch)
-        slot = self._free_slot(capacity, training)
+        if not training and not self.evaluation and self._sinks.parameters:
+            return self._fall_back("evaluation_not_captured")
+        bucket, reason = self.choose(batch, training)
+        if bucket is None:
+            return self._fall_back(reason)
+        slot = self._free_slot(bucket, training)
         if slot is None:
-            return self._fall_back("no_free_slot" if training or self.evaluation else "evaluation_not_captured")
+            return self._fall_back("no_free_slot")
         if self._aliases.moved() or self._sinks.moved():
             return self._fall_back("parameters_changed")
         if self._before_replay is not None:
             self._before_replay()
-        outputs = replay(self.program, self._sinks, slot, capacity, training, batch, observer)
-        self.statistics.replayed(capacity, self.program.size(batch), training)
+        outputs = replay(self.program, self._sinks, slot, bucket, training, batch, observer)
+        self.statistics.replayed(bucket, self.program.size(batch), training)
         return outputs
 
     def _wants_gradients(self, batch: Any) -> bool:
         return bool(self._sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    def _free_slot(self, capacity: int, training: bool) -> Slot | None:
-        return next((s for s in self._slots if s.free and (capacity, training) in s.recordings), None)
+    def _free_slot(self, bucket: Bucket, training: bool) -> Slot | None:
+        return next((s for s in self._slots if s.free and (bucket, training) in s.recordings), None)
 
     def _fall_back(self, reason: str) -> None:
         self.statistics.fallbacks[reason] += 1

@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .gradients import GradientSinks
-from .program import RegionProgram
+from .program import Bucket, RegionProgram
 from .recording import Gradients
 from .slot import Lease, Slot
 
@@ -27,7 +27,7 @@ def replay(
     program: RegionProgram,
     sinks: GradientSinks,
     slot: Slot,
-    capacity: int,
+    bucket: Bucket,
     training: bool,
     batch: Any,
     observer: BackwardObserver | None = None,
@@ -35,22 +35,22 @@ def replay(
     """Load the batch into the slot's buffers and replay; returns copies of the outputs' real rows."""
     lease = slot.take()
     try:
-        program.load(slot.buffers[capacity], batch)
+        program.load(slot.buffers[bucket], batch)
         rows = program.output_rows(batch)
         if not training:
-            outputs = _forward(slot, capacity, training, rows)
+            outputs = _forward(slot, bucket, training, rows)
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        call = _Call(lease, sinks, capacity, rows, program.size(batch), observer)
+        call = _Call(lease, sinks, bucket, rows, program.size(batch), observer)
         return _Replay.apply(call, *inputs, *sinks.parameters)
     except BaseException:
         lease.release()
         raise
 
 
-def _forward(slot: Slot, capacity: int, training: bool, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-    recording = slot.recordings[capacity, training]
+def _forward(slot: Slot, bucket: Bucket, training: bool, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    recording = slot.recordings[bucket, training]
     recording.forward()
     return tuple(output[:count].clone() for output, count in zip(recording.outputs, rows, strict=True))
 
@@ -58,18 +58,18 @@ def _forward(slot: Slot, capacity: int, training: bool, rows: tuple[int, ...]) -
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("capacity", "lease", "observer", "rows", "sinks", "size")
+    __slots__ = ("bucket", "lease", "observer", "rows", "sinks", "size")
 
     def __init__(
         self,
         lease: Lease,
         sinks: GradientSinks,
-        capacity: int,
+        bucket: Bucket,
         rows: tuple[int, ...],
         size: int,
         observer: BackwardObserver | None,
     ) -> None:
-        self.lease, self.sinks, self.capacity = lease, sinks, capacity
+        self.lease, self.sinks, self.bucket = lease, sinks, bucket
         self.rows, self.size, self.observer = rows, size, observer
 
 
@@ -78,7 +78,7 @@ class _Replay(Function):
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return _forward(call.lease.slot, call.capacity, True, call.rows)
+        return _forward(call.lease.slot, call.bucket, True, call.rows)
 
     @staticmethod
     @once_differentiable
@@ -89,11 +89,9 @@ class _Replay(Function):
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        for buffer, gradient, rows in zip(
-            slot.output_gradients[call.capacity], output_gradients, call.rows, strict=True
-        ):
+        for buffer, gradient, rows in zip(slot.output_gradients[call.bucket], output_gradients, call.rows, strict=True):
             _load_gradient(buffer, gradient, rows)
-        gradients = slot.recordings[call.capacity, True].backward()
+        gradients = slot.recordings[call.bucket, True].backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .errors import ReplayError
-from .program import Buffers, TensorSpec
+from .program import Bucket, Buffers, TensorSpec
 from .recording import Recording
 
 
@@ -48,9 +48,9 @@ class Slot:
         self.index = index
         self.arena = Arena(device)
         self.pool = pool
-        self.recordings: dict[tuple[int, bool], Recording] = {}
-        self.buffers: dict[int, Buffers] = {}
-        self.output_gradients: dict[int, tuple[Tensor, ...]] = {}
+        self.recordings: dict[tuple[Bucket, bool], Recording] = {}
+        self.buffers: dict[Bucket, Buffers] = {}
+        self.output_gradients: dict[Bucket, tuple[Tensor, ...]] = {}
         self._lease: int | None = None
         self._leases = 0
         self._device = device

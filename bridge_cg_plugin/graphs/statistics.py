@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .program import Bucket
+
 
 @dataclass(slots=True)
 class BucketStatistics:
@@ -28,21 +30,21 @@ class BucketStatistics:
 class RegionStatistics:
     """Counts of one region since it was made."""
 
-    buckets: dict[int, BucketStatistics] = field(default_factory=dict)
+    buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
 
-    def replayed(self, capacity: int, tokens: int, training: bool) -> None:
+    def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""
-        bucket = self.buckets[capacity]
+        counts = self.buckets[bucket]
         if training:
-            bucket.replays += 1
+            counts.replays += 1
         else:
-            bucket.evaluations += 1
-        bucket.tokens += tokens
-        bucket.padding += capacity - tokens
+            counts.evaluations += 1
+        counts.tokens += tokens
+        counts.padding += bucket.tokens - tokens
 
     @property
     def replays(self) -> int:
@@ -72,13 +74,13 @@ class RegionStatistics:
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
             "buckets": {
-                capacity: {
+                str(bucket): {
                     "replays": b.replays,
                     "evaluations": b.evaluations,
                     "tokens": b.tokens,
                     "padding": b.padding,
                     "memory_bytes": b.memory,
                 }
-                for capacity, b in sorted(self.buckets.items())
+                for bucket, b in sorted(self.buckets.items())
             },
         }

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ..announce import announce, warn
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
+from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
-from .buckets import BucketPlan, plan_buckets
+from .buckets import BucketPlan, frame_limits, plan_buckets
 from .check import CheckResult, ReplayCheck
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
@@ -190,21 +191,22 @@ class VisionGraphs:
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
     def _encoder_program(self) -> Qwen3VLEncoder:
-        return Qwen3VLEncoder(self.model, self.family.pack_segments, self._max_frames(), self.family.kernels)
+        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.family.kernels)
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
+        frames, layers = self._max_frames(), self.model.decoder.layers
         if self.options.whole_encoder:
+            heads = self.model.config.num_attention_heads
+            buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames, heads)]
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
-            family, frames = self.family, self._max_frames()
-            programs = [
-                AttentionPart(layer, family.pack_segments, frames, family.kernels)
-                for layer in self.model.decoder.layers
-            ]
+            buckets = [Bucket(c, (frames,)) for c in capacities]
+            programs = [AttentionPart(layer, self.family.pack_segments, self.family.kernels) for layer in layers]
         else:
-            programs = [MlpPart(layer) for layer in self.model.decoder.layers]
+            buckets = [Bucket(c) for c in capacities]
+            programs = [MlpPart(layer) for layer in layers]
         return [
-            Region(p, self.executor, capacities, self.slots, self.options.evaluation, self._before_replay)
+            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay)
             for p in programs
         ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..graphs.program import Buffers, TensorSpec
+from ..graphs.program import Bucket, Buffers, TensorSpec
 from .qwen3_vl import PackSegments
 
 
@@ -33,15 +33,15 @@ class _LayerPart:
         self._width = layer.config.hidden_size
         self._dtype = next(layer.parameters()).dtype
 
-    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
-        return {"hidden": TensorSpec((capacity, 1, self._width), self._dtype, differentiable=True)}
+        return {"hidden": TensorSpec((bucket.tokens, 1, self._width), self._dtype, differentiable=True)}
 
     def size(self, batch: LayerBatch) -> int:
         """See `RegionProgram`."""
         return batch.hidden.shape[0]
 
-    def refuse(self, batch: LayerBatch, capacity: int) -> str | None:
+    def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
         return None
 
@@ -51,7 +51,7 @@ class _LayerPart:
         buffers["hidden"][:tokens].copy_(batch.hidden.detach())
         buffers["hidden"][tokens:].zero_()
 
-    def load_example(self, buffers: Buffers, capacity: int) -> None:
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
         buffers["hidden"].zero_()
 
@@ -65,12 +65,11 @@ class _LayerPart:
 
 
 class AttentionPart(_LayerPart):
-    """Norm, attention and residual of one layer.
+    """Norm, attention and residual of one layer. Buckets have the limit (frames,): a layer sees no frame's size.
 
     Args:
         layer: A megatron-core transformer layer.
         pack_segments: Builds upstream's attention metadata.
-        max_frames: Attention segments a graph is captured for.
         kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
@@ -78,13 +77,11 @@ class AttentionPart(_LayerPart):
         self,
         layer: nn.Module,
         pack_segments: PackSegments,
-        max_frames: int,
         kernels: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         super().__init__(layer, f"vision_attention_{layer.layer_number}")
         self._forward_attention = layer._forward_attention
         self._pack_segments = pack_segments
-        self._max_frames = max_frames
         self._kernels = kernels
         self._head = layer.config.kv_channels
 
@@ -92,17 +89,17 @@ class AttentionPart(_LayerPart):
         """See `RegionProgram`."""
         return (self.layer.input_layernorm, self.layer.self_attention)
 
-    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         return {
-            **super().input_specs(capacity),
-            "angles": TensorSpec((capacity, 1, 1, self._head), torch.float32),
-            "offsets": TensorSpec((self._max_frames + 1,), torch.int32),
+            **super().input_specs(bucket),
+            "angles": TensorSpec((bucket.tokens, 1, 1, self._head), torch.float32),
+            "offsets": TensorSpec((bucket.limits[0] + 1,), torch.int32),
         }
 
-    def refuse(self, batch: LayerBatch, capacity: int) -> str | None:
+    def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
-        return "too_many_frames" if batch.offsets.shape[0] > self._max_frames + 1 else None
+        return "too_many_frames" if batch.offsets.shape[0] > bucket.limits[0] + 1 else None
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
@@ -111,23 +108,23 @@ class AttentionPart(_LayerPart):
         buffers["angles"][:tokens].copy_(batch.angles)
         buffers["angles"][tokens:].zero_()
         buffers["offsets"][:count].copy_(batch.offsets)
-        buffers["offsets"][count:].copy_(batch.offsets[-1:].expand(self._max_frames + 1 - count))
+        buffers["offsets"][count:].copy_(batch.offsets[-1:].expand(buffers["offsets"].shape[0] - count))
 
-    def load_example(self, buffers: Buffers, capacity: int) -> None:
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        super().load_example(buffers, capacity)
+        super().load_example(buffers, bucket)
         buffers["angles"].zero_()
-        buffers["offsets"].fill_(capacity)
+        buffers["offsets"].fill_(bucket.tokens)
         buffers["offsets"][0].zero_()
 
-    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         with self._kernels():
             hidden, _ = self._forward_attention(
                 hidden_states=buffers["hidden"],
                 attention_mask=None,
                 rotary_pos_emb=buffers["angles"],
-                packed_seq_params=self._pack_segments(buffers["offsets"], capacity),
+                packed_seq_params=self._pack_segments(buffers["offsets"], bucket.tokens),
             )
         return (hidden,)
 
@@ -143,6 +140,6 @@ class MlpPart(_LayerPart):
         """See `RegionProgram`."""
         return (self.layer.pre_mlp_layernorm, self.layer.mlp)
 
-    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (self._forward_mlp(buffers["hidden"]),)

@@ -5,7 +5,7 @@ import torch
 from ..graphs.executor import Executor, run_once
 from ..graphs.gradients import GradientSinks
 from ..graphs.parameters import ParameterAliases
-from ..graphs.program import RegionProgram
+from ..graphs.program import Bucket, RegionProgram
 from ..graphs.recording import RegionBody
 from ..graphs.slot import Arena
 
@@ -20,16 +20,18 @@ def bytes_per_token(executor: Executor, program: RegionProgram, merge_unit: int)
     """
     if executor.device.type != "cuda":
         return 1.0
-    small, large = (PROBE_TOKENS // merge_unit * merge_unit * factor for factor in (1, 2))
-    return max((_peak(executor, program, large) - _peak(executor, program, small)) / (large - small), 1.0)
+    small = PROBE_TOKENS // merge_unit * merge_unit
+    buckets = [Bucket(tokens, (1, tokens)) for tokens in (small, 2 * small)]
+    less, more = (_peak(executor, program, bucket) for bucket in buckets)
+    return max((more - less) / small, 1.0)
 
 
-def _peak(executor: Executor, program: RegionProgram, capacity: int) -> int:
+def _peak(executor: Executor, program: RegionProgram, bucket: Bucket) -> int:
     aliases = ParameterAliases(program.modules())
     arena = Arena(executor.device)
-    buffers = arena.buffers(program.input_specs(capacity))
-    program.load_example(buffers, capacity)
-    body = RegionBody(program, buffers, capacity, aliases, GradientSinks(aliases.trainable))
+    buffers = arena.buffers(program.input_specs(bucket))
+    program.load_example(buffers, bucket)
+    body = RegionBody(program, buffers, bucket, aliases, GradientSinks(aliases.trainable))
     peaks = []
     for _ in range(2):
         torch.cuda.synchronize(executor.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..graphs.program import Buffers, TensorSpec
+from ..graphs.program import Bucket, Buffers, TensorSpec
 from .batch import VisionBatch
 from .layout import position_interpolation, rotary_angles, segment_offsets, token_positions
 
@@ -19,10 +19,11 @@ PackSegments = Callable[[Tensor, int], Any]
 class Qwen3VLEncoder:
     """Everything from patches to merged embeddings and deepstack features, in one region.
 
+    Buckets have the limits (frames, tokens of the largest frame).
+
     Args:
         model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
         pack_segments: Builds upstream's attention metadata.
-        max_frames: Attention segments a graph is captured for.
         kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
@@ -32,11 +33,9 @@ class Qwen3VLEncoder:
         self,
         model: nn.Module,
         pack_segments: PackSegments,
-        max_frames: int,
         kernels: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.model = model
-        self.max_frames = max_frames
         self._pack_segments = pack_segments
         self._kernels = kernels
         config = model.config
@@ -47,21 +46,24 @@ class Qwen3VLEncoder:
         """See `RegionProgram`."""
         return (self.model,)
 
-    def input_specs(self, capacity: int) -> dict[str, TensorSpec]:
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         dtype = self.model.patch_embed.proj.weight.dtype
         return {
-            "pixels": TensorSpec((capacity, self._patch_width), dtype),
-            "grid": TensorSpec((self.max_frames, 3), torch.int64),
+            "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
+            "grid": TensorSpec((bucket.limits[0], 3), torch.int64),
         }
 
     def size(self, batch: VisionBatch) -> int:
         """See `RegionProgram`."""
         return batch.tokens
 
-    def refuse(self, batch: VisionBatch, capacity: int) -> str | None:
+    def refuse(self, batch: VisionBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
-        return "too_many_frames" if batch.frames > self.max_frames else None
+        frames, largest = bucket.limits
+        if batch.frames > frames:
+            return "too_many_frames"
+        return "frame_too_large" if batch.largest_frame > largest else None
 
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
@@ -74,19 +76,20 @@ class Qwen3VLEncoder:
         buffers["grid"][:images].copy_(grid, non_blocking=True)
         buffers["grid"][images:].zero_()
 
-    def load_example(self, buffers: Buffers, capacity: int) -> None:
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
         buffers["pixels"].zero_()
         buffers["grid"].zero_()
         buffers["grid"][0].fill_(self.merge)
         buffers["grid"][0, 0].fill_(1)
-        buffers["grid"][0, 2].fill_(capacity // self.merge)
+        buffers["grid"][0, 2].fill_(min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
 
-    def forward(self, buffers: Buffers, capacity: int) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[capacity / merge**2, width]` each."""
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
         model = self.model
-        positions = token_positions(buffers["grid"], capacity, self.merge)
-        offsets = segment_offsets(buffers["grid"], self.max_frames)
+        frames, largest = bucket.limits
+        positions = token_positions(buffers["grid"], bucket.tokens, self.merge)
+        offsets = segment_offsets(buffers["grid"], frames)
         hidden = model.patch_embed(buffers["pixels"])
         hidden = hidden + self._position_embedding(positions)
         with self._kernels():
@@ -95,7 +98,7 @@ class Qwen3VLEncoder:
                 attention_mask=None,
                 inference_params=None,
                 rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
-                packed_seq_params=self._pack_segments(offsets, capacity),
+                packed_seq_params=self._pack_segments(offsets, largest),
             )
         return model.merger(hidden), *deepstack
 

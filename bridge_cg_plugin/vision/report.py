@@ -16,13 +16,13 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
         total.static_bytes += part.static_bytes
-        for capacity, bucket in part.buckets.items():
-            sum_ = total.buckets.setdefault(capacity, BucketStatistics())
-            sum_.replays += bucket.replays
-            sum_.evaluations += bucket.evaluations
-            sum_.tokens += bucket.tokens
-            sum_.padding += bucket.padding
-            sum_.memory += bucket.memory
+        for bucket, counts in part.buckets.items():
+            sums = total.buckets.setdefault(bucket, BucketStatistics())
+            sums.replays += counts.replays
+            sums.evaluations += counts.evaluations
+            sums.tokens += counts.tokens
+            sums.padding += counts.padding
+            sums.memory += counts.memory
     return total
 
 
@@ -42,12 +42,12 @@ def metrics(statistics: RegionStatistics) -> dict[str, float]:
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
     """Return the report as text."""
-    lines = [title, f"{'bucket':>8} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]
-    for capacity, bucket in sorted(statistics.buckets.items()):
-        total = bucket.tokens + bucket.padding
-        share = bucket.padding / total if total else 0.0
+    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]
+    for bucket, counts in sorted(statistics.buckets.items()):
+        total = counts.tokens + counts.padding
+        share = counts.padding / total if total else 0.0
         lines.append(
-            f"{capacity:>8} {bucket.replays:>8} {bucket.evaluations:>6} {share:>8.1%} {bucket.memory / GIB:>11.2f}"
+            f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%} {counts.memory / GIB:>11.2f}"
         )
     fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
     lines += [

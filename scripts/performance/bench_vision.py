@@ -106,8 +106,9 @@ def main() -> int:
         for record in records:
             if record["mode"] == "plugin" and record["tokens"] == tokens:
                 record.update(memory)
-    shared = sum(b.memory for c, b in statistics.buckets.items() if c != capacities[-1])
-    print(f"all smaller buckets add {shared / max(statistics.buckets[capacities[-1]].memory, 1):.1%} to the largest")
+    largest = memory_at(statistics, capacities[-1])
+    share = (sum(b.memory for b in statistics.buckets.values()) - largest) / largest
+    print(f"all smaller buckets together add {share:.1%} to the largest")
     write_records(args.out, records)
     print_table(records)
     return 0
@@ -127,6 +128,11 @@ def print_table(records: list[dict]) -> None:
         )
 
 
+def memory_at(statistics, tokens: int) -> int:
+    """Return the pool memory in bytes that the buckets of one capacity added."""
+    return sum(counts.memory for bucket, counts in statistics.buckets.items() if bucket.tokens == tokens)
+
+
 def slot_memory(model, tokens: int, options) -> dict:
     """Return a slot's memory at one capacity, and the share that a bucket half as large adds."""
     import dataclasses
@@ -138,7 +144,7 @@ def slot_memory(model, tokens: int, options) -> dict:
     helper.create_cudagraphs()
     statistics = helper.graphs.statistics()
     helper.delete_cuda_graphs()
-    large, small = statistics.buckets[tokens].memory, statistics.buckets[half].memory
+    large, small = memory_at(statistics, tokens), memory_at(statistics, half)
     return {
         "memory_gb": (large + statistics.static_bytes) / 2**30,
         "added_share": small / large,
