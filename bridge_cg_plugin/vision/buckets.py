@@ -115,35 +115,36 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-# A packed attention backward scans frames x largest frame (rounded up to a power of two), padding included: 64 frames
-# of up to 4096 tokens cost 8.6 ms over 27 layers on an H200, one of 4096 next to nothing. So a capacity is recorded for
-# several bounds, and a batch takes the cheapest that it fits.
-FRAME_COUNTS = (4, 16)
-FRAME_FRACTIONS = (4, 2, 1)
+# A packed attention backward in cuDNN scans frames x largest frame, each rounded up (frames to at least 32, the frame to
+# a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for 512 x 1024. So
+# a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
+COMMON_FRAMES = 32
+SMALLEST_FRACTION = 8
 # Below this many tokens the scan is cheap enough for one bound per frame count.
 SMALL_CAPACITY = 1024
-# Deterministic attention backward needs 128 bytes x frames x heads x largest frame squared of workspace on Hopper, and
-# Transformer Engine drops the fused kernel beyond 2**30 of that product; this bound keeps it at 16 GiB.
-DETERMINISTIC_PRODUCT = 2**27
+# Deterministic attention backward needs workspace that grows with frames x heads x largest frame squared and more;
+# within these bounds it stayed under 16 GiB.
+DETERMINISTIC_LIMITS = ((1, 2048), (4, 512), (16, 256), (64, 128))
 
 
-def frame_limits(tokens: int, max_frames: int, heads: int) -> list[tuple[int, int]]:
+def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     """Return the bounds (frames, tokens of the largest frame) to record a capacity for, cheapest first.
 
     Args:
         tokens: Capacity.
         max_frames: Most frames that any bucket takes.
-        heads: Attention heads.
     """
     if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0":
-        counts = [n for n in (1, *FRAME_COUNTS) if n < max_frames] + [max_frames]
-        bounds = {(n, min(tokens, math.isqrt(DETERMINISTIC_PRODUCT // (heads * n)))) for n in counts}
-    else:
-        counts = [n for n in FRAME_COUNTS if n < max_frames] + [max_frames]
-        fractions = FRAME_FRACTIONS if tokens > SMALL_CAPACITY else (1,)
-        bounds = {(n, tokens // f) for n in counts for f in fractions if f <= n}
+        return [(min(n, max_frames), min(m, tokens)) for n, m in DETERMINISTIC_LIMITS if n <= max_frames]
+    sizes = {tokens}
+    if tokens > SMALL_CAPACITY:
+        sizes |= {1 << n for n in range(tokens.bit_length()) if tokens / SMALLEST_FRACTION <= 1 << n < tokens}
+    bounds = {(min(COMMON_FRAMES, max_frames), size) for size in sizes} | {
+        (max_frames, min(sizes)),
+        (max_frames, tokens),
+    }
     return sorted(bounds, key=lambda b: (_scan_cost(*b), b))
 
 
 def _scan_cost(frames: int, largest: int) -> int:
-    return frames << (largest - 1).bit_length()
+    return max(frames, COMMON_FRAMES) << (largest - 1).bit_length()

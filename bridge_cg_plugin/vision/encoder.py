@@ -196,8 +196,7 @@ class VisionGraphs:
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
         frames, layers = self._max_frames(), self.model.decoder.layers
         if self.options.whole_encoder:
-            heads = self.model.config.num_attention_heads
-            buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames, heads)]
+            buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames)]
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
             buckets = [Bucket(c, (frames,)) for c in capacities]
