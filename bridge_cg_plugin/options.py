@@ -29,6 +29,8 @@ class VisionGraphOptions:
         slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
         max_frames: Most images and video frames in one microbatch that a graph takes, or "auto".
         memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
+        exact_below: Microbatches of up to this many tokens use a graph of exactly their size or none. Below it matrix
+            libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -43,6 +45,7 @@ class VisionGraphOptions:
     slots: int | Literal["auto"] = "auto"
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
+    exact_below: int = 256
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -183,6 +186,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "slots": _whole_number(1, "auto"),
     "max_frames": _whole_number(1, "auto"),
     "memory_gb": _positive_number,
+    "exact_below": _whole_number(0),
     "evaluation": _parse_flag,
     "strict": _parse_flag,
     "check_interval": _whole_number(0),

@@ -14,6 +14,7 @@ from .patches import Patch
 
 MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
 ATTENTION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention"
+TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 WRAPPER_DEPTH = 8
 
 
@@ -35,12 +36,26 @@ def pack_segments(offsets: Tensor, largest: int) -> Any:
     )
 
 
+def forget_attention_selection() -> None:
+    """Drop Transformer Engine's cached choice of attention kernel if comparing with it would read the device.
+
+    Bridge's eager vision forward passes `max_seqlen` as a device tensor, and the cache keeps it. A recorded forward
+    with the same value would compare against it, which waits for the device and ends a capture.
+    """
+    module = sys.modules.get(TE_ATTENTION)
+    cache = getattr(module, "_attention_backends", None)
+    cached = cache.get("attention_params") if isinstance(cache, dict) else None
+    if cached is not None and any(isinstance(value, Tensor) for value in vars(cached).values()):
+        cache["attention_params"] = None
+
+
 @contextmanager
 def fused_kernels() -> Iterator[None]:
     """Let upstream's attention module call the plugin's kernels while a region is recorded.
 
     Without Triton or a GPU upstream's own functions stay.
     """
+    forget_attention_selection()
     attention = sys.modules.get(ATTENTION)
     original = getattr(attention, "apply_rotary_pos_emb_absolute", None)
     if original is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:

@@ -40,6 +40,7 @@ def plan_buckets(
     merge_unit: int = 4,
     max_buckets: int = 12,
     capacity_limit: int | None = None,
+    exact_below: int = 0,
 ) -> BucketPlan:
     """Choose capacities with the least padding for `sizes` and a bounded one for sizes between them.
 
@@ -49,6 +50,7 @@ def plan_buckets(
         merge_unit: Capacities are multiples of this.
         max_buckets: Most buckets chosen for the observed sizes.
         capacity_limit: Capacity that memory allows; larger ones are cut to it.
+        exact_below: Sizes up to this get a capacity of exactly their size, as nothing else may hold them.
 
     Raises:
         ValueError: No size and no `largest`, so there is nothing to plan from.
@@ -60,9 +62,11 @@ def plan_buckets(
     if capacity_limit is not None:
         top = max(min(top, capacity_limit // merge_unit * merge_unit), merge_unit)
     fitting = [size for size in sizes if size <= top]
-    candidates = sorted({min(_round_up(size, step), top) for size in fitting} | {top})
-    chosen = _least_padding(candidates, fitting, max_buckets)
-    capacities = _fill_gaps(chosen, step)
+    exact = sorted({size for size in fitting if size <= exact_below})
+    padded_sizes = [size for size in fitting if size > exact_below]
+    candidates = sorted({min(_round_up(size, step), top) for size in padded_sizes} | {top})
+    chosen = _least_padding(candidates, padded_sizes, max_buckets)
+    capacities = sorted({*exact, *_fill_gaps(chosen, step)})
     padded = sum(min(c for c in capacities if c >= size) for size in fitting)
     share = 1 - sum(fitting) / padded if padded else 0.0
     return BucketPlan(tuple(capacities), share, len(sizes))
@@ -122,9 +126,16 @@ COMMON_FRAMES = 32
 SMALLEST_FRACTION = 8
 # Below this many tokens the scan is cheap enough for one bound per frame count.
 SMALL_CAPACITY = 1024
-# Deterministic attention backward needs workspace that grows with frames x heads x largest frame squared and more;
-# within these bounds it stayed under 16 GiB.
-DETERMINISTIC_LIMITS = ((1, 2048), (4, 512), (16, 256), (64, 128))
+# With deterministic algorithms, cuDNN's attention backward takes 128 bytes x heads x (tokens rounded up to a power of
+# two) squared of workspace, 32 GiB at 4096 tokens and 16 heads, and Transformer Engine drops the fused kernel from
+# frames x heads x largest frame squared = 2**30 on. Eager meets the same walls.
+DETERMINISTIC_TOKENS = 4096
+DETERMINISTIC_LIMITS = ((1, 4096), (32, 1024), (64, 512))
+
+
+def deterministic() -> bool:
+    """Whether Transformer Engine was told to use deterministic algorithms."""
+    return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
@@ -134,7 +145,7 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
         tokens: Capacity.
         max_frames: Most frames that any bucket takes.
     """
-    if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0":
+    if deterministic():
         return [(min(n, max_frames), min(m, tokens)) for n, m in DETERMINISTIC_LIMITS if n <= max_frames]
     sizes = {tokens}
     if tokens > SMALL_CAPACITY:

@@ -16,7 +16,7 @@ from ..graphs.region import Region
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
-from .buckets import BucketPlan, frame_limits, plan_buckets
+from .buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
 from .check import CheckResult, ReplayCheck
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
@@ -176,9 +176,12 @@ class VisionGraphs:
             largest=self.options.max_seq_length,
             merge_unit=self._merge**2,
             capacity_limit=self._capacity_limit(),
+            exact_below=self.options.exact_below,
         )
 
     def _capacity_limit(self) -> int | None:
+        if deterministic():
+            return DETERMINISTIC_TOKENS
         if self.options.memory_gb is None:
             return None
         per_token = bytes_per_token(self.executor, self._encoder_program(), self._merge**2)
@@ -191,19 +194,20 @@ class VisionGraphs:
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
     def _encoder_program(self) -> Qwen3VLEncoder:
-        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.family.kernels)
+        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.options.exact_below, self.family.kernels)
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
-        frames, layers = self._max_frames(), self.model.decoder.layers
+        frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
+        exact = self.options.exact_below
         if self.options.whole_encoder:
             buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames)]
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
             buckets = [Bucket(c, (frames,)) for c in capacities]
-            programs = [AttentionPart(layer, self.family.pack_segments, self.family.kernels) for layer in layers]
+            programs = [AttentionPart(layer, family.pack_segments, exact, family.kernels) for layer in layers]
         else:
             buckets = [Bucket(c) for c in capacities]
-            programs = [MlpPart(layer) for layer in layers]
+            programs = [MlpPart(layer, exact) for layer in layers]
         return [
             Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay)
             for p in programs

@@ -27,8 +27,9 @@ class LayerBatch:
 
 
 class _LayerPart:
-    def __init__(self, layer: nn.Module, name: str) -> None:
+    def __init__(self, layer: nn.Module, name: str, exact_below: int) -> None:
         self.layer = layer
+        self._exact_below = exact_below
         self.name = name
         self._width = layer.config.hidden_size
         self._dtype = next(layer.parameters()).dtype
@@ -43,7 +44,8 @@ class _LayerPart:
 
     def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
-        return None
+        tokens = self.size(batch)
+        return "too_few_tokens" if tokens <= self._exact_below and tokens != bucket.tokens else None
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
@@ -70,6 +72,7 @@ class AttentionPart(_LayerPart):
     Args:
         layer: A megatron-core transformer layer.
         pack_segments: Builds upstream's attention metadata.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
         kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
@@ -77,9 +80,10 @@ class AttentionPart(_LayerPart):
         self,
         layer: nn.Module,
         pack_segments: PackSegments,
+        exact_below: int = 0,
         kernels: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        super().__init__(layer, f"vision_attention_{layer.layer_number}")
+        super().__init__(layer, f"vision_attention_{layer.layer_number}", exact_below)
         self._forward_attention = layer._forward_attention
         self._pack_segments = pack_segments
         self._kernels = kernels
@@ -99,7 +103,9 @@ class AttentionPart(_LayerPart):
 
     def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
-        return "too_many_frames" if batch.offsets.shape[0] > bucket.limits[0] + 1 else None
+        if batch.offsets.shape[0] > bucket.limits[0] + 1:
+            return "too_many_frames"
+        return super().refuse(batch, bucket)
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
@@ -132,8 +138,8 @@ class AttentionPart(_LayerPart):
 class MlpPart(_LayerPart):
     """Norm, MLP and residual of one layer."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer, f"vision_mlp_{layer.layer_number}")
+    def __init__(self, layer: nn.Module, exact_below: int = 0) -> None:
+        super().__init__(layer, f"vision_mlp_{layer.layer_number}", exact_below)
         self._forward_mlp = layer._forward_mlp
 
     def modules(self) -> Sequence[nn.Module]:

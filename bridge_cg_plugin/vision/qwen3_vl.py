@@ -24,6 +24,7 @@ class Qwen3VLEncoder:
     Args:
         model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
         pack_segments: Builds upstream's attention metadata.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
         kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
@@ -33,10 +34,12 @@ class Qwen3VLEncoder:
         self,
         model: nn.Module,
         pack_segments: PackSegments,
+        exact_below: int = 0,
         kernels: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.model = model
         self._pack_segments = pack_segments
+        self._exact_below = exact_below
         self._kernels = kernels
         config = model.config
         self.merge = config.spatial_merge_size
@@ -61,6 +64,8 @@ class Qwen3VLEncoder:
     def refuse(self, batch: VisionBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
         frames, largest = bucket.limits
+        if batch.tokens <= self._exact_below and batch.tokens != bucket.tokens:
+            return "too_few_tokens"
         if batch.frames > frames:
             return "too_many_frames"
         return "frame_too_large" if batch.largest_frame > largest else None
