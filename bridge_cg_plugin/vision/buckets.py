@@ -119,9 +119,9 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-# A packed attention backward in cuDNN scans frames x largest frame, each rounded up (frames to at least 32, the frame to
-# a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for 512 x 1024. So
-# a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
+# A packed attention backward in cuDNN scans frames x largest frame, each rounded up (frames to at least 32, the frame
+# to a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for 512 x
+# 1024. So a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
 COMMON_FRAMES = 32
 SMALLEST_FRACTION = 8
 # Below this many tokens the scan is cheap enough for one bound per frame count.

@@ -1,0 +1,70 @@
+"""python -m examples.photographs: train on photographs eager and with vision graphs and compare.
+
+With a GPU it trains Qwen3-VL through Bridge's pretrain(); without one, the vision tower on the CPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
+    parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
+    parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
+    parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")
+    parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
+    parser.add_argument("--save", help="checkpoint folder to write")
+    parser.add_argument("--load", help="checkpoint folder to resume from")
+    parser.add_argument("--records", type=Path, help="write benchmark records to this file")
+    parser.add_argument("--train", choices=("eager", "graphs"), help="train once in this process, without comparison")
+    parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
+    parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    """Run the main job."""
+    args = parse()
+    if args.train:
+        return train_once(args)
+    if not torch.cuda.is_available():
+        from .cpu import main as run_cpu
+
+        return run_cpu(args.steps or 8)
+    from .gpu import main as run_gpu
+
+    skipped = {"--records", str(args.records)}
+    arguments = [a for a in sys.argv[1:] if a not in skipped]
+    return run_gpu(args.steps or 50, arguments if args.steps else [*arguments, "--steps", "50"], args.records)
+
+
+def train_once(args: argparse.Namespace) -> int:
+    """Train in this process."""
+    import yaml
+
+    from .training import Run, train
+
+    train(
+        Run(
+            impl="transformer_engine" if args.train == "graphs" else "none",
+            steps=args.steps or 50,
+            overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
+            single=args.single,
+            validate_every=args.validate_every,
+            text_only_every=args.text_only_every,
+            overlap=not args.no_overlap,
+            save=args.save,
+            load=args.load,
+        ),
+        args.out,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

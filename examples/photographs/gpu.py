@@ -1,0 +1,80 @@
+"""The main job on a GPU: `pretrain()` eager twice and with vision graphs once, each in a process of its own."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .compare import compare_to_spread
+
+ROOT = Path(__file__).resolve().parents[2]
+# Steps whose times do not count: warm-up, capture, the first replays.
+SKIPPED = 6
+
+
+def run_in_process(mode: str, arguments: list[str]) -> dict[str, Any]:
+    """Train in a new process and return its results; its output goes to this one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--out", str(out), *arguments]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=True)
+        return json.loads(out.read_text())
+
+
+def median_ms(run: dict[str, Any]) -> float:
+    """Return the median step time after warm-up."""
+    return statistics.median(run["step_ms"][SKIPPED:])
+
+
+def main(steps: int, arguments: list[str], records: Path | None = None) -> int:
+    """Run all three, print the comparison, return the exit status."""
+    runs = {name: run_in_process(name.rstrip("12"), arguments) for name in ("eager1", "eager2", "graphs")}
+    first, second, graphs = runs["eager1"], runs["eager2"], runs["graphs"]
+    print(f"{'step':>4} {'eager':>11} {'eager again':>11} {'graphs':>11}   gradient norms")
+    for step in range(steps):
+        losses = " ".join(f"{r['losses'][step]:>11.6f}" for r in (first, second, graphs))
+        norms = " ".join(f"{r['grad_norms'][step]:>9.4f}" for r in (first, second, graphs))
+        print(f"{step:>4} {losses}   {norms}")
+    loss = compare_to_spread(first["losses"], second["losses"], graphs["losses"])
+    norm = compare_to_spread(first["grad_norms"], second["grad_norms"], graphs["grad_norms"])
+    eager_ms = min(median_ms(first), median_ms(second))
+    ratio = median_ms(graphs) / eager_ms
+    print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
+    print(f"peak memory allocated: eager {first['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
+    print(f"graphs: {json.dumps(graphs['graphs'])}")
+    replayed = bool(graphs["graphs"] and graphs["graphs"]["replays"])
+    same = loss.inside and norm.inside and replayed
+    print(
+        f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: loss {loss.worst:.2f} at step "
+        f"{loss.step}, gradient norm {norm.worst:.2f} at step {norm.step}; replays: {replayed})"
+    )
+    if records is not None:
+        write(records, runs, ratio, same, "single" if "--single" in arguments else "mixed")
+    return 0 if same else 1
+
+
+def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool, case: str) -> None:
+    """Write the three runs as benchmark records."""
+    from scripts.performance.results import provenance, read_records, write_records
+
+    kept = [r for r in read_records(path) if r["case"] != case]
+    for name, run in runs.items():
+        graphed = name == "graphs"
+        record = {
+            "case": case,
+            "mode": "plugin" if graphed else name,
+            "ms": median_ms(run),
+            "ratio": ratio if graphed else 1.0,
+            "losses": run["losses"],
+            "grad_norms": run["grad_norms"],
+            "inside_spread": same if graphed else None,
+            "peak_gb": run["peak_gb"],
+            "graphs": run["graphs"],
+            **provenance(len(run["step_ms"]) - SKIPPED, 1234),
+        }
+        kept.append(record)
+    write_records(path, kept)

@@ -1,0 +1,210 @@
+"""One training run of Qwen3-VL through Bridge's `pretrain()` on a GPU; writes its losses and times."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
+from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
+from megatron.bridge.training import initialize
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedInitConfig,
+    LoggerConfig,
+    RNGConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core.distributed import DistributedDataParallelConfig
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+import bridge_cg_plugin
+
+from .photographs import MIXED_SIZES, PhotographProvider
+
+VOCABULARY = 151_936
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one run trains.
+
+    Attributes:
+        impl: `vision_cuda_graph_impl`.
+        steps: Optimizer steps.
+        overrides: Fields set on the model provider, by name.
+        single: Whether every sample is one 448 x 448 image.
+        validate_every: Steps between evaluations, 0 for none.
+        text_only_every: Every how many samples one has no image, 0 for none.
+        save, load: Checkpoint folders.
+    """
+
+    impl: str = "none"
+    steps: int = 50
+    overrides: dict[str, Any] | None = None
+    single: bool = False
+    validate_every: int = 0
+    text_only_every: int = 0
+    global_batch: int = 4
+    overlap: bool = True
+    save: str | None = None
+    load: str | None = None
+
+
+def model_provider(run: Run) -> Qwen3VLModelProvider:
+    """Return Qwen3-VL with the full vision tower and a small language model (4 layers of 2048)."""
+    provider = Qwen3VLModelProvider(
+        num_layers=4,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=16,
+        num_query_groups=8,
+        kv_channels=128,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        vocab_size=VOCABULARY,
+        seq_length=2048,
+        language_max_sequence_length=2048,
+        vision_config=Qwen3VLVisionConfig(depth=27, out_hidden_size=2048),
+        out_hidden_size=2048,
+        share_embeddings_and_output_weights=False,
+        make_vocab_size_divisible_by=128,
+        gradient_accumulation_fusion=False,
+        use_te_rng_tracker=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    provider.vision_cuda_graph_impl = run.impl
+    for name, value in (run.overrides or {}).items():
+        if not hasattr(provider, name):
+            raise ValueError(f"the model provider has no field {name!r}")
+        setattr(provider, name, value)
+    return provider
+
+
+def training_config(run: Run) -> ConfigContainer:
+    """Return the whole configuration."""
+    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
+        lr_warmup_iters=5, lr_decay_iters=max(run.steps, 10), max_lr=1e-4, min_lr=1e-5
+    )
+    return ConfigContainer(
+        model=model_provider(run),
+        train=TrainingConfig(
+            train_iters=run.steps,
+            global_batch_size=run.global_batch,
+            micro_batch_size=1,
+            manual_gc=True,
+            manual_gc_interval=1000,
+        ),
+        validation=ValidationConfig(
+            eval_interval=run.validate_every or None, eval_iters=2 if run.validate_every else 0
+        ),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=run.overlap,
+            overlap_param_gather=run.overlap,
+            average_in_collective=True,
+            use_distributed_optimizer=True,
+        ),
+        dataset=PhotographProvider(
+            dataloader_type="single",
+            num_workers=4,
+            seq_length=2048,
+            most_images=1 if run.single else 3,
+            sizes=[(448, 448)] if run.single else list(MIXED_SIZES),
+            text_only_every=run.text_only_every,
+        ),
+        logger=LoggerConfig(log_interval=10),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
+        checkpoint=CheckpointConfig(save=run.save, load=run.load, save_interval=None, ckpt_format="torch_dist"),
+        rng=RNGConfig(seed=1234, te_rng_tracker=True),
+        dist=DistributedInitConfig(),
+        mixed_precision="bf16_mixed",
+    )
+
+
+class Recorder(Callback):
+    """Keeps losses, gradient norms, step times and peak memory."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.step_ms: list[float] = []
+        self.evaluations: list[float] = []
+        self.peak_gb = 0.0
+        self._began = 0.0
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Start the clock."""
+        torch.cuda.synchronize()
+        self._began = time.perf_counter()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Stop the clock and keep the step's figures."""
+        torch.cuda.synchronize()
+        self.step_ms.append((time.perf_counter() - self._began) * 1e3)
+        self.losses.append(float(next(iter((context.loss_dict or {}).values()), torch.nan)))
+        self.grad_norms.append(float(context.grad_norm or 0.0))
+        self.peak_gb = torch.cuda.max_memory_allocated() / 2**30
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Keep the evaluation's loss."""
+        losses = context.total_loss_dict or {}
+        self.evaluations += [float(v) for v in list(losses.values())[:1]]
+
+
+def skip_helper_build() -> None:
+    """Do not run `make` for megatron-core's dataset helper: its wheel ships it compiled and has no Makefile."""
+    from megatron.core.datasets import helpers_cpp  # noqa: F401
+
+    initialize.compile_helpers = lambda: None
+
+
+def train(run: Run, out: Path | None = None) -> dict[str, Any]:
+    """Train and return losses, gradient norms, step times, memory and the graphs' statistics."""
+    bridge_cg_plugin.activate()
+    skip_helper_build()
+    recorder, statistics = Recorder(), StatisticsKeeper()
+    pretrain(training_config(run), forward_step, callbacks=[recorder, statistics])
+    result = {
+        "losses": recorder.losses,
+        "grad_norms": recorder.grad_norms,
+        "step_ms": recorder.step_ms,
+        "evaluations": recorder.evaluations,
+        "peak_gb": recorder.peak_gb,
+        "graphs": statistics.value,
+        "checks": statistics.checks,
+    }
+    if out is not None:
+        out.write_text(json.dumps(result))
+    return result
+
+
+class StatisticsKeeper(Callback):
+    """Keeps the vision graphs' statistics as of the last step."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Any] | None = None
+        self.checks: list[tuple[float, float | None]] = []
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Read the active helper's statistics."""
+        from bridge_cg_plugin.upstream.helper import active_helpers
+
+        for helper in active_helpers():
+            self.value = helper.graphs.statistics().as_dict()
+            self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
