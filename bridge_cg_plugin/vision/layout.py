@@ -19,6 +19,8 @@ class TokenPositions:
         valid: `[capacity]` bool, False for padding.
         row, column: `[capacity]` int64 patch coordinates inside the frame, 0 for padding.
         height, width: `[capacity]` int64 size of the token's frame in patches, 1 for padding.
+        patch: `[capacity]` int64 place among the patches of all images' first frames in raster order; frames of a
+            video share theirs. 0 for padding.
     """
 
     valid: Tensor
@@ -26,6 +28,7 @@ class TokenPositions:
     column: Tensor
     height: Tensor
     width: Tensor
+    patch: Tensor
 
 
 def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
@@ -42,7 +45,22 @@ def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
     blocks_per_row = (width // merge).clamp_(min=1)
     row = block // blocks_per_row * merge + inside // merge
     column = block % blocks_per_row * merge + inside % merge
-    return TokenPositions(valid, torch.where(valid, row, 0), torch.where(valid, column, 0), height, width)
+    areas = grid[:, 1] * grid[:, 2]
+    patch = (areas.cumsum(0) - areas)[image] + row * width + column
+    row, column, patch = (torch.where(valid, t, 0) for t in (row, column, patch))
+    return TokenPositions(valid, row, column, height, width, patch)
+
+
+def first_frame_patches(grid: Tensor, capacity: int) -> TokenPositions:
+    """Locate the patches of all images' first frames in raster order, padded to `capacity`."""
+    areas = grid[:, 1] * grid[:, 2]
+    ends = areas.cumsum(0)
+    patch = torch.arange(capacity, device=grid.device)
+    valid = patch < ends[-1]
+    image = torch.searchsorted(ends, patch, right=True).clamp_(max=grid.shape[0] - 1)
+    height, width = (torch.where(valid, grid[image, side], 1) for side in (1, 2))
+    inside = torch.where(valid, patch - (ends - areas)[image], 0)
+    return TokenPositions(valid, inside // width, inside % width, height, width, torch.where(valid, patch, 0))
 
 
 def segment_offsets(grid: Tensor, segments: int) -> Tensor:

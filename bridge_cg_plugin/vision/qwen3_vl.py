@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from .batch import VisionBatch
-from .layout import position_interpolation, rotary_angles, segment_offsets, token_positions
+from .layout import rotary_angles, segment_offsets, token_positions
+from .position_embedding import interpolate
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
 PackSegments = Callable[[Tensor, int], Any]
@@ -96,7 +96,7 @@ class Qwen3VLEncoder:
         positions = token_positions(buffers["grid"], bucket.tokens, self.merge)
         offsets = segment_offsets(buffers["grid"], frames)
         hidden = model.patch_embed(buffers["pixels"])
-        hidden = hidden + self._position_embedding(positions)
+        hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
         with self._kernels():
             hidden, deepstack = model.decoder(
                 hidden_states=hidden[:, None],
@@ -106,12 +106,6 @@ class Qwen3VLEncoder:
                 packed_seq_params=self._pack_segments(offsets, largest),
             )
         return model.merger(hidden), *deepstack
-
-    def _position_embedding(self, positions) -> Tensor:
-        weight = self.model.pos_embed.weight
-        indices, weights = position_interpolation(positions, self.model.num_grid_per_side, weight.dtype)
-        terms = functional.embedding(indices, weight) * weights[:, :, None]
-        return terms[0] + terms[1] + terms[2] + terms[3]
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb

@@ -43,7 +43,8 @@ def metrics(statistics: RegionStatistics) -> dict[str, float]:
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
     """Return the report as text."""
     lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]
-    for bucket, counts in sorted(statistics.buckets.items()):
+    used = {bucket: c for bucket, c in sorted(statistics.buckets.items()) if c.replays + c.evaluations}
+    for bucket, counts in used.items():
         total = counts.tokens + counts.padding
         share = counts.padding / total if total else 0.0
         lines.append(
@@ -51,6 +52,7 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
         )
     fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
     lines += [
+        f"buckets not used: {len(statistics.buckets) - len(used)}",
         f"eager fallbacks: {fallbacks}",
         f"warm-up microbatches: {statistics.warmup_microbatches}; "
         f"padding over all replays: {statistics.padding_share:.1%}",

@@ -27,15 +27,14 @@ def compare_to_spread(first: Sequence[float], second: Sequence[float], third: Se
     """Compare a run with two eager ones, step by step.
 
     Differences of training runs grow with the steps, so step t's allowance is the largest difference of the two eager
-    runs up to t, times `FACTOR`, and at least `FLOOR` of the value. The third run's distance is to the nearer eager run.
+    runs up to t, times `FACTOR`, and at least `FLOOR` of the value. The third run's distance is to the nearer one.
 
     Raises:
         ValueError: The runs differ in length or are empty.
     """
     if not first or not len(first) == len(second) == len(third):
-        raise ValueError(
-            f"runs have {len(first)}, {len(second)} and {len(third)} steps; they must have as many, not none"
-        )
+        lengths = f"{len(first)}, {len(second)} and {len(third)}"
+        raise ValueError(f"the runs have {lengths} steps; all must have the same number, not 0")
     spread, worst, place, inside = 0.0, 0.0, 0, True
     for step, (a, b, c) in enumerate(zip(first, second, third, strict=True)):
         spread = max(spread, abs(a - b))

@@ -20,7 +20,7 @@ from scripts.performance.results import provenance, read_records, write_records 
 FORWARD_LIMIT = 2e-3
 NOISE_FACTOR = 1.5
 DETERMINISTIC_LIMIT = 2e-3
-BUCKETS = (4, 240, 784, 1024, 2304, 3136, 4096, 6720, 8192)
+BUCKETS = (4, 240, 768, 784, 1024, 2304, 3136, 4096, 6720, 8192)
 MAX_FRAMES = 64
 
 
