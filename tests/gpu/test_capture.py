@@ -1,0 +1,122 @@
+"""Capture: what can go wrong, and that the process goes on."""
+
+import gc
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+
+
+def usable(tower_module, model, batch) -> bool:
+    """Whether eager training and random numbers work."""
+    outputs = tower_module.step(model, batch)
+    torch.randn(4, device="cuda")
+    torch.cuda.synchronize()
+    return all(o.isfinite().all() for o in outputs)
+
+
+def test_host_read_during_capture(tower_module, model, grads, graphs_of, monkeypatch):
+    helper = graphs_of(capture=False, buckets=(1024,), strict=False)
+    batch = tower_module.make_batch([(1, 28, 28)], model)
+    original = model.decoder.forward
+
+    def reads_the_device(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            kwargs["hidden_states"].sum().item()
+        return original(*args, **kwargs)
+
+    model.decoder.forward = reads_the_device
+    helper.create_cudagraphs()
+    assert not helper.graphs_created()
+    assert "CaptureError" in helper.graphs.failure
+    assert usable(tower_module, model, batch)
+    del model.decoder.forward
+    helper.create_cudagraphs()
+    assert helper.graphs_created()
+    assert usable(tower_module, model, batch)
+    assert helper.graphs.statistics().replays == 1
+
+
+def test_strict_stops(tower_module, model, graphs_of):
+    helper = graphs_of(capture=False, buckets=(1024,))
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("planned")
+
+    model.decoder.forward = fails
+    with pytest.raises(CaptureError, match="planned"):
+        helper.create_cudagraphs()
+    del model.decoder.forward
+
+
+def test_out_of_memory_falls_back(tower_module, model, grads, graphs_of, caplog):
+    batch = tower_module.make_batch([(1, 28, 28)], model)
+    tower_module.step(model, batch)
+    helper = graphs_of(capture=False, buckets=(1024, 65536), strict=False)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 6 * 2**30) / total)
+    try:
+        helper.create_cudagraphs()
+        assert not helper.graphs_created()
+        assert "max_vision_cuda_graph_seq_length" in caplog.text
+        assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
+        assert usable(tower_module, model, batch)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_live_autograd_graph_of_an_eager_pass(tower_module, model, grads, graphs_of):
+    batch = tower_module.make_batch([(1, 28, 28)], model)
+    alive = tower_module.forward(model, batch)
+    helper = graphs_of(buckets=(1024,))
+    assert helper.graphs_created()
+    torch.autograd.backward(alive, batch.gradients)
+    assert usable(tower_module, model, batch)
+
+
+def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grads, graphs_of):
+    """Transformer Engine then compares its cached, on-device max_seqlen with the captured one, which waits."""
+    batch = tower_module.make_batch([(1, 28, 28)] + [(1, 2, 2)] * 31, model)
+    tower_module.step(model, batch)
+    helper = graphs_of(capture=False, buckets=(batch.tokens,), max_frames=32)
+    from bridge_cg_plugin.graphs.program import Bucket
+    from bridge_cg_plugin.graphs.region import Region
+
+    graphs = helper.graphs
+    region = Region(graphs._encoder_program(), graphs.executor, [Bucket(batch.tokens, (32, 784))], 1, False)
+    region.capture()
+    assert region.captured
+
+
+def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, graphs_of):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    helper = graphs_of(buckets=(1024, 2048, 4096))
+    statistics = helper.graphs.statistics()
+    largest = sum(c.memory for b, c in statistics.buckets.items() if b.tokens == 4096)
+    smaller = sum(c.memory for b, c in statistics.buckets.items() if b.tokens < 4096)
+    assert largest > 0
+    assert smaller < 0.1 * largest
+    helper.delete_cuda_graphs()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 0.05 * largest
+
+
+def test_parameters_on_another_address_fall_back(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=(1024,))
+    batch = tower_module.make_batch([(1, 28, 28)], model)
+    parameter = model.patch_embed.proj.weight
+    parameter.data = parameter.data.clone()
+    assert usable(tower_module, model, batch)
+    assert helper.graphs.statistics().fallbacks == {"parameters_changed": 1}
+
+
+def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs_of):
+    helper = graphs_of(max_seq_length=16384, memory_gb=1.0)
+    largest = max(bucket.tokens for bucket in helper.graphs.statistics().buckets)
+    assert largest < 16384
+    assert helper.graphs.statistics().memory_bytes < 1.5 * 2**30

@@ -1,0 +1,62 @@
+"""Bridge's pretrain(), unmodified, with vision graphs; every run is a process of its own."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu.conftest import ROOT
+
+
+def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
+    out = tmp_path / f"{mode}.json"
+    command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--steps", str(steps), "--out", str(out)]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(29700 + os.getpid() % 200)}
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return {**json.loads(out.read_text()), "output": done.stdout}
+
+
+CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop", "vision_cuda_graph_strict=true")
+
+
+def test_evaluation_text_only_and_checks(tmp_path):
+    run = train(tmp_path, "graphs", "--validate-every", "4", "--text-only-every", "3", *CHECKED)
+    buckets = run["graphs"]["buckets"].values()
+    assert run["graphs"]["fallbacks"] == {}
+    assert sum(b["evaluations"] for b in buckets) > 0
+    assert sum(b["replays"] for b in buckets) > 0
+    assert len(run["checks"]) >= 2
+    assert all(math.isfinite(loss) for loss in run["losses"])
+    assert "eager fallbacks: none" in run["output"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("freeze_vision_model=true",),
+        ("freeze_vision_projection=true",),
+        ("freeze_vision_model=true", "freeze_vision_projection=true"),
+        ("vision_cuda_graph_scope=[attn]",),
+        ("vision_cuda_graph_scope=[mlp]",),
+    ],
+    ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
+)
+def test_first_losses_equal_eager(tmp_path, fields):
+    eager = train(tmp_path, "eager", *[f for f in fields if "freeze" in f], steps=6)
+    graphs = train(tmp_path, "graphs", "vision_cuda_graph_strict=true", *fields, steps=6)
+    assert graphs["graphs"]["replays"] > 0
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
+def test_checkpoint_resume(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    whole = train(tmp_path, "graphs", steps=8)
+    train(tmp_path, "graphs", "--save", folder, steps=4)
+    resumed = train(tmp_path, "graphs", "--save", folder, "--load", folder, steps=8)
+    assert len(resumed["losses"]) == 4
+    assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=5e-3)
