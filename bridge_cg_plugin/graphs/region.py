@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import CaptureError
 from .executor import Executor
 from .gradients import GradientSinks
 from .parameters import ParameterAliases
@@ -113,8 +114,13 @@ class Region:
             slot.output_gradients[bucket] = views
             return views
 
-        self.executor.warm_up(body, output_gradients)
-        slot.recordings[bucket, training] = self.executor.record(body, slot.pool)
+        try:
+            self.executor.warm_up(body, output_gradients)
+            slot.recordings[bucket, training] = self.executor.record(body, slot.pool)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""

@@ -20,12 +20,14 @@ from .buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limi
 from .check import CheckResult, ReplayCheck
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
-from .memory import bytes_per_token
+from .memory import measure_memory
 from .qwen3_vl import PackSegments, Qwen3VLEncoder
-from .report import merge_statistics, metrics, render
+from .report import GIB, merge_statistics, metrics, render
 
 # Attention kernels of a packed batch cost little per empty segment up to about this many.
 DEFAULT_MAX_FRAMES = 64
+# A pool's segments are not filled to the brim; measured pools are at most this part fuller than their tensors.
+MEMORY_MARGIN = 0.8
 MAX_FRAMES_STEP = 16
 
 
@@ -182,10 +184,10 @@ class VisionGraphs:
     def _capacity_limit(self) -> int | None:
         if deterministic():
             return DETERMINISTIC_TOKENS
-        if self.options.memory_gb is None:
+        if self.options.memory_gb is None or self.executor.device.type != "cuda":
             return None
-        per_token = bytes_per_token(self.executor, self._encoder_program(), self._merge**2)
-        return int(self.options.memory_gb * 2**30 / per_token)
+        memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
+        return memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN)
 
     def _max_frames(self) -> int:
         if self.options.max_frames != "auto":

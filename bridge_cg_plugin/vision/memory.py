@@ -1,5 +1,7 @@
 """How much memory a region's activations take, measured before any graph is captured."""
 
+from dataclasses import dataclass
+
 import torch
 
 from ..graphs.executor import Executor, run_once
@@ -13,17 +15,25 @@ from ..graphs.slot import Arena
 PROBE_TOKENS = 1024
 
 
-def bytes_per_token(executor: Executor, program: RegionProgram, merge_unit: int) -> float:
-    """Return the device memory that one token adds to forward and backward, in bytes.
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Device memory of a bucket's forward and backward, in bytes: `fixed + per_token * tokens`."""
 
-    Two probes of different size leave out what does not grow with the batch. Without a GPU no limit binds: 1.
-    """
-    if executor.device.type != "cuda":
-        return 1.0
+    fixed: float
+    per_token: float
+
+    def tokens_within(self, limit: float) -> int:
+        """Return the largest capacity that `limit` bytes hold, 0 if they hold none."""
+        return max(int((limit - self.fixed) / self.per_token), 0)
+
+
+def measure_memory(executor: Executor, program: RegionProgram, merge_unit: int) -> MemoryModel:
+    """Measure the memory of two probes on the GPU and fit the line through them."""
     small = PROBE_TOKENS // merge_unit * merge_unit
     buckets = [Bucket(tokens, (1, tokens)) for tokens in (small, 2 * small)]
     less, more = (_peak(executor, program, bucket) for bucket in buckets)
-    return max((more - less) / small, 1.0)
+    per_token = max((more - less) / small, 1.0)
+    return MemoryModel(max(less - per_token * small, 0.0), per_token)
 
 
 def _peak(executor: Executor, program: RegionProgram, bucket: Bucket) -> int:

@@ -147,7 +147,8 @@ def forward(model: nn.Module, batch: Batch) -> list[Tensor]:
 def step(model: nn.Module, batch: Batch) -> list[Tensor]:
     """Run forward and backward; returns the outputs."""
     outputs = forward(model, batch)
-    torch.autograd.backward(outputs, batch.gradients)
+    pairs = [(o, g) for o, g in zip(outputs, batch.gradients, strict=True) if o.requires_grad]
+    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return [o.detach() for o in outputs]
 
 

@@ -23,8 +23,18 @@ def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop", "vision_cuda_graph_strict=true")
 
 
-def test_evaluation_text_only_and_checks(tmp_path):
-    run = train(tmp_path, "graphs", "--validate-every", "4", "--text-only-every", "3", *CHECKED)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
+        # microbatch of a step.
+        ("--text-only-every", "3", "--no-overlap"),
+    ],
+    ids=["overlap", "text-only"],
+)
+def test_evaluation_and_checks(tmp_path, arguments):
+    run = train(tmp_path, "graphs", "--validate-every", "4", *arguments, *CHECKED)
     buckets = run["graphs"]["buckets"].values()
     assert run["graphs"]["fallbacks"] == {}
     assert sum(b["evaluations"] for b in buckets) > 0
