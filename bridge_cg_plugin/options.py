@@ -96,7 +96,23 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit)
+        check_combinations(options)
     return options
+
+
+def check_combinations(options: VisionGraphOptions) -> None:
+    """Refuse options that each are fine and together are not.
+
+    Raises:
+        OptionError: A combination cannot work.
+    """
+    if options.check_interval and not options.whole_encoder:
+        raise OptionError(
+            PROVIDER_FIELDS["check_interval"],
+            options.check_interval,
+            f"0 with {PROVIDER_FIELDS['modules']}={list(options.modules)}",
+            "The check compares the whole encoder; use it with the whole encoder as one region.",
+        )
 
 
 def _parse_impl(field: str, value: Any) -> str:
@@ -118,19 +134,19 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _parse_buckets(field: str, value: Any) -> tuple[int, ...] | str:
+    allowed, given = '"auto" or an ascending list of token counts', value
     if isinstance(value, str):
         if value.strip() == "auto":
             return "auto"
         value = [part for part in value.strip("[] ").split(",") if part.strip()]
-    allowed = '"auto" or an ascending list of token counts'
     if not isinstance(value, Sequence) or not value:
-        raise OptionError(field, value, allowed, "Give at least one bucket.")
+        raise OptionError(field, given, allowed, "Give at least one bucket.")
     try:
         buckets = tuple(int(str(item).strip()) for item in value)
     except ValueError:
-        raise OptionError(field, value, allowed, "Every entry must be a whole number.") from None
+        raise OptionError(field, given, allowed, "Every entry must be a whole number.") from None
     if any(b >= c for b, c in zip(buckets, buckets[1:], strict=False)):
-        raise OptionError(field, value, allowed, "Sort the list and remove repeated entries.")
+        raise OptionError(field, given, allowed, "Sort the list and remove repeated entries.")
     return buckets
 
 

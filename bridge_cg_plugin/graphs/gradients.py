@@ -1,6 +1,6 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,13 +19,17 @@ class GradientSinks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
-        self._placeholders = _Placeholders()
-        self._eager_task = self._replay_task = -1
+        accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
+        self._placeholders = _Placeholders(accumulated)
+        self._handles = [p.register_hook(self._marker(p)) for p in accumulated]
+        self._marked: list[nn.Parameter] = []
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether any parameter's gradient goes straight to its `main_grad`."""
-        return any(g is not None for g in self.main_grads)
+    def release(self) -> None:
+        """Take the hooks off the parameters; the object is not used afterwards."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def moved(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
@@ -54,39 +58,32 @@ class GradientSinks:
         return tuple(g if main_grad is None else None for g, main_grad in zip(gradients, self.main_grads, strict=True))
 
     def hand_over(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return what a replayed backward gives autograd for each parameter and set the flags that go with it."""
-        self._replay_task = torch._C._current_graph_task_id()
-        if self.accumulates:
-            self._set_flags(self._eager_task != self._replay_task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._clear_flags)
+        """Return what a replayed backward gives autograd for each parameter: placeholders, or copies."""
+        if self._handles:
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
         return tuple(
-            g if main_grad is None else self._placeholders.like(p)
+            self._placeholders.like(p) if main_grad is not None else None if g is None else g.clone()
             for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
-    def watch_eager(self, outputs: Sequence[Tensor]) -> None:
-        """Note when the backward of an eager pass runs, so that its gradients are not taken for accumulated ones."""
-        if not self.accumulates:
-            return
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(self._on_eager_backward)
+    def clear(self) -> None:
+        """Take the flags back that replays set, also those that a failed backward left behind."""
+        for parameter in self._marked:
+            parameter.grad_added_to_main_grad = False
+        self._marked = []
 
-    def _on_eager_backward(self, gradient: Tensor) -> None:
-        self._eager_task = torch._C._current_graph_task_id()
-        if self._eager_task == self._replay_task:
-            self._clear_flags()
+    def _marker(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        # Called with the sum of a backward pass before data parallelism's hook. A bare placeholder says that main_grad
+        # has everything; a sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
+        def mark(gradient: Tensor) -> None:
+            if self._placeholders.owns(gradient):
+                parameter.grad_added_to_main_grad = True
+                self._marked.append(parameter)
 
-    def _set_flags(self, value: bool) -> None:
-        for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
-            if main_grad is not None:
-                parameter.grad_added_to_main_grad = value
-
-    def _clear_flags(self) -> None:
-        self._set_flags(False)
+        return mark
 
 
-def _adder(alias: nn.Parameter, main_grad: Tensor, scalar: Tensor):
+def _adder(alias: nn.Parameter, main_grad: Tensor, scalar: Tensor) -> Callable[[Tensor], Tensor]:
     def add(gradient: Tensor) -> Tensor:
         # Transformer Engine's fused weight-gradient GEMM has added it already and says so.
         if not alias.grad_added_to_main_grad:
@@ -97,19 +94,25 @@ def _adder(alias: nn.Parameter, main_grad: Tensor, scalar: Tensor):
 
 
 class _Placeholders:
-    """Zero tensors of any shape over one small storage per dtype, stolen by autograd without a copy."""
+    """Zero tensors of any parameter's shape over one storage per dtype and device; autograd steals them."""
 
-    def __init__(self) -> None:
-        self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for parameter in parameters:
+            key = (parameter.dtype, parameter.device)
+            sizes[key] = max(sizes.get(key, 0), parameter.numel())
+        self._flat = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
+        self._addresses = {flat.data_ptr() for flat in self._flat.values()}
 
     def like(self, parameter: nn.Parameter) -> Tensor:
-        key = (parameter.dtype, parameter.device)
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < parameter.numel():
-            flat = self._flat[key] = torch.zeros(parameter.numel(), dtype=key[0], device=key[1])
+        """Return a zero tensor of the parameter's shape."""
+        flat = self._flat[parameter.dtype, parameter.device]
         return flat[: parameter.numel()].view(parameter.shape).detach()
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""
-        self.like(parameter)
-        return self._flat[(parameter.dtype, parameter.device)][0]
+        return self._flat[parameter.dtype, parameter.device][0]
+
+    def owns(self, gradient: Tensor) -> bool:
+        """Whether the tensor is a bare placeholder."""
+        return gradient.data_ptr() in self._addresses

@@ -31,8 +31,9 @@ class ParameterAliases:
         return tuple((p.data_ptr(), p.requires_grad) for p in self.originals)
 
     def moved(self) -> bool:
-        """Whether a parameter changed its memory or its `requires_grad` since this object was made."""
-        return self._current_signature() != self._signature
+        """Whether a parameter was replaced or changed its memory or `requires_grad` since this object was made."""
+        replaced = any(module._parameters.get(name) is not parameter for module, name, parameter in self._places)
+        return replaced or self._current_signature() != self._signature
 
     @contextmanager
     def active(self) -> Iterator[dict[nn.Parameter, nn.Parameter]]:

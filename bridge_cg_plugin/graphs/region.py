@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CaptureError
+from .errors import CaptureError, OutOfMemoryInCapture
 from .executor import Executor
 from .gradients import GradientSinks
 from .parameters import ParameterAliases
@@ -78,9 +78,11 @@ class Region:
             for index in range(self.slot_count):
                 slots.append(Slot(index, self.executor.device, self.executor.new_pool()))
                 self._record_slot(slots[-1])
-        except BaseException:
+        except BaseException as error:
             slots.clear()
-            self._aliases = self._sinks = None
+            self.reset()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
             raise
         self._slots = slots
         self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
@@ -124,6 +126,8 @@ class Region:
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
+        if self._sinks is not None:
+            self._sinks.release()
         self._slots = []
         self._aliases = self._sinks = None
 
@@ -142,6 +146,7 @@ class Region:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager."""
         if not self.captured:
             return self._fall_back("not_captured")
+        self._sinks.clear()
         training = torch.is_grad_enabled() and self._wants_gradients(batch)
         if not training and not self.evaluation and self._sinks.parameters:
             return self._fall_back("evaluation_not_captured")
@@ -167,11 +172,6 @@ class Region:
 
     def _fall_back(self, reason: str) -> None:
         self.statistics.fallbacks[reason] += 1
-
-    def watch_eager(self, outputs: Sequence[Tensor]) -> None:
-        """Tell the engine that these outputs come from an eager pass over the region's parameters."""
-        if self._sinks is not None and torch.is_grad_enabled():
-            self._sinks.watch_eager(outputs)
 
     @property
     def sinks(self) -> GradientSinks | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..announce import announce
 from ..graphs.executor import CudaGraphExecutor, Executor, ReferenceExecutor
-from ..options import VisionGraphOptions, vision_options
+from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
 from .qwen3_vl import QWEN3_VL, find_vision_model
@@ -63,8 +63,10 @@ class VisionTECudaGraphHelper:
         if found is None:
             return
         vision_model, holder = found
-        source = holder.config if hasattr(holder.config, "vision_cuda_graph_impl") else vision_config
+        provider = getattr(holder, "config", None)
+        source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
         self.options = options or vision_options(source, vision_config.spatial_merge_size**2)
+        check_combinations(self.options)
         check_process()
         chunks = [model] if isinstance(model, nn.Module) else model
         self.graphs = VisionGraphs(

@@ -1,11 +1,13 @@
 """Combinations of Bridge options that vision graphs cannot work with, refused before the model is built."""
 
+import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ..options import PROVIDER_FIELDS, OptionError, vision_options
-from .patches import Patch
+from ..plugin import status
+from .patches import DriftError, Patch
 
 
 def check_process() -> None:
@@ -27,6 +29,22 @@ def check_process() -> None:
         )
 
 
+def check_patches() -> None:
+    """Refuse vision graphs where a part of the plugin could not be put in place.
+
+    Raises:
+        DriftError: Upstream does not look as a patch expects; names the patch and what was found.
+    """
+    broken = {name: p["reason"] for name, p in status()["patches"].items() if p["state"] == "broken"}
+    if broken:
+        found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
+        version = importlib.metadata.version("megatron-bridge")
+        raise DriftError(
+            f"vision_cuda_graph_impl=transformer_engine needs parts of the plugin that do not fit megatron-bridge "
+            f"{version} ({found}). Set vision_cuda_graph_impl=none or install a release from the version table."
+        )
+
+
 def check_training_config(config: Any) -> None:
     """Check a Bridge `ConfigContainer` for everything that vision graphs depend on.
 
@@ -40,6 +58,7 @@ def check_training_config(config: Any) -> None:
     if not options.enabled:
         return
     check_process()
+    check_patches()
     if not (getattr(model, "use_te_rng_tracker", False) or getattr(config.rng, "te_rng_tracker", False)):
         raise OptionError(
             "rng.te_rng_tracker",
@@ -59,7 +78,7 @@ def check_training_config(config: Any) -> None:
 
 def _check_recompute(model: Any) -> None:
     granularity = getattr(model, "recompute_granularity", None)
-    modules = getattr(model, "recompute_modules", None) or []
+    modules = getattr(model, "recompute_modules", None) or ["core_attn"]  # megatron-core's default
     if granularity is None or (granularity == "selective" and not {"core_attn", "mlp", "layernorm"} & set(modules)):
         return
     raise OptionError(

@@ -146,7 +146,7 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
         max_frames: Most frames that any bucket takes.
     """
     if deterministic():
-        return [(min(n, max_frames), min(m, tokens)) for n, m in DETERMINISTIC_LIMITS if n <= max_frames]
+        return list(dict.fromkeys((min(n, max_frames), min(m, tokens)) for n, m in DETERMINISTIC_LIMITS))
     sizes = {tokens}
     if tokens > SMALL_CAPACITY:
         sizes |= {1 << n for n in range(tokens.bit_length()) if tokens / SMALLEST_FRACTION <= 1 << n < tokens}

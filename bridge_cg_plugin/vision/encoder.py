@@ -1,5 +1,6 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .report import GIB, merge_statistics, metrics, render
 DEFAULT_MAX_FRAMES = 64
 # A pool's segments are not filled to the brim; measured pools are at most this part fuller than their tensors.
 MEMORY_MARGIN = 0.8
+LIMIT_ATTEMPTS = 4
 MAX_FRAMES_STEP = 16
 
 
@@ -85,21 +87,18 @@ class VisionGraphs:
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
         self._eager_forward = model.forward
-        self._attached = False
-        self.attach()
-
-    def attach(self) -> None:
-        """Route the encoder's forward through this object."""
-        if not self._attached:
-            self.model.forward = self._forward
-            self._attached = True
+        self._replaced = model.__dict__.get("forward")
+        self._fallbacks: Counter[str] = Counter()
+        self._paused = 0
+        model.forward = self._forward
 
     def detach(self) -> None:
-        """Give the encoder its own forward back and drop all graphs."""
+        """Give the encoder its former forward back and drop all graphs."""
         self.reset()
-        if self._attached:
-            del self.model.forward
-            self._attached = False
+        if self._replaced is not None:
+            self.model.forward = self._replaced
+        else:
+            self.model.__dict__.pop("forward", None)
 
     @property
     def captured(self) -> bool:
@@ -109,14 +108,16 @@ class VisionGraphs:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the encoder eager inside, with the graphs kept for afterwards."""
-        if not self._attached:
-            yield
-            return
-        del self.model.forward
+        self._paused += 1
         try:
             yield
         finally:
-            self.model.forward = self._forward
+            self._paused -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the encoder is inside `paused`."""
+        return self._paused > 0
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
@@ -130,11 +131,8 @@ class VisionGraphs:
         """
         self.reset()
         try:
-            self.plan = self._plan()
-            self._regions = self._make_regions(self.plan.capacities)
-            for region in self._regions:
-                region.capture()
-        except (CaptureError, ValueError) as error:
+            self._capture_within_limit()
+        except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
             self.reset()
             self._fail(error)
             return False
@@ -142,6 +140,28 @@ class VisionGraphs:
         self._install_layers()
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
         return True
+
+    def _capture_within_limit(self) -> None:
+        """Capture; where that took more memory than allowed, shrink the largest bucket and capture again."""
+        limit = self._capacity_limit()
+        for _ in range(LIMIT_ATTEMPTS):
+            self.plan = self._plan(limit)
+            self._regions = self._make_regions(self.plan.capacities)
+            for region in self._regions:
+                region.capture()
+            excess = self._excess()
+            if excess <= 1:
+                return
+            limit = int(self.plan.capacities[-1] / excess * MEMORY_MARGIN)
+            self.reset()
+        raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _excess(self) -> float:
+        """Return the graphs' memory over the limit that automatic buckets keep to."""
+        if self.options.memory_gb is None or self.options.buckets != "auto":
+            return 0.0
+        used = sum(region.statistics.memory_bytes for region in self._regions) / self.slots
+        return used / (self.options.memory_gb * GIB)
 
     def reset(self) -> None:
         """Drop all graphs and their memory; the encoder runs eager again."""
@@ -157,17 +177,17 @@ class VisionGraphs:
 
     def _fail(self, error: Exception) -> None:
         remedy = ""
-        if isinstance(error, OutOfMemoryInCapture):
+        if isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError)):
             remedy = (
                 " Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, "
                 "or give vision_cuda_graph_buckets a smaller largest bucket."
             )
-        self.failure = f"{type(error).__name__}: {error}"
+        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if self.options.strict:
             raise CaptureError(f"vision CUDA graphs could not be captured: {self.failure}.{remedy}") from error
         warn(f"vision CUDA graphs could not be captured, the encoder runs eager: {self.failure}.{remedy}")
 
-    def _plan(self) -> BucketPlan:
+    def _plan(self, capacity_limit: int | None) -> BucketPlan:
         if self.options.buckets != "auto":
             capacities = self.options.buckets
             if self.options.max_seq_length is not None:
@@ -177,17 +197,16 @@ class VisionGraphs:
             self._observed_tokens,
             largest=self.options.max_seq_length,
             merge_unit=self._merge**2,
-            capacity_limit=self._capacity_limit(),
+            capacity_limit=capacity_limit,
             exact_below=self.options.exact_below,
         )
 
     def _capacity_limit(self) -> int | None:
-        if deterministic():
-            return DETERMINISTIC_TOKENS
-        if self.options.memory_gb is None or self.executor.device.type != "cuda":
-            return None
-        memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
-        return memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN)
+        limits = [DETERMINISTIC_TOKENS] if deterministic() else []
+        if self.options.memory_gb is not None and self.executor.device.type == "cuda":
+            memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
+            limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
+        return min(limits, default=None)
 
     def _max_frames(self) -> int:
         if self.options.max_frames != "auto":
@@ -225,7 +244,7 @@ class VisionGraphs:
         )
         for region in self._regions:
             layer = region.program.layer
-            setattr(layer, name, wrapper(region, getattr(layer, name)))
+            setattr(layer, name, wrapper(self, region, getattr(layer, name)))
             self._layers.append((layer, name))
 
     def _forward(
@@ -242,14 +261,29 @@ class VisionGraphs:
         """
         batch = VisionBatch(hidden_states, grid_thw, self.grids.lookup(grid_thw))
         check_batch(batch, self._merge)
-        if not self.captured or not self.options.whole_encoder or inference_params or extra_block_kwargs:
-            self._observe(batch)
-            return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
-        outputs = self._replay(batch)
-        if outputs is None:
-            outputs = self._run_eager(batch)
-            self._regions[0].watch_eager(outputs)
-        return outputs[0], list(outputs[1:])
+        outputs = None
+        if self._may_replay(batch, inference_params, extra_block_kwargs):
+            outputs = self._replay(batch)
+        elif self._regions:
+            self._regions[0].sinks.clear()
+        if outputs is not None:
+            return outputs[0], list(outputs[1:])
+        return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+
+    def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:
+        """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
+        if not self.captured:
+            if self.failure is not None:
+                self._fallbacks["capture_failed"] += 1
+            else:
+                self._observe(batch)
+            return False
+        if self._paused or not self.options.whole_encoder:
+            return False
+        if inference_params or extra_block_kwargs:
+            self._fallbacks["call_arguments"] += 1
+            return False
+        return True
 
     def _run_eager(self, batch: VisionBatch) -> tuple[Tensor, ...]:
         hidden, deepstack = self._eager_forward(batch.pixels, batch.grid)
@@ -285,15 +319,14 @@ class VisionGraphs:
         )
 
     def _observe(self, batch: VisionBatch) -> None:
-        if self.captured:
-            return
         self._warmup_microbatches += 1
         self._observed_tokens.append(batch.tokens)
         self._observed_frames = max(self._observed_frames, batch.frames)
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
-        total = merge_statistics([region.statistics for region in self._regions])
+        own = RegionStatistics(fallbacks=self._fallbacks)
+        total = merge_statistics([own, *(region.statistics for region in self._regions)])
         total.warmup_microbatches = self._warmup_microbatches
         return total
 
@@ -319,31 +352,28 @@ class VisionGraphs:
 class _LayerAttention:
     """Stands in for a layer's `_forward_attention`."""
 
-    def __init__(self, region: Region, eager: Callable[..., Any]) -> None:
-        self._region, self._eager = region, eager
+    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., Any]) -> None:
+        self._graphs, self._region, self._eager = graphs, region, eager
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         packed, angles = kwargs.get("packed_seq_params"), kwargs.get("rotary_pos_emb")
-        outputs = None
-        if not args and packed is not None and angles is not None and kwargs.get("context") is None:
+        usual = not args and packed is not None and angles is not None and kwargs.get("context") is None
+        if usual and not self._graphs.is_paused:
             outputs = self._region.run(LayerBatch(hidden_states, angles, packed.cu_seqlens_q))
-        if outputs is not None:
-            return outputs[0], None
-        result = self._eager(hidden_states, *args, **kwargs)
-        self._region.watch_eager(result[:1])
-        return result
+            if outputs is not None:
+                return outputs[0], None
+        return self._eager(hidden_states, *args, **kwargs)
 
 
 class _LayerMlp:
     """Stands in for a layer's `_forward_mlp`."""
 
-    def __init__(self, region: Region, eager: Callable[..., Any]) -> None:
-        self._region, self._eager = region, eager
+    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., Any]) -> None:
+        self._graphs, self._region, self._eager = graphs, region, eager
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        outputs = self._region.run(LayerBatch(hidden_states))
-        if outputs is not None:
-            return outputs[0]
-        result = self._eager(hidden_states, *args, **kwargs)
-        self._region.watch_eager((result,))
-        return result
+        if not self._graphs.is_paused:
+            outputs = self._region.run(LayerBatch(hidden_states))
+            if outputs is not None:
+                return outputs[0]
+        return self._eager(hidden_states, *args, **kwargs)

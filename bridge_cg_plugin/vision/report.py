@@ -8,9 +8,7 @@ GIB = 2**30
 
 
 def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
-    """Add up the statistics of several regions; those of a single one are returned as they are."""
-    if len(parts) == 1:
-        return parts[0]
+    """Add up the statistics of several regions."""
     total = RegionStatistics()
     for part in parts:
         total.fallbacks.update(part.fallbacks)

@@ -1,5 +1,6 @@
 """Whether a graphed run stays inside what two eager runs differ by."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,12 @@ def compare_to_spread(first: Sequence[float], second: Sequence[float], third: Se
     if not first or not len(first) == len(second) == len(third):
         lengths = f"{len(first)}, {len(second)} and {len(third)}"
         raise ValueError(f"the runs have {lengths} steps; all must have the same number, not 0")
-    spread, worst, place, inside = 0.0, 0.0, 0, True
+    spread, worst, place, inside = 0.0, -1.0, 0, True
     for step, (a, b, c) in enumerate(zip(first, second, third, strict=True)):
         spread = max(spread, abs(a - b))
         allowance = max(FACTOR * spread, FLOOR * abs(a))
         share = min(abs(c - a), abs(c - b)) / allowance
         inside = inside and share <= 1  # a NaN is not inside
-        if not share <= worst:
+        if not (share <= worst or math.isnan(worst)):
             worst, place = share, step
     return Spread(inside, worst, place)

@@ -20,7 +20,8 @@ def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
     return {**json.loads(out.read_text()), "output": done.stdout}
 
 
-CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop", "vision_cuda_graph_strict=true")
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
+CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,8 @@ CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action
     ids=["overlap", "text-only"],
 )
 def test_evaluation_and_checks(tmp_path, arguments):
-    run = train(tmp_path, "graphs", "--validate-every", "4", *arguments, *CHECKED)
+    largest = "max_vision_cuda_graph_seq_length=8192"
+    run = train(tmp_path, "graphs", "--validate-every", "4", *arguments, *CHECKED, largest)
     buckets = run["graphs"]["buckets"].values()
     assert run["graphs"]["fallbacks"] == {}
     assert sum(b["evaluations"] for b in buckets) > 0
@@ -57,7 +59,7 @@ def test_evaluation_and_checks(tmp_path, arguments):
 )
 def test_first_losses_equal_eager(tmp_path, fields):
     eager = train(tmp_path, "eager", *[f for f in fields if "freeze" in f], steps=6)
-    graphs = train(tmp_path, "graphs", "vision_cuda_graph_strict=true", *fields, steps=6)
+    graphs = train(tmp_path, "graphs", *BUCKETS, *fields, steps=6)
     assert graphs["graphs"]["replays"] > 0
     assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
     assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
@@ -65,8 +67,9 @@ def test_first_losses_equal_eager(tmp_path, fields):
 
 def test_checkpoint_resume(tmp_path):
     folder = str(tmp_path / "checkpoint")
-    whole = train(tmp_path, "graphs", steps=8)
-    train(tmp_path, "graphs", "--save", folder, steps=4)
-    resumed = train(tmp_path, "graphs", "--save", folder, "--load", folder, steps=8)
+    whole = train(tmp_path, "graphs", *BUCKETS, steps=8)
+    train(tmp_path, "graphs", "--save", folder, *BUCKETS, steps=4)
+    resumed = train(tmp_path, "graphs", "--save", folder, "--load", folder, *BUCKETS, steps=8)
     assert len(resumed["losses"]) == 4
+    assert resumed["graphs"]["replays"] > 0
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=5e-3)

@@ -1,0 +1,98 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+
+from bridge_cg_plugin.upstream.batches import PATCHES, _Noting
+from bridge_cg_plugin.upstream.helper import GRIDS
+
+GRID = torch.tensor([[[1, 4, 6], [3, 2, 8]]])
+VIDEO = torch.tensor([[[5, 2, 2]]])
+
+
+def batch(**visual):
+    return {"tokens": torch.zeros(2, 4), "visual_inputs": GenericVisualInputs(**visual)}
+
+
+def test_batches_pass_through_unchanged():
+    items = [batch(image_grid_thw=GRID), {"tokens": 1}, {"visual_inputs": None}, "text", None]
+    noting = _Noting(iter(items))
+    assert iter(noting) is noting
+    assert all(found is item for found, item in zip(noting, items, strict=True))
+    with pytest.raises(StopIteration):
+        next(noting)
+
+
+def test_host_grids_are_noted():
+    noting = _Noting(iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]))
+    next(noting)
+    assert noting.grids["image_grid_thw"] is GRID and noting.grids["video_grid_thw"] is VIDEO
+
+
+def test_device_grids_are_not_noted():
+    noting = _Noting(iter([batch(image_grid_thw=GRID.to("meta")), {"tokens": 1}, {"visual_inputs": None}]))
+    for _ in range(3):
+        next(noting)
+    assert noting.grids == {}
+
+
+def fake_step(device="meta"):
+    """What Bridge's step does to a batch, with a device that this machine has."""
+
+    def get_batch_from_iterator(data_iterator, use_mtp=False, *, is_first_pp_stage, is_last_pp_stage):
+        """Get a batch."""
+        found = next(data_iterator)
+        visual = found["visual_inputs"]
+        for name, value in (visual.__dict__ if visual is not None else {}).items():
+            visual.__dict__[name] = value.to(device) if value is not None else None
+        return {**found, "said": (use_mtp, is_first_pp_stage, is_last_pp_stage)}
+
+    return get_batch_from_iterator
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
+def test_the_wrapped_step_remembers_what_it_moved(patch):
+    step = patch.make(fake_step())
+    found = step(
+        iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]), True, is_first_pp_stage=1, is_last_pp_stage=2
+    )
+    assert found["said"] == (True, 1, 2)
+    visual = found["visual_inputs"]
+    assert visual.image_grid_thw.device.type == "meta"
+    flat = visual.normalized_for_model()
+    before = GRIDS.device_reads
+    assert GRIDS.lookup(flat["image_grid_thw"]) == ((1, 4, 6), (3, 2, 8))
+    assert GRIDS.lookup(flat["video_grid_thw"]) == ((5, 2, 2),)
+    assert GRIDS.device_reads == before
+    assert step.__doc__ == "Get a batch." and step.__name__ == "get_batch_from_iterator"
+
+
+@pytest.mark.parametrize("item", [{"visual_inputs": None}, {"visual_inputs": GenericVisualInputs()}])
+def test_steps_without_images_pass(item):
+    assert PATCHES[0].make(fake_step())(iter([item]), is_first_pp_stage=True, is_last_pp_stage=True)["said"]
+
+
+def test_a_step_that_drops_the_visual_inputs_passes():
+    step = PATCHES[0].make(lambda data_iterator: {"tokens": next(data_iterator)["tokens"]})
+    assert set(step(iter([batch(image_grid_thw=GRID)]))) == {"tokens"}
+
+
+def test_an_exhausted_iterator_ends_as_before():
+    with pytest.raises(StopIteration):
+        PATCHES[0].make(fake_step())(iter([]), is_first_pp_stage=True, is_last_pp_stage=True)
+
+
+def test_later_batches_have_their_own_grids():
+    step, keywords = PATCHES[0].make(fake_step()), {"is_first_pp_stage": True, "is_last_pp_stage": True}
+    data = iter([batch(image_grid_thw=GRID), batch(image_grid_thw=VIDEO), {"visual_inputs": None}])
+    first, second, third = (step(data, **keywords) for _ in range(3))
+    assert GRIDS.lookup(second["visual_inputs"].image_grid_thw) == ((5, 2, 2),)
+    assert GRIDS.lookup(first["visual_inputs"].image_grid_thw)[0] == (1, 4, 6)
+    assert third["visual_inputs"] is None
+
+
+def test_other_kinds_of_visual_inputs_pass():
+    step = PATCHES[0].make(lambda data_iterator: next(data_iterator))
+    item = {"visual_inputs": SimpleNamespace(pixels=1)}
+    assert step(iter([item])) is item

@@ -1,0 +1,157 @@
+import copy
+import dataclasses
+import importlib
+
+import pytest
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import PROVIDER_FIELDS, VisionGraphOptions, vision_options
+from bridge_cg_plugin.upstream.provider_fields import DEFAULTS
+
+MODULES = "megatron.bridge.models.qwen_vl"
+CLASSES = [
+    (f"{MODULES}.qwen3_vl_provider", "Qwen3VLModelProvider"),
+    (f"{MODULES}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
+    (f"{MODULES}.qwen35_vl_provider", "Qwen35VLModelProvider"),
+    (f"{MODULES}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
+]
+VALUES = {
+    "impl": "transformer_engine",
+    "modules": ["attn", "mlp"],
+    "max_seq_length": 128,
+    "buckets": [64, 128],
+    "slots": 3,
+    "max_frames": 8,
+    "memory_gb": 2.5,
+    "exact_below": 0,
+    "evaluation": False,
+    "strict": True,
+    "check_interval": 7,
+    "check_tolerance": 0.25,
+    "check_action": "stop",
+}
+FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items()}
+OPTIONS = VisionGraphOptions(**{**VALUES, "modules": ("attn", "mlp"), "buckets": (64, 128)})
+
+
+@pytest.fixture(params=CLASSES, ids=lambda c: c[1])
+def provider(request, active):
+    return getattr(importlib.import_module(request.param[0]), request.param[1])
+
+
+def test_the_values_cover_every_field():
+    assert set(FIELDS) == set(DEFAULTS)
+    assert all(DEFAULTS[name] != value for name, value in FIELDS.items())
+
+
+def test_defaults_are_the_options_defaults(provider):
+    made = provider()
+    for name, default in DEFAULTS.items():
+        found = getattr(made, name)
+        assert (tuple(found) if isinstance(found, list) else found) == default, name
+    assert vision_options(made) == VisionGraphOptions()
+
+
+def test_fields_are_constructor_keywords(provider):
+    made = provider(num_layers=3, **FIELDS)
+    assert made.num_layers == 3
+    assert {name: getattr(made, name) for name in FIELDS} == FIELDS
+    assert vision_options(made) == OPTIONS
+
+
+def test_fields_are_attributes(provider):
+    made = provider()
+    for name, value in FIELDS.items():
+        setattr(made, name, value)
+    assert vision_options(made) == OPTIONS
+
+
+def test_fields_are_dataclass_fields(provider):
+    names = [f.name for f in dataclasses.fields(provider)]
+    assert set(FIELDS) <= set(names) and len(set(names)) == len(names)
+
+
+def test_an_unknown_keyword_is_still_refused(provider):
+    with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
+        provider(vision_cuda_graph_bukets=[64])
+
+
+def test_list_defaults_are_not_shared(provider):
+    provider().vision_cuda_graph_scope.append("attn")
+    assert provider().vision_cuda_graph_scope == []
+
+
+@pytest.mark.parametrize("copied", [dataclasses.replace, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
+def test_fields_survive_copies(provider, copied):
+    made = copied(provider(num_layers=3, **FIELDS))
+    assert made.num_layers == 3
+    assert {name: getattr(made, name) for name in FIELDS} == FIELDS
+
+
+def test_replace_changes_a_field(provider):
+    made = dataclasses.replace(provider(**FIELDS), vision_cuda_graph_buckets=[32])
+    assert made.vision_cuda_graph_buckets == [32]
+    assert made.vision_cuda_graph_slots == 3
+
+
+def test_fields_are_in_asdict_and_repr(provider):
+    made = provider(**FIELDS)
+    found = dataclasses.asdict(made)
+    assert {name: found[name] for name in FIELDS} == FIELDS
+
+
+def test_a_subclass_made_while_active_has_the_fields(provider):
+    @dataclasses.dataclass
+    class Mine(provider):
+        extra: int = 5
+
+    made = Mine(extra=6, **FIELDS)
+    assert made.extra == 6 and vision_options(made) == OPTIONS
+    assert set(FIELDS) <= {f.name for f in dataclasses.fields(Mine)}
+
+
+def test_fields_go_away_with_the_plugin(provider):
+    bridge_cg_plugin.deactivate()
+    names = {f.name for f in dataclasses.fields(provider)}
+    added = [name for name in FIELDS if name not in names]
+    assert "vision_cuda_graph_buckets" in added
+    for name in added:
+        with pytest.raises(TypeError, match=name):
+            provider(**{name: FIELDS[name]})
+        assert not hasattr(provider(), name)
+    bridge_cg_plugin.activate()
+    assert vision_options(provider(**FIELDS)) == OPTIONS
+
+
+def test_a_provider_that_outlives_the_plugin_still_works(provider):
+    made = provider(**FIELDS)
+    bridge_cg_plugin.deactivate()
+    assert dataclasses.replace(made).num_layers == made.num_layers
+    assert made.vision_cuda_graph_slots == 3
+
+
+@pytest.fixture
+def config(active):
+    from examples.photographs.training import Run, training_config
+
+    return training_config(Run(impl="transformer_engine"))
+
+
+def test_bridges_overrides_reach_the_fields(config):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    words = [
+        f"model.{name}={str(value).replace(' ', '') if isinstance(value, list) else value}"
+        for name, value in {**FIELDS, "vision_cuda_graph_scope": "[attn,mlp]"}.items()
+    ]
+    assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS
+
+
+def test_bridges_saved_configuration_holds_the_fields(config, tmp_path):
+    from omegaconf import OmegaConf
+
+    for name, value in FIELDS.items():
+        setattr(config.model, name, value)
+    assert vision_options(config.to_dict()["model"]) == OPTIONS
+    config.to_yaml(str(tmp_path / "run.yaml"))
+    assert vision_options(OmegaConf.to_container(OmegaConf.load(tmp_path / "run.yaml"))["model"]) == OPTIONS

@@ -1,0 +1,234 @@
+import copy
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper, active_helpers, parameter_gather
+
+from ..unit.towers import DEFAULTS, draw, new_tower
+
+TRAIN = "megatron.bridge.training.train"
+
+
+def make(name):
+    return next(p.make for p in train_loop.PATCHES if p.name == name)
+
+
+@pytest.fixture
+def helper(active):
+    model = new_tower()
+    made = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+    )
+    made.create_cudagraphs()
+    yield made
+    if made.graphs is not None:
+        made.graphs.detach()
+        made.graphs = None
+
+
+def test_the_loop_drives_the_plugins_helper(active):
+    train = active[TRAIN]
+    assert train.VisionTECudaGraphHelper is VisionTECudaGraphHelper
+    bridge_cg_plugin.deactivate()
+    upstreams = train.VisionTECudaGraphHelper
+    assert upstreams is not VisionTECudaGraphHelper and upstreams.__module__.startswith("megatron.")
+
+
+def test_the_helper_has_upstreams_interface(active):
+    bridge_cg_plugin.deactivate()
+    upstreams = active[TRAIN].VisionTECudaGraphHelper
+    ours = inspect.signature(VisionTECudaGraphHelper.__init__).parameters
+    assert set(inspect.signature(upstreams.__init__).parameters) <= set(ours)
+    for name in ("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"):
+        assert callable(getattr(upstreams, name)) and callable(getattr(VisionTECudaGraphHelper, name))
+
+
+def test_the_loop_calls_nothing_that_the_helper_lacks(active):
+    source = inspect.getsource(inspect.unwrap(active[TRAIN].train))
+    called = set(re.findall(r"\bvision_cuda_graph_helper\.(\w+)", source))
+    assert called
+    for name in called:
+        assert hasattr(VisionTECudaGraphHelper, name), name
+
+
+def test_global_state_is_where_the_log_patch_looks(active):
+    original = inspect.unwrap(active[TRAIN].training_log)
+    assert list(inspect.signature(original).parameters).index("global_state") == 11
+
+
+def test_every_step_is_counted_once(helper):
+    step = make("train_step")(lambda *args, **kwargs: (args, kwargs))
+    assert step(1, two=2) == ((1,), {"two": 2})
+    step()
+    assert helper.graphs._step == 2
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+    def log(self, values, step):
+        self.scalars += [(tag, value, step) for tag, value in values.items()]
+
+
+def state_at(step, tensorboard=None, wandb=None):
+    return SimpleNamespace(
+        train_state=SimpleNamespace(step=step),
+        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5)),
+        tensorboard_logger=tensorboard,
+        wandb_logger=wandb,
+    )
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
+    helper.graphs.model(*draw([[1, 4, 4]]))
+    log = make("train_log")(lambda *args, **kwargs: "report")
+    boards = Writer(), Writer()
+    for step in (4, 5):
+        state = state_at(step, *boards)
+        assert (log(*[None] * 11, state) if positional else log(global_state=state)) == "report"
+    for board in boards:
+        assert {s for _, _, s in board.scalars} == {5}
+        assert ("vision_cuda_graph/replays", 1.0, 5) in board.scalars
+
+
+def test_metrics_need_no_logger(helper):
+    make("train_log")(lambda **kwargs: None)(global_state=state_at(5))
+    make("train_log")(lambda **kwargs: None)(global_state=None)
+
+
+def test_the_end_of_training_reports_and_frees(helper, capsys):
+    order = []
+    model = helper.graphs.model
+    end = make("train_end")(lambda *args: order.append(helper.graphs is None))
+    end("helper of the language model")
+    assert order == [True]
+    assert "eager fallbacks" in capsys.readouterr().out
+    assert "forward" not in model.__dict__ and helper not in active_helpers()
+
+
+def test_deactivating_frees_the_graphs(helper):
+    model = helper.graphs.model
+    bridge_cg_plugin.deactivate()
+    assert "forward" not in model.__dict__
+    assert not helper.graphs_created()
+
+
+def test_upstreams_own_padding_is_never_used(active):
+    model = new_tower().train()
+    model.config.cuda_graph_impl = "transformer_engine"
+    assert model._uses_vision_cuda_graph() is False
+    bridge_cg_plugin.deactivate()
+    assert model._uses_vision_cuda_graph() is True
+
+
+def test_warm_up_keeps_attention_inside_each_image(active):
+    model, (pixels, grid) = new_tower(), draw([[1, 4, 4], [1, 4, 6]])
+    with torch.no_grad():
+        expected = model(pixels, grid)[0]
+        model.config = copy.copy(model.config)  # the layers keep theirs
+        model.config.cuda_graph_impl = "transformer_engine"
+        model.config.max_vision_cuda_graph_seq_length = 64
+        assert torch.equal(model(pixels, grid)[0], expected)
+
+
+class Group:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def finish_param_sync(self, skip_next_bucket_dispatch=False):
+        self.log.append((self.name, skip_next_bucket_dispatch))
+
+
+def gathered_chunk(model, align=False, hooks=True):
+    """A chunk under data parallelism with overlapped gathers, as far as the plugin looks at it."""
+    log, chunk = [], nn.Module()
+    chunk.module = model
+    groups = [Group(log, "first"), Group(log, "second")]
+    parameters = list(model.parameters())
+    chunk.param_to_bucket_group = {p: groups[i >= len(parameters) // 2] for i, p in enumerate(parameters)}
+    chunk.ddp_config = SimpleNamespace(align_param_gather=align)
+    chunk.remove_forward_pre_hook_handles = {"module": "handle"} if hooks else {}
+    return chunk, log
+
+
+@pytest.mark.parametrize("align", [False, True])
+def test_a_replay_waits_once_for_each_group_of_parameters(align):
+    model = nn.Linear(4, 4)
+    chunk, log = gathered_chunk(model, align)
+    gather = parameter_gather([nn.Linear(2, 2), chunk], model)
+    assert log == []
+    gather()
+    assert log == [("first", align), ("second", align)]
+
+
+def test_nothing_is_waited_for_while_upstream_has_its_hooks_off():
+    model = nn.Linear(4, 4)
+    chunk, log = gathered_chunk(model, hooks=False)
+    parameter_gather([chunk], model)()
+    assert log == []
+
+
+def test_no_gather_without_data_parallelism():
+    model = nn.Linear(4, 4)
+    assert parameter_gather([model], model) is None
+    assert parameter_gather([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
+    assert parameter_gather([model], nn.Identity()) is None
+
+
+def test_upstreams_data_parallelism_has_what_the_gather_uses():
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    assert "skip_next_bucket_dispatch" in inspect.signature(_ParamAndGradBucketGroup.finish_param_sync).parameters
+    assert hasattr(DistributedDataParallelConfig(), "align_param_gather")
+    source = inspect.getsource(DistributedDataParallel)
+    for name in (
+        "param_to_bucket_group",
+        "remove_forward_pre_hook_handles",
+        "overlap_param_gather_with_optimizer_step",
+    ):
+        assert f"self.{name}" in source, name
+    assert "grad_added_to_main_grad" in source
+
+
+def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monkeypatch):
+    import importlib
+
+    from bridge_cg_plugin.upstream.qwen3_vl import TE_ATTENTION, forget_attention_selection
+
+    cache = importlib.import_module(TE_ATTENTION)._attention_backends
+    for value, kept in (
+        (SimpleNamespace(max_seqlen_q=torch.tensor(4)), False),
+        (SimpleNamespace(max_seqlen_q=4), True),
+    ):
+        monkeypatch.setitem(cache, "attention_params", value)
+        forget_attention_selection()
+        assert (cache["attention_params"] is value) == kept
+
+
+def test_the_attention_module_has_the_function_that_kernels_replace(active):
+    import importlib
+
+    from bridge_cg_plugin.upstream.qwen3_vl import ATTENTION, fused_kernels
+
+    attention = importlib.import_module(ATTENTION)
+    original = attention.apply_rotary_pos_emb_absolute
+    assert list(inspect.signature(original).parameters) == ["t", "freqs", "config", "cu_seqlens"]
+    assert "apply_rotary_pos_emb_absolute(" in inspect.getsource(attention.Qwen3VLSelfAttention)
+    with pytest.raises(KeyError), fused_kernels():
+        raise KeyError
+    assert attention.apply_rotary_pos_emb_absolute is original

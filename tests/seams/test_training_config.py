@@ -1,0 +1,99 @@
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.training_config import check_process, check_training_config
+
+
+@pytest.fixture
+def config(active):
+    from examples.photographs.training import Run, training_config
+
+    return training_config(Run(impl="transformer_engine"))
+
+
+def refused(config, field):
+    with pytest.raises(OptionError) as caught:
+        check_training_config(config)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+def test_a_good_configuration_passes(config):
+    check_training_config(config)
+
+
+def test_a_missing_random_state_tracker(config):
+    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
+    refused(config, "rng.te_rng_tracker")
+
+
+def test_megatron_fsdp(config):
+    config.ddp.use_megatron_fsdp = True
+    refused(config, "ddp.use_megatron_fsdp")
+
+
+@pytest.mark.parametrize(
+    "granularity, modules",
+    [("full", None), ("selective", ["core_attn"]), ("selective", ["mlp"]), ("selective", ["moe", "layernorm"])],
+)
+def test_recomputation_of_the_encoder(config, granularity, modules):
+    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
+    refused(config, "model.recompute_granularity")
+
+
+def test_selective_recomputation_without_modules_means_attention(config):
+    """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
+    config.model.recompute_granularity, config.model.recompute_modules = "selective", None
+    refused(config, "model.recompute_granularity")
+
+
+def test_recomputation_that_spares_the_encoder_passes(config):
+    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["moe_act"]
+    check_training_config(config)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
+def test_expandable_segments_while_nccl_registers_graphs(config, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    refused(config, "NCCL_GRAPH_REGISTER")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    refused(config, "NCCL_GRAPH_REGISTER")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    check_training_config(config)
+
+
+def test_no_expandable_segments_pass(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    check_process()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("vision_cuda_graph_impl", "local"), ("vision_cuda_graph_buckets", [64, 66]), ("vision_cuda_graph_slots", 0)],
+)
+def test_options_that_cannot_work(config, field, value):
+    setattr(config.model, field, value)
+    refused(config, field)
+
+
+def test_nothing_is_checked_while_graphs_are_off(config, monkeypatch):
+    config.model.vision_cuda_graph_impl = "none"
+    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
+    config.ddp.use_megatron_fsdp = True
+    config.model.recompute_granularity = "full"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    check_training_config(config)
+
+
+def test_a_model_without_vision_is_not_checked():
+    check_training_config(SimpleNamespace(model=SimpleNamespace()))
+
+
+def test_bridges_validate_refuses_before_it_does_anything(config):
+    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
+    with pytest.raises(OptionError, match="te_rng_tracker"):
+        config.validate()

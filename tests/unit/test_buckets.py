@@ -1,0 +1,153 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.vision.buckets import GRANULARITY, LARGEST_STEP, _least_padding, frame_limits, plan_buckets
+
+sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
+
+
+@given(sizes)
+def test_every_observed_size_fits_a_bucket(observed):
+    plan = plan_buckets(observed)
+    assert plan.capacities[-1] >= max(observed)
+    assert plan.capacities[-1] - max(observed) < GRANULARITY
+    assert plan.observed == len(observed)
+
+
+@given(sizes, st.integers(0, 512), st.sampled_from([None, 400, 4096, 10000]))
+def test_capacities_ascend_and_are_multiples_of_the_merge_unit(observed, exact_below, largest):
+    found = plan_buckets(observed, exact_below=exact_below, largest=largest).capacities
+    assert list(found) == sorted(set(found))
+    assert all(c % 4 == 0 and c > 0 for c in found)
+
+
+@given(sizes, st.sampled_from([64, 400, 1000, 4096]))
+def test_the_largest_capacity_asked_for_is_kept(observed, largest):
+    found = plan_buckets(observed, largest=largest)
+    assert found.capacities[-1] == largest
+
+
+@given(sizes, st.sampled_from([4, 64, 1000, 4098]))
+def test_a_capacity_limit_binds(observed, limit):
+    found = plan_buckets(observed, capacity_limit=limit)
+    assert found.capacities[-1] <= limit
+    assert all(c % 4 == 0 for c in found.capacities)
+
+
+def test_a_limit_under_one_merge_unit_still_plans_one():
+    assert plan_buckets([400], capacity_limit=1).capacities == (4,)
+
+
+@given(sizes, st.sampled_from([64, 256, 1000]))
+def test_small_sizes_get_their_exact_capacity(observed, exact_below):
+    found = plan_buckets(observed, exact_below=exact_below).capacities
+    assert {s for s in observed if s <= exact_below} <= set(found)
+
+
+@given(sizes)
+def test_neighbours_differ_by_a_bounded_factor(observed):
+    found = plan_buckets(observed).capacities
+    for smaller, larger in zip(found, found[1:], strict=False):
+        assert larger <= smaller * LARGEST_STEP + GRANULARITY
+
+
+@given(sizes)
+def test_the_padding_share_is_what_replaying_the_sizes_costs(observed):
+    plan = plan_buckets(observed)
+    padded = sum(min(c for c in plan.capacities if c >= s) for s in observed)
+    assert plan.padding_share == pytest.approx(1 - sum(observed) / padded)
+
+
+@given(
+    st.lists(st.integers(1, 30).map(lambda n: 64 * n), min_size=1, max_size=9, unique=True),
+    st.lists(st.integers(1, 1920), min_size=1, max_size=20),
+    st.integers(1, 4),
+)
+def test_least_padding_equals_brute_force(candidates, observed, most):
+    candidates = sorted(candidates)
+    fitting = [s for s in observed if s <= candidates[-1]]
+
+    def cost(chosen):
+        return sum(min(c for c in chosen if c >= s) for s in fitting)
+
+    others = candidates[:-1]
+    choices = [(*c, candidates[-1]) for n in range(min(most, len(candidates))) for c in combinations(others, n)]
+    found = _least_padding(candidates, fitting, most)
+    assert len(found) <= most and found[-1] == candidates[-1]
+    assert cost(found) == min(map(cost, choices))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"exact_below": 256}, {"capacity_limit": 4096}])
+def test_nothing_to_plan_from_is_an_error(arguments):
+    with pytest.raises(ValueError, match="no vision microbatch was seen"):
+        plan_buckets([], **arguments)
+
+
+def test_nothing_observed_but_a_largest_capacity_is_enough():
+    assert plan_buckets([], largest=4096).capacities == (4096,)
+
+
+def test_a_plan_describes_itself():
+    assert str(plan_buckets([100, 200])) == "buckets 128, 192, 256 tokens, chosen from 2 observed microbatches (" + (
+        f"{plan_buckets([100, 200]).padding_share:.1%} padding on those)"
+    )
+
+
+def accepts(limits, frames, largest):
+    return [b for b in limits if frames <= b[0] and largest <= b[1]]
+
+
+capacities = st.integers(1, 4096).map(lambda n: 4 * n)
+
+
+@given(capacities, st.integers(1, 600))
+def test_the_last_bound_accepts_whatever_the_capacity_holds(tokens, most):
+    limits = frame_limits(tokens, most)
+    assert accepts(limits[-1:], most, tokens)
+
+
+@given(capacities, st.integers(1, 600))
+def test_bounds_are_distinct_cheapest_first_and_within_what_was_asked(tokens, most):
+    limits = frame_limits(tokens, most)
+    costs = [max(frames, 32) * 2 ** (largest - 1).bit_length() for frames, largest in limits]
+    assert costs == sorted(costs)
+    assert len(set(limits)) == len(limits)
+    assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
+
+
+def test_many_small_frames_and_one_large_have_bounds_of_their_own():
+    limits = frame_limits(4096, 512)
+    assert accepts(limits, 1, 4096)[0] == (32, 4096)
+    assert accepts(limits, 512, 8)[0] == (512, 512)
+
+
+@given(capacities, st.integers(1, 600))
+def test_deterministic_bounds_stay_under_the_fused_kernels_wall(monkeypatch, tokens, most):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    limits = frame_limits(tokens, most)
+    assert limits
+    assert all(frames * 16 * largest**2 < 2**30 for frames, largest in limits)
+    assert all(frames <= most and largest <= tokens for frames, largest in limits)
+    assert accepts(limits, 1, min(tokens, 4096))
+
+
+def test_deterministic_bounds_take_several_frames_under_a_small_frame_bound(monkeypatch):
+    """16 frames of 256 tokens fit the kernel: no reason to refuse them because max_frames is 16 and not 32."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert accepts(frame_limits(4096, 16), 16, 256)
+
+
+def test_deterministic_only_when_the_variable_is_zero(monkeypatch):
+    plain = frame_limits(4096, 64)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    assert frame_limits(4096, 64) == plain
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert frame_limits(4096, 64) != plain
+
+
+def test_a_bucket_names_its_limits():
+    assert (str(Bucket(64)), str(Bucket(64, (32, 64)))) == ("64", "64/32/64")

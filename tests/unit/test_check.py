@@ -1,0 +1,198 @@
+import logging
+
+import pytest
+import torch
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.vision.check import CheckFailedError, relative_difference
+
+from .test_gradients import DataParallel
+from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
+
+ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
+STRICT = {"check_interval": 1, "check_tolerance": 1e-4, "check_action": "stop"}
+
+
+def corrupt_inputs(graphs):
+    """Make each replay see other pixels than the batch has."""
+    program = graphs._regions[0].program
+    load = program.load
+
+    def wrong(buffers, batch):
+        load(buffers, batch)
+        buffers["pixels"][: batch.tokens].mul_(-1)
+
+    program.load = wrong
+
+
+def train_step(graphs, rows=ROWS):
+    graphs.begin_step()
+    loss_of(forward(graphs.model, rows)).backward()
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "bridge_cg_plugin"]
+
+
+def test_a_right_replay_passes_and_is_announced(capsys):
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        train_step(graphs)
+        (check,) = graphs.checks
+        assert check.step == 1
+        assert check.forward <= 1e-5 and check.gradient <= 1e-5
+        assert "check passed, step 1" in capsys.readouterr().out
+        assert "1 replays compared with eager" in graphs.report()
+
+
+def test_checks_come_at_their_interval_once_a_step():
+    with graphs_on(new_tower(), **{**STRICT, "check_interval": 3}) as graphs:
+        for _ in range(7):
+            train_step(graphs)
+            loss_of(forward(graphs.model, ROWS, 1)).backward()
+        assert [c.step for c in graphs.checks] == [3, 6]
+
+
+def test_no_check_without_an_interval():
+    with graphs_on(new_tower()) as graphs:
+        train_step(graphs)
+        assert graphs.checks == []
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_check_changes_no_gradient(parallel):
+    eager, model = new_tower(), new_tower()
+    sides = [DataParallel(m) for m in (eager, model)] if parallel else []
+    for side in sides:
+        for name, parameter in side.model.named_parameters():
+            assert parameter.main_grad is not None, name
+    with graphs_on(model, **STRICT) as graphs:
+        for _ in range(2):
+            loss_of(forward(eager, ROWS)).backward()
+            train_step(graphs)
+        assert len(graphs.checks) == 2
+    name = "main_grad" if parallel else "grad"
+    assert_close(*([getattr(p, name) for p in m.parameters()] for m in (model, eager)))
+
+
+def test_a_wrong_replay_warns_and_goes_on(caplog):
+    with graphs_on(new_tower(), check_interval=1, check_tolerance=1e-4) as graphs:
+        corrupt_inputs(graphs)
+        with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
+            train_step(graphs)
+        (message,) = warnings(caplog)
+        assert "check FAILED, step 1" in message
+        assert "vision_cuda_graph_check_tolerance=0.0001" in message
+        assert graphs.checks[0].forward > 1e-4 and graphs.checks[0].gradient > 1e-4
+        train_step(graphs)
+        assert len(graphs.checks) == 2
+
+
+def test_a_wrong_replay_stops_training_when_asked_to():
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        corrupt_inputs(graphs)
+        with pytest.raises(CheckFailedError, match="check FAILED, step 1"):
+            train_step(graphs)
+
+
+def test_a_wrong_gradient_alone_is_found(monkeypatch):
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        for recording in graphs._regions[0]._slots[0].recordings.values():
+            backward = recording.backward
+
+            def wrong(backward=backward):
+                gradients = backward()
+                gradients.parameters[3].mul_(1.01)
+                return gradients
+
+            monkeypatch.setattr(recording, "backward", wrong)
+        with pytest.raises(CheckFailedError):
+            train_step(graphs)
+        assert graphs.checks[0].forward <= 1e-5
+        assert graphs.checks[0].gradient == pytest.approx(0.01, rel=0.1)
+        assert graphs.checks[0].parameter == 3
+
+
+def test_a_nan_fails_the_check():
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        program = graphs._regions[0].program
+        load = program.load
+
+        def wrong(buffers, batch):
+            load(buffers, batch)
+            buffers["pixels"][0].fill_(float("nan"))
+
+        program.load = wrong
+        with pytest.raises(CheckFailedError):
+            train_step(graphs)
+
+
+def test_evaluation_is_not_checked():
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        corrupt_inputs(graphs)
+        graphs.begin_step()
+        with torch.no_grad():
+            forward(graphs.model, ROWS)
+        graphs.model.eval()
+        forward(graphs.model, ROWS)
+        assert graphs.checks == []
+
+
+def test_a_fallback_leaves_the_check_for_the_next_replay():
+    with graphs_on(new_tower(), **STRICT) as graphs:
+        train_step(graphs, [[1, 16, 18]])
+        assert graphs.checks == []
+        loss_of(forward(graphs.model, ROWS)).backward()
+        assert [c.step for c in graphs.checks] == [1]
+
+
+def test_a_frozen_encoder_is_checked_at_forward():
+    model = new_tower().requires_grad_(False)
+    with graphs_on(model, **STRICT) as graphs:
+        graphs.begin_step()
+        forward(model, ROWS)
+        assert graphs.checks[0].gradient is None
+        corrupt_inputs(graphs)
+        graphs.begin_step()
+        with pytest.raises(CheckFailedError, match="no backward"):
+            forward(model, ROWS)
+
+
+def test_a_batch_overwritten_before_backward_is_still_checked_right():
+    model = new_tower()
+    with graphs_on(model, **STRICT) as graphs:
+        graphs.begin_step()
+        pixels, grid = torch.randn(16, 1536), torch.tensor([[1, 4, 4]])
+        hidden, deepstack = model(pixels, grid)
+        pixels.zero_()
+        grid.fill_(2)
+        loss_of([hidden, *deepstack]).backward()
+        assert graphs.checks[0].gradient <= 1e-5
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
+def test_checks_of_layer_graphs_run_or_are_refused(modules):
+    """An option that silently does nothing would be the worst of the three."""
+    try:
+        with graphs_on(new_tower(), modules=modules, **STRICT) as graphs:
+            train_step(graphs)
+            assert graphs.checks
+    except OptionError as error:
+        assert "check_interval" in str(error)
+
+
+def test_relative_difference():
+    ones = torch.ones(4)
+    assert relative_difference(ones * 1.5, ones) == pytest.approx(0.5)
+    assert relative_difference(torch.zeros(4), torch.zeros(4)) == 0
+    assert relative_difference(ones, torch.zeros(4)) == pytest.approx(2.0)
+    assert relative_difference(ones * float("nan"), ones) != relative_difference(ones, ones)
+
+
+def test_results_of_a_checked_step_equal_eager():
+    model = new_tower()
+    expected = results(model, ROWS)
+    with graphs_on(model, **STRICT) as graphs:
+        graphs.begin_step()
+        found = results(model, ROWS)
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])

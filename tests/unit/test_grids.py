@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from bridge_cg_plugin.vision.grids import HostGrids, as_grid, frame_count, largest_frame, token_count
+
+ROWS = ((1, 4, 6), (3, 2, 8))
+
+
+def device_grid(rows=ROWS):
+    """A tensor off the host whose values cannot be read: reading it raises."""
+    return torch.tensor(rows).to("meta")
+
+
+def test_host_grids_are_read_as_they_are():
+    grids = HostGrids()
+    assert grids.lookup(torch.tensor(ROWS)) == ROWS
+    assert grids.lookup(torch.tensor([ROWS], dtype=torch.int32)) == ROWS
+    assert grids.device_reads == 0
+
+
+def test_a_host_grid_changed_in_place_is_read_again():
+    grids, grid = HostGrids(), torch.tensor(ROWS)
+    assert grids.lookup(grid) == ROWS
+    grid[0, 0] = 5
+    assert grids.lookup(grid)[0] == (5, 4, 6)
+
+
+def test_a_remembered_grid_is_found_through_any_view():
+    grids, grid = HostGrids(), device_grid()[None]
+    grids.remember(grid, torch.tensor(ROWS))
+    for view in (grid, grid[0], grid.view(-1, 3), grid.reshape(2, 3), grid.detach(), grid.flatten(0, 1)):
+        assert grids.lookup(view) == ROWS
+    assert grids.device_reads == 0
+
+
+def test_a_part_of_a_remembered_grid_is_not_taken_for_the_whole():
+    grids, grid = HostGrids(), device_grid()
+    grids.remember(grid, torch.tensor(ROWS))
+    for part in (grid[:1], grid[1:]):
+        with pytest.raises(NotImplementedError):
+            grids.lookup(part)
+
+
+@pytest.mark.parametrize("through_view", [False, True])
+def test_a_grid_changed_in_place_is_not_trusted(through_view):
+    grids, grid = HostGrids(), device_grid()
+    grids.remember(grid, torch.tensor(ROWS))
+    (grid.view(-1) if through_view else grid).add_(2)
+    with pytest.raises(NotImplementedError):
+        grids.lookup(grid)
+    assert grids.device_reads == 1
+
+
+def test_another_grid_of_equal_shape_is_not_taken_for_it():
+    grids = HostGrids()
+    grids.remember(device_grid(), torch.tensor(ROWS))
+    with pytest.raises(NotImplementedError):
+        grids.lookup(device_grid())
+
+
+def test_a_freed_grids_storage_names_no_other():
+    grids = HostGrids()
+    for _ in range(20):
+        grids.remember(device_grid(), torch.tensor(ROWS))
+    for _ in range(20):
+        with pytest.raises(NotImplementedError):
+            grids.lookup(device_grid())
+
+
+def test_remembering_again_replaces():
+    grids, grid = HostGrids(), device_grid()
+    grids.remember(grid, torch.tensor(ROWS))
+    grid.add_(1)
+    grids.remember(grid, torch.tensor(ROWS) + 1)
+    assert grids.lookup(grid) == ((2, 5, 7), (4, 3, 9))
+
+
+def test_only_the_latest_are_kept():
+    grids, kept = HostGrids(capacity=3), [device_grid() for _ in range(5)]
+    for index, grid in enumerate(kept):
+        grids.remember(grid, torch.tensor(ROWS) + index)
+    assert [grids.lookup(g)[0][0] for g in kept[2:]] == [3, 4, 5]
+    with pytest.raises(NotImplementedError):
+        grids.lookup(kept[1])
+
+
+def test_inference_tensors_are_found():
+    grids = HostGrids()
+    with torch.inference_mode():
+        grid = device_grid()
+    grids.remember(grid, torch.tensor(ROWS))
+    assert grids.lookup(grid) == ROWS
+
+
+def test_counts():
+    assert as_grid(torch.tensor(ROWS)) == ROWS
+    assert (token_count(ROWS), frame_count(ROWS), largest_frame(ROWS)) == (72, 4, 24)
+    assert (token_count(()), frame_count(()), largest_frame(())) == (0, 0, 0)

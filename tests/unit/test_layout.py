@@ -1,0 +1,97 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.vision.layout import (
+    linspace_at,
+    position_interpolation,
+    rotary_angles,
+    segment_offsets,
+    token_positions,
+)
+
+from .towers import tower
+
+MERGE = 2
+rows = st.tuples(
+    st.integers(1, 4), st.integers(1, 12).map(lambda n: MERGE * n), st.integers(1, 12).map(lambda n: MERGE * n)
+)
+grids = st.lists(rows, min_size=1, max_size=5)
+padding = st.integers(0, 130)
+unused_rows = st.integers(0, 3)
+
+
+def padded(grid, spare_rows):
+    return torch.tensor([*grid, *[(0, 0, 0)] * spare_rows])
+
+
+def count(grid):
+    return sum(t * h * w for t, h, w in grid)
+
+
+@given(grids, padding, unused_rows)
+def test_positions_give_bridges_rotary_angles_bit_for_bit(grid, spare, spare_rows):
+    model = tower()
+    expected = model.rot_pos_emb(torch.tensor(grid))
+    expected = expected.reshape(len(expected), 1, 1, -1).repeat(1, 1, 1, 2)
+    positions = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
+    angles = rotary_angles(positions, model.rotary_pos_emb.inv_freq)
+    assert angles.shape[0] == count(grid) + spare
+    assert torch.equal(angles[: count(grid)], expected)
+    assert not angles[count(grid) :].any()
+
+
+@given(grids, padding, unused_rows)
+def test_interpolation_gives_bridges_position_embedding_bit_for_bit(grid, spare, spare_rows):
+    model = tower()
+    positions = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
+    table = model.pos_embed.weight
+    indices, weights = position_interpolation(positions, model.num_grid_per_side, table.dtype)
+    terms = table[indices] * weights[:, :, None]
+    found = terms[0] + terms[1] + terms[2] + terms[3]
+    assert torch.equal(found[: count(grid)], model.fast_pos_embed_interpolate(torch.tensor(grid)))
+    assert not found[count(grid) :].any()
+    assert int(indices.min()) >= 0 and int(indices.max()) < len(table)
+
+
+@given(grids, unused_rows, st.integers(0, 20))
+def test_offsets_are_bridges_cu_seqlens_then_empty_segments(grid, spare_rows, spare_segments):
+    expected = tower().build_packed_seq_params(torch.tensor(grid)).cu_seqlens_q
+    frames = sum(t for t, _, _ in grid)
+    offsets = segment_offsets(padded(grid, spare_rows), frames + spare_segments)
+    assert offsets.dtype == expected.dtype == torch.int32
+    assert torch.equal(offsets[: frames + 1], expected)
+    assert (offsets[frames + 1 :] == count(grid)).all()
+
+
+@given(grids, padding, unused_rows)
+def test_padding_is_told_apart_and_has_harmless_positions(grid, spare, spare_rows):
+    found = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
+    assert found.valid.tolist() == [True] * count(grid) + [False] * spare
+    for values, blank in ((found.row, 0), (found.column, 0), (found.height, 1), (found.width, 1)):
+        assert (values[count(grid) :] == blank).all()
+
+
+def test_one_merge_unit():
+    found = token_positions(torch.tensor([[1, 2, 2]]), 4, MERGE)
+    assert found.row.tolist() == [0, 0, 1, 1]
+    assert found.column.tolist() == [0, 1, 0, 1]
+
+
+def test_frames_of_a_video_repeat_their_positions():
+    found = token_positions(torch.tensor([[3, 4, 2]]), 24, MERGE)
+    for values in (found.row, found.column):
+        assert values[:8].tolist() == values[8:16].tolist() == values[16:].tolist()
+
+
+@pytest.mark.parametrize("end", [1, 15, 23, 47, 63])
+def test_linspace_at_equals_torch_linspace_to_the_last_bit(end):
+    for length in range(1, 601):
+        found = linspace_at(torch.arange(length), torch.full((length,), length), end)
+        assert torch.equal(found, torch.linspace(0, end, length)), length
+
+
+def test_linspace_at_takes_each_element_from_its_own_line():
+    index, length = torch.tensor([0, 6, 2, 0]), torch.tensor([1, 7, 5, 9])
+    assert linspace_at(index, length, 12).tolist() == [0.0, 12.0, 6.0, 0.0]

@@ -1,0 +1,255 @@
+import dataclasses
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.options import _PARSERS, PROVIDER_FIELDS, OptionError, VisionGraphOptions, vision_options
+
+
+class Scope(Enum):
+    attn = 1
+    mlp = 2
+    full = 3
+    full_iteration = 4
+
+
+class Implementation(Enum):
+    none = 1
+    transformer_engine = 2
+    local = 3
+
+
+def read(merge_unit=4, **options):
+    fields = {PROVIDER_FIELDS[name]: value for name, value in options.items()}
+    found = vision_options(fields, merge_unit)
+    assert vision_options(SimpleNamespace(**fields), merge_unit) == found
+    return found
+
+
+def enabled(**options):
+    return read(impl="transformer_engine", **options)
+
+
+def test_nothing_set_gives_the_defaults():
+    assert vision_options({}) == vision_options(object()) == VisionGraphOptions()
+    assert not VisionGraphOptions().enabled
+
+
+def test_unset_fields_take_their_default():
+    assert read(impl=None, modules=None, buckets=None, slots=None) == VisionGraphOptions()
+
+
+def test_upstreams_field_names_are_kept():
+    assert PROVIDER_FIELDS["impl"] == "vision_cuda_graph_impl"
+    assert PROVIDER_FIELDS["modules"] == "vision_cuda_graph_scope"
+    assert PROVIDER_FIELDS["max_seq_length"] == "max_vision_cuda_graph_seq_length"
+
+
+def test_every_option_has_a_field_and_a_parser():
+    names = [f.name for f in dataclasses.fields(VisionGraphOptions)]
+    assert sorted(PROVIDER_FIELDS) == sorted(_PARSERS) == sorted(names)
+    assert len(set(PROVIDER_FIELDS.values())) == len(names)
+
+
+ACCEPTED = [
+    ("impl", "transformer_engine", "transformer_engine"),
+    ("impl", " Transformer_Engine ", "transformer_engine"),
+    ("impl", Implementation.transformer_engine, "transformer_engine"),
+    ("impl", "CudaGraphImpl.none", "none"),
+    ("impl", "none", "none"),
+    ("modules", [], ()),
+    ("modules", "", ()),
+    ("modules", "full", ()),
+    ("modules", ["full"], ()),
+    ("modules", "attn", ("attn",)),
+    ("modules", "ATTN", ("attn",)),
+    ("modules", "attn,mlp", ("attn", "mlp")),
+    ("modules", "attn, mlp", ("attn", "mlp")),
+    ("modules", ["mlp", "attn", "mlp"], ("mlp", "attn")),
+    ("modules", ("mlp",), ("mlp",)),
+    ("modules", Scope.attn, ("attn",)),
+    ("modules", [Scope.attn, "mlp"], ("attn", "mlp")),
+    ("modules", Scope.full, ()),
+    ("modules", "CudaGraphScope.mlp", ("mlp",)),
+    ("max_seq_length", 4096, 4096),
+    ("max_seq_length", "4096", 4096),
+    ("buckets", "auto", "auto"),
+    ("buckets", " auto ", "auto"),
+    ("buckets", [64, 128], (64, 128)),
+    ("buckets", (64,), (64,)),
+    ("buckets", ["64", 128], (64, 128)),
+    ("buckets", "64,128", (64, 128)),
+    ("buckets", "[64, 128]", (64, 128)),
+    ("slots", "auto", "auto"),
+    ("slots", 3, 3),
+    ("slots", "3", 3),
+    ("max_frames", "auto", "auto"),
+    ("max_frames", 8, 8),
+    ("memory_gb", 2, 2.0),
+    ("memory_gb", "2.5", 2.5),
+    ("exact_below", 0, 0),
+    ("evaluation", False, False),
+    ("evaluation", "false", False),
+    ("evaluation", "True", True),
+    ("evaluation", 0, False),
+    ("strict", True, True),
+    ("strict", "1", True),
+    ("check_interval", 0, 0),
+    ("check_interval", "100", 100),
+    ("check_tolerance", 0.1, 0.1),
+    ("check_tolerance", "1e-3", 0.001),
+    ("check_action", "warn", "warn"),
+    ("check_action", "stop", "stop"),
+]
+
+
+@pytest.mark.parametrize("option, value, expected", ACCEPTED)
+def test_accepted_spellings(option, value, expected):
+    found = getattr(read(**{option: value}), option)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+REFUSED = [
+    ("impl", "local"),
+    ("impl", Implementation.local),
+    ("impl", ""),
+    ("impl", True),
+    ("modules", "moe"),
+    ("modules", ["attn", "router"]),
+    ("modules", Scope.full_iteration),
+    ("modules", 3),
+    ("max_seq_length", 0),
+    ("max_seq_length", -4),
+    ("max_seq_length", True),
+    ("max_seq_length", 3),
+    ("max_seq_length", 66),
+    ("max_seq_length", 64.5),
+    ("max_seq_length", "large"),
+    ("buckets", []),
+    ("buckets", ""),
+    ("buckets", "[]"),
+    ("buckets", 64),
+    ("buckets", [128, 64]),
+    ("buckets", [64, 64]),
+    ("buckets", [64, 66]),
+    ("buckets", [2, 64]),
+    ("buckets", [0, 64]),
+    ("buckets", [-64, 64]),
+    ("buckets", ["small"]),
+    ("buckets", [64, None]),
+    ("buckets", [True]),
+    ("buckets", [64.5]),
+    ("buckets", "automatic"),
+    ("slots", 0),
+    ("slots", -1),
+    ("slots", True),
+    ("slots", "many"),
+    ("slots", 1.5),
+    ("max_frames", 0),
+    ("max_frames", False),
+    ("memory_gb", 0),
+    ("memory_gb", -1),
+    ("memory_gb", True),
+    ("memory_gb", float("nan")),
+    ("memory_gb", float("inf")),
+    ("memory_gb", "much"),
+    ("exact_below", -1),
+    ("exact_below", True),
+    ("evaluation", "yes please"),
+    ("evaluation", 2),
+    ("strict", "maybe"),
+    ("strict", []),
+    ("check_interval", -1),
+    ("check_interval", True),
+    ("check_tolerance", float("nan")),
+    ("check_tolerance", 0),
+    ("check_tolerance", "nan"),
+    ("check_tolerance", -0.1),
+    ("check_tolerance", False),
+    ("check_action", "panic"),
+    ("check_action", True),
+    ("check_action", []),
+]
+
+
+@pytest.mark.parametrize("option, value", REFUSED)
+def test_refused_values_name_their_field(option, value):
+    given_options = {"impl": "transformer_engine", option: value}
+    with pytest.raises(OptionError) as caught:
+        read(**given_options)
+    assert caught.value.field == PROVIDER_FIELDS[option]
+    assert PROVIDER_FIELDS[option] in str(caught.value)
+    assert "allowed is" in str(caught.value)
+
+
+def test_a_bucket_above_the_largest_length():
+    with pytest.raises(OptionError, match="at most max_vision_cuda_graph_seq_length=128") as caught:
+        enabled(buckets=[64, 256], max_seq_length=128)
+    assert caught.value.field == "vision_cuda_graph_buckets"
+    assert enabled(buckets=[64, 128], max_seq_length=128).buckets == (64, 128)
+
+
+def test_capacities_follow_the_merge_unit():
+    assert read(9, impl="transformer_engine", buckets=[9, 18]).buckets == (9, 18)
+    with pytest.raises(OptionError, match="multiples of 9"):
+        read(9, impl="transformer_engine", buckets=[64])
+
+
+def test_capacities_are_not_checked_while_graphs_are_off():
+    assert read(buckets=[66]).buckets == (66,)
+
+
+def test_both_modules_are_the_whole_encoder():
+    assert enabled(modules=["mlp", "attn"]).whole_encoder
+    assert enabled(modules=[]).whole_encoder
+    assert not enabled(modules="attn").whole_encoder
+
+
+@pytest.mark.parametrize("option, value", [("buckets", "128,64"), ("modules", "attn,router"), ("slots", "many")])
+def test_a_refusal_shows_the_value_as_it_was_given(option, value):
+    with pytest.raises(OptionError) as caught:
+        enabled(**{option: value})
+    assert f"{PROVIDER_FIELDS[option]}={value!r}" in str(caught.value)
+
+
+@given(
+    st.sampled_from(sorted(_PARSERS)), st.one_of(st.text(max_size=12), st.text("0123456789,[]. -eaunitof", max_size=12))
+)
+def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
+    parse, field = _PARSERS[option], PROVIDER_FIELDS[option]
+    try:
+        value = parse(field, text)
+    except OptionError as error:
+        assert error.field == field
+        return
+    assert parse(field, value) == value
+    kinds = {
+        "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
+        "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
+        "check_interval": int, "check_tolerance": float, "check_action": str,
+    }  # fmt: skip
+    assert isinstance(value, kinds[option])
+
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+    st.lists(st.integers(-2, 300), max_size=4),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(PROVIDER_FIELDS)), values))
+def test_reading_what_was_read_changes_nothing(given_options):
+    try:
+        found = read(**given_options)
+    except OptionError:
+        return
+    again = read(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+    assert again == found

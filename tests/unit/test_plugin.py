@@ -1,0 +1,86 @@
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+import bridge_cg_plugin
+from bridge_cg_plugin import plugin
+
+
+def python(script, **environment):
+    """Run a script in a fresh interpreter; returns what it printed."""
+    clean = {k: v for k, v in os.environ.items() if k != plugin.SWITCH}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", script],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_and_activating_imports_neither_torch_nor_megatron():
+    python("""
+import sys
+import bridge_cg_plugin
+assert bridge_cg_plugin.status() == {"active": False, "patches": {}}, bridge_cg_plugin.status()
+for _ in range(2):
+    bridge_cg_plugin.activate()
+assert bridge_cg_plugin.status()["active"]
+for _ in range(2):
+    bridge_cg_plugin.deactivate()
+assert not bridge_cg_plugin.status()["active"]
+for name in ("torch", "megatron", "transformer_engine", "triton"):
+    assert name not in sys.modules, name
+""")
+
+
+def test_torch_activates_the_plugin_without_a_word():
+    printed = python("""
+import sys
+import torch
+assert "bridge_cg_plugin" in sys.modules
+assert sys.modules["bridge_cg_plugin"].status() == {"active": True, "patches": {}}
+assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
+""")
+    assert printed == ""
+
+
+@pytest.mark.parametrize("value", ["0", " OFF "])
+def test_the_environment_switches_it_off(value):
+    python("import torch, bridge_cg_plugin; assert not bridge_cg_plugin.status()['active']", BRIDGE_CG_PLUGIN=value)
+
+
+def test_an_error_in_activation_breaks_nothing(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("made to fail")
+
+    monkeypatch.setattr(plugin, "activate", fail)
+    plugin.autoload()
+    assert "training runs without it" in caplog.text
+
+
+def test_the_entry_point_exists():
+    found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "bridge_cg_plugin"]
+    assert [e.load() for e in found] == [plugin.autoload]
+
+
+def test_every_patched_module_has_its_patches():
+    for module, names in plugin._PATCHED.items():
+        for name in names:
+            patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
+            assert any(p.module == module for p in patches), (module, name)
+
+
+def test_every_patch_belongs_to_a_patched_module():
+    for name in {n for names in plugin._PATCHED.values() for n in names}:
+        for patch in importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES:
+            assert name in plugin._PATCHED[patch.module], patch.name
+
+
+def test_the_version_is_the_installed_one():
+    assert importlib.metadata.version("bridge-cg-plugin") == bridge_cg_plugin.__version__

@@ -1,0 +1,408 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.slot import Arena
+
+from .toy import Toy, ToyProgram, assert_same, eager_results, loss_of, poison, toy_batch, toy_region
+
+
+def replayed_results(region, batch):
+    outputs = region.run(batch)
+    assert outputs is not None, dict(region.statistics.fallbacks)
+    wanted = [*(p for p in region.program.model.parameters() if p.requires_grad), batch.x]
+    kept = [o.detach().clone() for o in outputs]
+    return kept, [g.clone() for g in torch.autograd.grad(loss_of(outputs), wanted)]
+
+
+def assert_equals_eager(region, batch):
+    expected = eager_results(region.program.model, batch)
+    actual = replayed_results(region, batch)
+    assert_same(actual[0], expected[0])
+    assert_same(actual[1], expected[1])
+
+
+def test_outputs_and_gradients_equal_eager():
+    assert_equals_eager(toy_region(), toy_batch((2, 4)))
+
+
+@given(st.lists(st.lists(st.integers(1, 3).map(lambda n: 2 * n), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_any_sequence_of_batches_equals_eager(sequence):
+    region = toy_region()
+    for seed, lengths in enumerate(sequence):
+        if sum(lengths) <= 16:
+            assert_equals_eager(region, toy_batch(lengths, seed))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30, float("inf")])
+def test_what_static_memory_held_before_changes_nothing(value):
+    region = toy_region(slots=2)
+    for seed, lengths in enumerate([(2,), (2, 4), (4, 4), (2, 2, 2, 2), (16,), (4,)]):
+        poison(region, value)
+        assert_equals_eager(region, toy_batch(lengths, seed))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_what_output_gradient_memory_held_changes_nothing(value):
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[1]
+    outputs = region.run(batch)
+    for views in region._slots[0].output_gradients.values():
+        for view in views:
+            view.fill_(value)
+    wanted = [*region.program.model.parameters(), batch.x]
+    assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
+
+
+def test_a_loss_over_one_output_only_equals_eager():
+    region, batch = toy_region(), toy_batch((2, 4))
+    eager = region.program.model(batch.x, batch.offsets)
+    expected = torch.autograd.grad(eager[0].sum(), batch.x)
+    poison(region, float("nan"))
+    assert_same(torch.autograd.grad(region.run(batch)[0].sum(), batch.x), expected)
+
+
+def test_equal_token_counts_with_other_boundaries_are_told_apart():
+    region, first = toy_region(), toy_batch((2, 6))
+    second = type(first)(first.x.detach().clone().requires_grad_(), torch.tensor([0, 6, 8]))
+    one, other = eager_results(region.program.model, first)[0], eager_results(region.program.model, second)[0]
+    assert not torch.allclose(one[0], other[0])
+    assert_equals_eager(region, first)
+    assert_equals_eager(region, second)
+
+
+def test_a_batch_takes_the_first_bucket_that_holds_it():
+    region = toy_region()
+    for lengths, capacity in [((2,), 4), ((4,), 4), ((4, 2), 8), ((10,), 16)]:
+        assert region.choose(toy_batch(lengths)) == (Bucket(capacity), None)
+        assert_equals_eager(region, toy_batch(lengths))
+    counts = region.statistics.buckets
+    assert [counts[Bucket(c)].replays for c in (4, 8, 16)] == [2, 1, 1]
+    assert (counts[Bucket(4)].tokens, counts[Bucket(4)].padding) == (6, 2)
+
+
+def test_a_batch_above_all_buckets_falls_back_with_its_reason():
+    region = toy_region()
+    assert region.run(toy_batch((18,))) is None
+    assert region.statistics.fallbacks == {"too_many_tokens": 1}
+
+
+def test_what_the_program_refuses_falls_back_with_its_reason():
+    region = toy_region()
+    assert region.run(toy_batch((2, 2, 2, 2, 2))) is None
+    assert region.statistics.fallbacks == {"too_many_segments": 1}
+
+
+def test_a_slot_is_taken_at_forward_and_returned_after_backward():
+    region = toy_region()
+    outputs = region.run(toy_batch())
+    assert region.free_slots() == 0
+    loss_of(outputs).backward()
+    assert region.free_slots() == 1
+
+
+def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
+    region = toy_region()
+    outputs = region.run(toy_batch())
+    assert region.free_slots() == 0
+    del outputs
+    gc.collect()
+    assert region.free_slots() == 1
+    assert_equals_eager(region, toy_batch((4,)))
+
+
+def test_no_free_slot_falls_back_and_is_counted():
+    region = toy_region(slots=2)
+    held = [region.run(toy_batch(seed=i)) for i in range(2)]
+    assert region.run(toy_batch(seed=2)) is None
+    assert region.statistics.fallbacks == {"no_free_slot": 1}
+    assert region.statistics.replays == len(held)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))
+def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
+    """A choice beyond the microbatches in flight is a forward, else the backward of that one."""
+    region, flight = toy_region(slots=slots), []
+    for seed, choice in enumerate(choices):
+        if choice >= len(flight):
+            batch = toy_batch([(2,), (2, 4), (8, 2), (4, 4, 4)][seed % 4], seed)
+            outputs = region.run(batch)
+            assert (outputs is None) == (len(flight) == slots)
+            if outputs is not None:
+                flight.append((batch, outputs))
+            continue
+        batch, outputs = flight.pop(choice)
+        expected = eager_results(region.program.model, batch)
+        assert_same(outputs, expected[0])
+        wanted = [*region.program.model.parameters(), batch.x]
+        assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected[1])
+
+
+def test_two_forwards_then_one_backward_over_both():
+    region, batches = toy_region(slots=2), [toy_batch((2, 4), 1), toy_batch((2, 2), 2)]
+    expected = [eager_results(region.program.model, b)[1] for b in batches]
+    sum(loss_of(region.run(b)) for b in batches).backward()
+    for index, parameter in enumerate(region.program.model.parameters()):
+        assert_same([parameter.grad], [expected[0][index] + expected[1][index]])
+
+
+def test_a_second_backward_is_refused():
+    loss = loss_of(toy_region().run(toy_batch()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(ReplayError, match="ran twice"):
+        loss.backward()
+
+
+def test_a_late_second_backward_is_refused_and_harms_no_one():
+    region, batch = toy_region(), toy_batch((4, 4), 5)
+    expected = eager_results(region.program.model, batch)[1]
+    stale = loss_of(region.run(toy_batch()))
+    stale.backward(retain_graph=True)
+    outputs = region.run(batch)
+    with pytest.raises(ReplayError):
+        stale.backward()
+    wanted = [*region.program.model.parameters(), batch.x]
+    assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
+
+
+def test_outputs_outlive_later_replays_of_the_slot():
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[0]
+    outputs = region.run(batch)
+    loss_of(outputs).backward()
+    assert_equals_eager(region, toy_batch((2, 4), seed=9))
+    assert_same(outputs, expected)
+
+
+def test_gradients_outlive_later_replays_of_the_slot():
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[1]
+    wanted = [*region.program.model.parameters(), batch.x]
+    gradients = torch.autograd.grad(loss_of(region.run(batch)), wanted)
+    assert_equals_eager(region, toy_batch((2, 4), seed=9))
+    assert_same(gradients, expected)
+
+
+def test_evaluation_replays_forward_only():
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[0]
+    poison(region, float("nan"))
+    with torch.no_grad():
+        outputs = region.run(batch)
+    assert_same(outputs, expected)
+    assert not any(o.requires_grad for o in outputs)
+    assert region.statistics.buckets[Bucket(8)].evaluations == 1
+    assert region.statistics.buckets[Bucket(8)].replays == 0
+    assert region.free_slots() == 1
+
+
+def test_evaluation_between_a_forward_and_its_backward():
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[1]
+    outputs = region.run(batch)
+    with torch.no_grad():
+        assert region.run(toy_batch((4,))) is None
+    assert region.statistics.fallbacks == {"no_free_slot": 1}
+    assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
+
+
+def test_evaluation_not_asked_for_falls_back():
+    region = toy_region(evaluation=False)
+    with torch.no_grad():
+        assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"evaluation_not_captured": 1}
+    assert_equals_eager(region, toy_batch())
+
+
+def test_frozen_parameters_leave_the_input_gradient():
+    model = Toy().requires_grad_(False)
+    region, batch = toy_region(model), toy_batch((2, 4))
+    expected = eager_results(model, batch)
+    outputs = region.run(batch)
+    assert_same(outputs, expected[0])
+    assert_same(torch.autograd.grad(loss_of(outputs), batch.x), expected[1])
+
+
+def test_frozen_parameters_and_a_plain_input_need_no_backward():
+    model = Toy().requires_grad_(False)
+    region, batch = toy_region(model, evaluation=False), toy_batch((2, 4), requires_grad=False)
+    outputs = region.run(batch)
+    assert_same(outputs, model(batch.x, batch.offsets))
+    assert not any(o.requires_grad for o in outputs)
+    assert region.free_slots() == 1
+
+
+def test_some_frozen_parameters():
+    model = Toy()
+    model.mix.requires_grad_(False)
+    model.pair.bias.requires_grad_(False)
+    assert_equals_eager(toy_region(model), toy_batch((2, 4)))
+
+
+def test_requires_grad_changed_after_capture_falls_back():
+    region = toy_region()
+    region.program.model.mix.weight.requires_grad_(False)
+    assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"parameters_changed": 1}
+    assert region.free_slots() == 1
+    region.program.model.mix.weight.requires_grad_(True)
+    assert_equals_eager(region, toy_batch())
+
+
+def test_parameter_memory_replaced_after_capture_falls_back():
+    region = toy_region()
+    weight = region.program.model.mix.weight
+    weight.data = weight.data.clone()
+    assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"parameters_changed": 1}
+
+
+def test_parameter_object_replaced_after_capture_falls_back():
+    region = toy_region()
+    region.program.model.mix.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+    assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"parameters_changed": 1}
+
+
+def test_parameters_updated_in_place_are_seen():
+    region = toy_region()
+    assert_equals_eager(region, toy_batch())
+    with torch.no_grad():
+        for parameter in region.program.model.parameters():
+            parameter.add_(0.1)
+    assert_equals_eager(region, toy_batch())
+
+
+def test_capture_leaves_parameters_and_their_gradients_alone():
+    model = Toy()
+    before, values = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
+    toy_region(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name]
+        assert parameter.grad is None
+        assert torch.equal(parameter, values[name])
+
+
+def test_capture_fires_no_hook_of_a_parameter():
+    model, fired = Toy(), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: fired.append("tensor"))
+        parameter.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    toy_region(model)
+    assert fired == []
+
+
+@pytest.mark.parametrize("fails_at", [4, 8, 16])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_failed_capture_leaves_nothing_behind(fails_at, error):
+    model = Toy()
+    before = dict(model.named_parameters())
+    program = ToyProgram(model)
+    program.fails_at, program.error = fails_at, error
+    region = Region(program, ReferenceExecutor(), [Bucket(c) for c in (4, 8, 16)])
+    with pytest.raises(Exception):  # noqa: B017 its type has a test of its own
+        region.capture()
+    assert not region.captured
+    assert all(p is before[n] for n, p in model.named_parameters())
+    assert torch.is_grad_enabled()
+    assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"not_captured": 1}
+    program.fails_at = None
+    region.capture()
+    assert_equals_eager(region, toy_batch())
+
+
+def test_a_failed_capture_is_a_capture_error():
+    program = ToyProgram(Toy())
+    program.fails_at = 8
+    with pytest.raises(CaptureError, match="made to fail"):
+        Region(program, ReferenceExecutor(), [Bucket(8)]).capture()
+
+
+def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
+    region = Region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
+
+    def fail(*unused):
+        raise torch.OutOfMemoryError("made to fail")
+
+    monkeypatch.setattr(Arena, "buffers", fail)
+    with pytest.raises(CaptureError, match="made to fail"):
+        region.capture()
+
+
+def test_a_failed_recapture_leaves_no_old_recording():
+    region = toy_region()
+    region.program.fails_at = 8
+    with pytest.raises(Exception):  # noqa: B017
+        region.capture()
+    assert not region.captured
+    assert region.run(toy_batch()) is None
+
+
+def test_reset_drops_everything():
+    region = toy_region(slots=2)
+    slots = [weakref.ref(slot.arena) for slot in region._slots]
+    assert_equals_eager(region, toy_batch())
+    region.reset()
+    gc.collect()
+    assert [s() for s in slots] == [None, None]
+    assert not region.captured and region.free_slots() == 0
+    assert region.sinks is None and region.aliases is None
+    assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"not_captured": 1}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reset_between_forward_and_backward(again):
+    region, batch = toy_region(), toy_batch((2, 4))
+    expected = eager_results(region.program.model, batch)[1]
+    outputs = region.run(batch)
+    region.capture() if again else region.reset()
+    assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
+
+
+def test_before_replay_runs_once_for_each_replay_only():
+    calls = []
+    region = toy_region(before_replay=lambda: calls.append(1))
+    assert calls == []
+    assert_equals_eager(region, toy_batch())
+    region.run(toy_batch((18,)))
+    with torch.no_grad():
+        region.run(toy_batch())
+    assert len(calls) == 2
+
+
+def test_an_error_while_loading_gives_the_slot_back():
+    region, batch = toy_region(), toy_batch((2, 4))
+    broken = type(batch)(batch.x[:, :3], batch.offsets)
+    with pytest.raises(RuntimeError):
+        region.run(broken)
+    assert region.free_slots() == 1
+    assert_equals_eager(region, batch)
+
+
+@pytest.mark.parametrize("buckets, slots", [([], 1), ([Bucket(0)], 1), ([Bucket(4)], 0), ([Bucket(4)], -1)])
+def test_impossible_regions_are_refused(buckets, slots):
+    with pytest.raises(ValueError):
+        Region(ToyProgram(Toy()), ReferenceExecutor(), buckets, slots=slots)
+
+
+def test_statistics_as_plain_values():
+    region = toy_region()
+    assert_equals_eager(region, toy_batch((2, 4)))
+    region.run(toy_batch((18,)))
+    found = region.statistics.as_dict()
+    assert found["replays"] == 1
+    assert found["fallbacks"] == {"too_many_tokens": 1}
+    assert found["padding_share"] == pytest.approx(2 / 8)
+    assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena._flat.values()) > 0
+    assert found["buckets"]["8"]["tokens"] == 6

@@ -1,0 +1,111 @@
+"""The Triton kernel by Triton's interpreter, in a process of its own: the variable counts before Triton's import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from .towers import new_tower
+
+TOKENS, HEADS, WIDTH = 12, 3, 20
+SCRIPT = """
+import sys, torch
+from types import SimpleNamespace
+from bridge_cg_plugin.upstream.qwen3_vl import _fused_rotary
+from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin
+
+cases = torch.load(sys.argv[1])
+for case in cases:
+    source = case["source"]
+    x = source[..., : source.shape[-1] // 3] if case["strided"] else source
+    x = x.detach().requires_grad_()
+    out = apply_rotary(x, *cos_and_sin(case["angles"]))
+    (gradient,) = torch.autograd.grad(out, x, case["gradient"])
+    case.update(out=out.detach(), input_gradient=gradient, contiguous=out.is_contiguous())
+
+calls = []
+shim = _fused_rotary(lambda t, *unused: calls.append(1) or t)
+t, angles = torch.randn(4, 2, 8), torch.randn(4, 1, 1, 8)
+good = SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=False)
+shim(t, angles, good, torch.tensor([0, 4]))
+fused = not calls
+shim(t, angles, good)
+shim(t[:, None], angles, good, torch.tensor([0, 4]))
+shim(t, angles[..., :4], good, torch.tensor([0, 4]))
+shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=False, rotary_interleaved=False), torch.tensor([0, 4]))
+shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=True), torch.tensor([0, 4]))
+torch.save({"cases": cases, "fused": fused, "originals": len(calls)}, sys.argv[2])
+"""
+
+
+def make_case(dtype, strided, large, seed):
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.rand(TOKENS, WIDTH // 2, generator=generator) * (1000 if large else 6)
+    source = torch.randn(TOKENS, HEADS, 3 * WIDTH if strided else WIDTH, generator=generator).to(dtype)
+    gradient = torch.randn(TOKENS, HEADS, WIDTH, generator=generator).to(dtype)
+    angles = torch.cat((half, half), dim=1)[:, None, None]
+    return {"source": source, "strided": strided, "gradient": gradient, "angles": angles}
+
+
+CASES = [(d, s, large) for d in (torch.float32, torch.bfloat16) for s in (False, True) for large in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rotary")
+    torch.save([make_case(*case, seed) for seed, case in enumerate(CASES)], folder / "in")
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, folder / "in", folder / "out"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=True,
+        timeout=300,
+    )
+    return torch.load(folder / "out")
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def as_stored(value, dtype):
+    """Convert as Triton's interpreter stores: it cuts bfloat16's lower bits off, where a GPU rounds."""
+    if dtype == torch.float32:
+        return value
+    return (value.detach().view(torch.int32) & -65536).view(torch.float32).to(dtype)
+
+
+def taken_part(case):
+    source = case["source"]
+    return source[..., : source.shape[-1] // 3] if case["strided"] else source
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(interpreted, index):
+    case = interpreted["cases"][index]
+    x = taken_part(case).detach().requires_grad_()
+    angles = case["angles"][:, 0]
+    single = x.float().detach().requires_grad_()
+    expected = single * torch.cos(angles) + rotate_half(single) * torch.sin(angles)
+    assert case["out"].dtype == x.dtype and case["contiguous"]
+    assert torch.equal(case["out"], as_stored(expected, x.dtype))
+    (gradient,) = torch.autograd.grad(expected, single, case["gradient"].float())
+    assert torch.equal(case["input_gradient"], as_stored(gradient, x.dtype))
+
+
+@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[0] == torch.float32])
+def test_forward_equals_bridges_own_function_bit_for_bit(interpreted, index):
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
+
+    case, config = interpreted["cases"][index], new_tower().config
+    config.apply_rotary_pos_emb_in_fp32 = True
+    offsets = torch.tensor([0, 4, TOKENS], dtype=torch.int32)
+    expected = apply_rotary_pos_emb_absolute(taken_part(case), case["angles"], config, offsets)
+    assert torch.equal(case["out"], expected)
+
+
+def test_the_kernel_is_used_where_it_fits_only(interpreted):
+    assert interpreted["fused"]
+    assert interpreted["originals"] == 5

@@ -1,0 +1,92 @@
+"""Bridge's vision tower on a CPU and its graphs through the reference executor."""
+
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+import bridge_cg_plugin
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from examples.photographs.tower import build_tower
+
+bridge_cg_plugin.activate()
+
+PATCH = 3 * 2 * 16 * 16
+DEFAULTS = {
+    "impl": "transformer_engine",
+    "buckets": (32, 64, 128, 256),
+    "max_frames": 16,
+    "exact_below": 0,
+    "strict": True,
+}
+
+
+def new_tower(seed: int = 0):
+    """Build a tower of three layers, two of which feed deepstack mergers."""
+    return build_tower(seed, layers=3, width=32, heads=2, out=24)
+
+
+@cache
+def tower():
+    """Return a tower that no test changes."""
+    return new_tower()
+
+
+def draw(rows, seed: int = 0):
+    """Return random patches and the grid for them."""
+    grid = torch.tensor(rows)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(grid.prod(1).sum()), PATCH, generator=generator), grid
+
+
+@contextmanager
+def graphs_on(model, capture: bool = True, **options):
+    """Put graphs on the encoder for the duration; yields `VisionGraphs`."""
+    helper = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **options}), executor=ReferenceExecutor()
+    )
+    try:
+        if capture:
+            helper.create_cudagraphs()
+            assert helper.graphs_created()
+        yield helper.graphs
+    finally:
+        if helper.graphs is not None:
+            helper.graphs.detach()
+            helper.graphs = None
+
+
+def poison(graphs, value: float) -> None:
+    """Overwrite all static memory: floats with `value`, integers with a number that fits nothing."""
+    for region in graphs._regions:
+        for slot in region._slots:
+            for flat in slot.arena._flat.values():
+                flat.fill_(value if flat.dtype.is_floating_point else 12345)
+
+
+def forward(model, rows, seed: int = 0):
+    """Return the encoder's outputs as one list: embeddings, then deepstack features."""
+    hidden, deepstack = model(*draw(rows, seed))
+    return [hidden, *deepstack]
+
+
+def loss_of(outputs):
+    """Weigh every element differently, so that swapped rows are seen."""
+    return sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
+
+
+def results(model, rows, seed: int = 0):
+    """Return outputs and the gradients of all trainable parameters."""
+    outputs = forward(model, rows, seed)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return [o.detach() for o in outputs], torch.autograd.grad(loss_of(outputs), wanted)
+
+
+def assert_close(actual, expected, tolerance: float = 2e-5) -> None:
+    """Compare lists of tensors by relative L2 difference; NaN fails."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        difference = (a - b).norm() / b.norm().clamp(min=1e-3)
+        assert difference <= tolerance, f"tensor {index} differs by {difference:.2e}"

@@ -1,0 +1,167 @@
+"""A small piece of a model with packed segments, as a region program, and what tests need around it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.recording import Gradients
+from bridge_cg_plugin.graphs.region import Region
+
+WIDTH = 6
+SEGMENTS = 4
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    x: Tensor
+    offsets: Tensor
+
+
+class Toy(nn.Module):
+    """Mixes tokens of a segment; the second output has half as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.pair = nn.Linear(2 * WIDTH, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        token = torch.arange(len(x))
+        segment = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+        inside = token < offsets[-1]
+        same = (segment[:, None] == segment[None, :]) & inside[:, None] & inside[None, :]
+        weights = (same | torch.eye(len(x), dtype=torch.bool)).double()
+        hidden = torch.tanh(self.mix(x))
+        mean = weights @ hidden / weights.sum(1, keepdim=True)
+        return self.out(hidden - mean), self.pair(mean.reshape(-1, 2 * WIDTH))
+
+
+class ToyProgram:
+    name = "toy"
+
+    def __init__(self, model: Toy) -> None:
+        self.model = model
+        self.fails_at: int | None = None
+        self.error: type[Exception] = RuntimeError
+
+    def modules(self):
+        return (self.model,)
+
+    def input_specs(self, bucket):
+        return {
+            "x": TensorSpec((bucket.tokens, WIDTH), torch.float64, differentiable=True),
+            "offsets": TensorSpec((SEGMENTS + 1,), torch.int64),
+        }
+
+    def size(self, batch):
+        return len(batch.x)
+
+    def refuse(self, batch, bucket):
+        return "too_many_segments" if len(batch.offsets) > SEGMENTS + 1 else None
+
+    def load(self, buffers, batch):
+        tokens, count = len(batch.x), len(batch.offsets)
+        buffers["x"][:tokens].copy_(batch.x.detach())
+        buffers["x"][tokens:].zero_()
+        buffers["offsets"][:count].copy_(batch.offsets)
+        buffers["offsets"][count:].fill_(int(batch.offsets[-1]))
+
+    def load_example(self, buffers, bucket):
+        buffers["x"].zero_()
+        buffers["offsets"].fill_(bucket.tokens)
+        buffers["offsets"][0] = 0
+
+    def forward(self, buffers, bucket):
+        if bucket.tokens == self.fails_at:
+            raise self.error("made to fail")
+        return self.model(buffers["x"], buffers["offsets"])
+
+    def output_rows(self, batch):
+        return len(batch.x), len(batch.x) // 2
+
+    def differentiable_inputs(self, batch):
+        return (batch.x,)
+
+
+class _StaticGradients:
+    """Leaves gradients where a CUDA graph does: in memory that the next backward overwrites."""
+
+    def __init__(self, recording) -> None:
+        self._recording = recording
+        self._kept: Gradients | None = None
+
+    @property
+    def outputs(self):
+        return self._recording.outputs
+
+    def forward(self) -> None:
+        self._recording.forward()
+
+    def backward(self) -> Gradients:
+        fresh = self._recording.backward()
+        if self._kept is None:
+            self._kept = Gradients(tuple(map(_copy, fresh.inputs)), tuple(map(_copy, fresh.parameters)))
+        for kept, new in zip(self._kept.inputs + self._kept.parameters, fresh.inputs + fresh.parameters, strict=True):
+            if kept is not None:
+                kept.copy_(new)
+        return self._kept
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+class StaticExecutor(ReferenceExecutor):
+    """The reference executor with a graph's static gradient memory."""
+
+    def record(self, body, pool):
+        return _StaticGradients(super().record(body, pool))
+
+
+def toy_region(model: Toy | None = None, capacities=(4, 8, 16), **settings) -> Region:
+    """Build and capture a region; `region.program.model` is the toy."""
+    executor = settings.pop("executor", None) or StaticExecutor()
+    region = Region(ToyProgram(model or Toy()), executor, [Bucket(c) for c in capacities], **settings)
+    region.capture()
+    return region
+
+
+def toy_batch(lengths=(2, 4), seed: int = 0, requires_grad: bool = True) -> ToyBatch:
+    """Return random tokens of segments with these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, generator=generator)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return ToyBatch(x.requires_grad_(requires_grad), offsets)
+
+
+def loss_of(outputs) -> Tensor:
+    """Weigh every element differently, so that swapped rows are seen."""
+    terms = [(o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view(o.shape)).sum() for o in outputs]
+    return sum(terms)
+
+
+def eager_results(model: Toy, batch: ToyBatch):
+    """Return outputs and gradients of eager: parameters in order, then the input."""
+    x = batch.x.detach().clone().requires_grad_()
+    outputs = model(x, batch.offsets)
+    wanted = [*(p for p in model.parameters() if p.requires_grad), x]
+    return [o.detach() for o in outputs], list(torch.autograd.grad(loss_of(outputs), wanted))
+
+
+def assert_same(actual, expected) -> None:
+    """Compare lists of tensors, NaN and None included."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert (a is None) == (b is None), f"tensor {index} is {a} where eager has {b}"
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m, i=index: f"tensor {i}: {m}")
+
+
+def poison(region: Region, value: float) -> None:
+    """Overwrite all static memory: floats with `value`, integers with a number that fits nothing."""
+    for slot in region._slots:
+        for flat in slot.arena._flat.values():
+            flat.fill_(value if flat.dtype.is_floating_point else 12345)
