@@ -21,6 +21,8 @@ def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
 
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
+# Layer graphs have a pool for every layer, each with its own attention workspace.
+SMALL = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
 
 
@@ -52,8 +54,8 @@ def test_evaluation_and_checks(tmp_path, arguments):
         ("freeze_vision_model=true",),
         ("freeze_vision_projection=true",),
         ("freeze_vision_model=true", "freeze_vision_projection=true"),
-        ("vision_cuda_graph_scope=[attn]",),
-        ("vision_cuda_graph_scope=[mlp]",),
+        ("vision_cuda_graph_scope=[attn]", *SMALL),
+        ("vision_cuda_graph_scope=[mlp]", *SMALL),
     ],
     ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
 )

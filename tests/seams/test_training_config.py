@@ -3,6 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.patches import DriftError
 from bridge_cg_plugin.upstream.training_config import check_process, check_training_config
 
 
@@ -97,3 +99,21 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
     config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
     with pytest.raises(OptionError, match="te_rng_tracker"):
         config.validate()
+
+
+def test_a_broken_patch_stops_training_with_vision_graphs_only(config, monkeypatch):
+    patch = train_loop.PATCHES[0]
+    monkeypatch.setattr(patch, "state", "broken")
+    monkeypatch.setattr(patch, "reason", "made to look broken")
+    with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
+        check_training_config(config)
+    config.model.vision_cuda_graph_impl = "none"
+    check_training_config(config)
+    monkeypatch.undo()
+    config.model.vision_cuda_graph_impl = "transformer_engine"
+    check_training_config(config)
+
+
+def test_a_check_of_layer_graphs(config):
+    config.model.vision_cuda_graph_scope, config.model.vision_cuda_graph_check_interval = ["attn"], 5
+    refused(config, "vision_cuda_graph_check_interval")

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import CaptureError
+
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 
 
@@ -237,3 +239,44 @@ def test_a_backward_that_fails_leaves_no_flag_behind():
 
 def _fail(gradient):
     raise RuntimeError("made to fail")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reset_between_forward_and_backward(again):
+    reference, parallel, region = pair()
+    eager_loss(reference, toy_batch()).backward()
+    loss = region_loss(region, toy_batch())
+    region.capture() if again else region.reset()
+    loss.backward()
+    assert_same(parallel.main_grads, reference.main_grads)
+    assert parallel.flags == [False] * 6
+
+
+def test_dropping_a_region_takes_its_hooks_off_the_parameters():
+    _, _, region = pair()
+    model = region.program.model
+    assert all(p._backward_hooks for p in model.parameters())
+    region.reset()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_recapture_leaves_one_hook_on_each_parameter():
+    _, _, region = pair()
+    region.capture()
+    region.capture()
+    assert [len(p._backward_hooks) for p in region.program.model.parameters()] == [1] * 6
+
+
+def test_a_failed_capture_leaves_no_hook_on_parameters():
+    _, _, region = pair()
+    region.program.fails_at = 4
+    with pytest.raises(CaptureError):
+        region.capture()
+    assert not any(p._backward_hooks for p in region.program.model.parameters())
+
+
+def test_a_zero_eager_gradient_beside_a_replay():
+    reference, parallel, region = pair()
+    (eager_loss(reference, toy_batch(TOO_LARGE)) * 0 + eager_loss(reference, toy_batch())).backward()
+    (region_loss(region, toy_batch(TOO_LARGE)) * 0 + region_loss(region, toy_batch())).backward()
+    assert_same(parallel.main_grads, reference.main_grads)

@@ -714,3 +714,49 @@ def test_the_report_counts_buckets_that_were_not_used():
         assert "buckets not used: 4" in graphs.report()
         forward(model, IMAGES)
         assert "buckets not used: 3" in graphs.report()
+
+
+# Memory limits and several helpers.
+
+
+def largest_within(model, gigabytes):
+    """Return the largest capacity captured within the limit, and the memory that took in GiB."""
+    with graphs_on(model, capture=False, buckets="auto", memory_gb=gigabytes) as graphs:
+        for rows in FITTING:
+            forward(model, rows)
+        graphs.capture()
+        return graphs.plan.capacities[-1], graphs.statistics().memory_bytes / 2**30
+
+
+def test_a_memory_limit_shrinks_the_largest_bucket_until_it_holds():
+    model = new_tower()
+    free, used = largest_within(model, 1.0)
+    assert free == 256
+    limit = used * 0.6
+    shrunk, used = largest_within(model, limit)
+    assert 0 < shrunk < free and used <= limit
+
+
+def test_a_memory_limit_that_nothing_fits_is_a_failed_capture():
+    with pytest.raises(CaptureError, match="memory_gb"):
+        largest_within(new_tower(), 1e-9)
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_helpers_on_one_encoder_leave_it_as_it_was(first_out):
+    """A training run that ended with an error leaves its helper behind; the next run makes another."""
+    model = new_tower()
+    expected = results(model, MIXED)
+    made = [
+        VisionTECudaGraphHelper(
+            model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+        )
+        for _ in range(2)
+    ]
+    made[1].create_cudagraphs()
+    forward(model, IMAGES)
+    assert made[1].graphs.statistics().replays == 1
+    made[first_out].delete_cuda_graphs()
+    made[1 - first_out].delete_cuda_graphs()
+    assert "forward" not in model.__dict__
+    assert_close(results(model, MIXED)[0], expected[0], 0.0)
