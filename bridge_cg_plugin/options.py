@@ -125,7 +125,9 @@ def _parse_impl(field: str, value: Any) -> str:
 
 
 def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
+    items = (
+        value.strip("[] ").split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
+    )
     names = tuple(dict.fromkeys(_word(item) for item in items if _word(item) not in ("", "full")))
     for name in names:
         if name not in MODULES:

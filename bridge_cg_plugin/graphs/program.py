@@ -16,11 +16,15 @@ class Bucket:
 
     Attributes:
         tokens: Capacity.
-        limits: Further bounds that the program gave the recording; the engine passes them on and knows no meaning.
+        limits: Further upper bounds that the program gave the recording; the engine knows no meaning of them.
     """
 
     tokens: int
     limits: tuple[int, ...] = ()
+
+    def contains(self, other: "Bucket") -> bool:
+        """Whether both have the same capacity and every limit here is at least the other's."""
+        return self.tokens == other.tokens and all(a >= b for a, b in zip(self.limits, other.limits, strict=True))
 
     def __str__(self) -> str:
         return "/".join(map(str, (self.tokens, *self.limits)))

@@ -102,8 +102,10 @@ class Region:
             self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
 
     def _forward_only_buckets(self) -> set[Bucket]:
-        """One bucket for each capacity, the most permissive: limits cost a forward little."""
-        return set({b.tokens: b for b in sorted(self.buckets)}.values()) if self.evaluation else set()
+        """The buckets that no other of the same capacity contains: limits cost a forward little."""
+        if not self.evaluation:
+            return set()
+        return {b for b in self.buckets if not any(other.contains(b) for other in self.buckets if other != b)}
 
     def _record(self, slot: Slot, bucket: Bucket, training: bool) -> None:
         sinks = self._sinks if training else None

@@ -68,6 +68,9 @@ class VisionTECudaGraphHelper:
         self.options = options or vision_options(source, vision_config.spatial_merge_size**2)
         check_combinations(self.options)
         check_process()
+        for other in active_helpers():
+            if other.graphs.model is vision_model:  # left behind by a run that ended with an error
+                other.delete_cuda_graphs()
         chunks = [model] if isinstance(model, nn.Module) else model
         self.graphs = VisionGraphs(
             vision_model,

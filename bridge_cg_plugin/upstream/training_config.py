@@ -78,7 +78,8 @@ def check_training_config(config: Any) -> None:
 
 def _check_recompute(model: Any) -> None:
     granularity = getattr(model, "recompute_granularity", None)
-    modules = getattr(model, "recompute_modules", None) or ["core_attn"]  # megatron-core's default
+    modules = getattr(model, "recompute_modules", None)
+    modules = ["core_attn"] if modules is None else modules  # megatron-core's default
     if granularity is None or (granularity == "selective" and not {"core_attn", "mlp", "layernorm"} & set(modules)):
         return
     raise OptionError(

@@ -95,6 +95,8 @@ class VisionGraphs:
     def detach(self) -> None:
         """Give the encoder its former forward back and drop all graphs."""
         self.reset()
+        if self.model.__dict__.get("forward") != self._forward:
+            return
         if self._replaced is not None:
             self.model.forward = self._replaced
         else:

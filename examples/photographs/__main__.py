@@ -20,6 +20,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
     parser.add_argument("--save", help="checkpoint folder to write")
     parser.add_argument("--load", help="checkpoint folder to resume from")
+    parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument("--records", type=Path, help="write benchmark records to this file")
     parser.add_argument("--train", choices=("eager", "graphs"), help="train once in this process, without comparison")
     parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
@@ -38,9 +39,20 @@ def main() -> int:
         return run_cpu(args.steps or 8)
     from .gpu import main as run_gpu
 
-    skipped = {"--records", str(args.records)}
-    arguments = [a for a in sys.argv[1:] if a not in skipped]
-    return run_gpu(args.steps or 50, arguments if args.steps else [*arguments, "--steps", "50"], args.records)
+    steps = args.steps or 50
+    return run_gpu(steps, args.eager_runs, training_arguments(args, steps), args.records)
+
+
+def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
+    """Return the command line of each single run."""
+    arguments = ["--steps", str(steps), *args.overrides]
+    for name in ("single", "no_overlap"):
+        if getattr(args, name):
+            arguments.append("--" + name.replace("_", "-"))
+    for name in ("validate_every", "text_only_every", "save", "load"):
+        if getattr(args, name):
+            arguments += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    return arguments
 
 
 def train_once(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The main job on a GPU: `pretrain()` eager twice and with vision graphs once, each in a process of its own."""
+"""The main job on a GPU: `pretrain()` eager several times and with vision graphs once, each in a process of its own."""
 
 import json
 import os
@@ -30,21 +30,17 @@ def median_ms(run: dict[str, Any]) -> float:
     return statistics.median(run["step_ms"][SKIPPED:])
 
 
-def main(steps: int, arguments: list[str], records: Path | None = None) -> int:
-    """Run all three, print the comparison, return the exit status."""
-    runs = {name: run_in_process(name.rstrip("12"), arguments) for name in ("eager1", "eager2", "graphs")}
-    first, second, graphs = runs["eager1"], runs["eager2"], runs["graphs"]
-    print(f"{'step':>4} {'eager':>11} {'eager again':>11} {'graphs':>11}   gradient norms")
-    for step in range(steps):
-        losses = " ".join(f"{r['losses'][step]:>11.6f}" for r in (first, second, graphs))
-        norms = " ".join(f"{r['grad_norms'][step]:>9.4f}" for r in (first, second, graphs))
-        print(f"{step:>4} {losses}   {norms}")
-    loss = compare_to_spread(first["losses"], second["losses"], graphs["losses"])
-    norm = compare_to_spread(first["grad_norms"], second["grad_norms"], graphs["grad_norms"])
-    eager_ms = min(median_ms(first), median_ms(second))
+def main(steps: int, eager_runs: int, arguments: list[str], records: Path | None = None) -> int:
+    """Run all, print the comparison, return the exit status."""
+    eager = [run_in_process("eager", arguments) for _ in range(eager_runs)]
+    graphs = run_in_process("graphs", arguments)
+    print_steps([*eager, graphs], steps)
+    loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
+    norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])
+    eager_ms = min(median_ms(run) for run in eager)
     ratio = median_ms(graphs) / eager_ms
     print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
-    print(f"peak memory allocated: eager {first['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
+    print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     replayed = bool(graphs["graphs"] and graphs["graphs"]["replays"])
     same = loss.inside and norm.inside and replayed
@@ -53,12 +49,23 @@ def main(steps: int, arguments: list[str], records: Path | None = None) -> int:
         f"{loss.step}, gradient norm {norm.worst:.2f} at step {norm.step}; replays: {replayed})"
     )
     if records is not None:
+        runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
         write(records, runs, ratio, same, "single" if "--single" in arguments else "mixed")
     return 0 if same else 1
 
 
+def print_steps(runs: list[dict[str, Any]], steps: int) -> None:
+    """Print losses and gradient norms of all runs side by side; the last run is the graphed one."""
+    names = [*(f"eager {i + 1}" for i in range(len(runs) - 1)), "graphs"]
+    print(f"{'step':>4} " + " ".join(f"{name:>11}" for name in names) + "   gradient norms in the same order")
+    for step in range(steps):
+        losses = " ".join(f"{r['losses'][step]:>11.6f}" for r in runs)
+        norms = " ".join(f"{r['grad_norms'][step]:>9.4f}" for r in runs)
+        print(f"{step:>4} {losses}   {norms}")
+
+
 def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool, case: str) -> None:
-    """Write the three runs as benchmark records."""
+    """Write the runs as benchmark records."""
     from scripts.performance.results import provenance, read_records, write_records
 
     kept = [r for r in read_records(path) if r["case"] != case]

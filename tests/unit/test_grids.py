@@ -41,6 +41,15 @@ def test_a_part_of_a_remembered_grid_is_not_taken_for_the_whole():
             grids.lookup(part)
 
 
+def test_two_halves_of_one_tensor_are_told_apart():
+    grids, whole = HostGrids(), device_grid()
+    grids.remember(whole[:1], torch.tensor(ROWS[:1]))
+    with pytest.raises(NotImplementedError):
+        grids.lookup(whole[1:])
+    grids.remember(whole[1:], torch.tensor(ROWS[1:]))
+    assert (grids.lookup(whole[:1]), grids.lookup(whole[1:])) == (ROWS[:1], ROWS[1:])
+
+
 @pytest.mark.parametrize("through_view", [False, True])
 def test_a_grid_changed_in_place_is_not_trusted(through_view):
     grids, grid = HostGrids(), device_grid()

@@ -14,48 +14,58 @@ from examples.photographs.photographs import (
 
 
 def test_equal_runs_are_inside():
-    found = compare_to_spread([3.0, 2.0], [3.0, 2.0], [3.0, 2.0])
+    found = compare_to_spread([[3.0, 2.0], [3.0, 2.0]], [3.0, 2.0])
     assert (found.inside, found.worst) == (True, 0.0)
 
 
 def test_a_third_run_within_the_spread_is_inside():
-    assert compare_to_spread([3.0, 2.0], [3.0, 2.1], [3.0, 2.14]).inside
+    assert compare_to_spread([[3.0, 2.0], [3.0, 2.1]], [3.0, 2.14]).inside
 
 
 def test_a_third_run_beyond_the_spread_is_outside():
-    found = compare_to_spread([3.0, 2.0, 1.0], [3.0, 2.1, 1.0], [3.0, 2.3, 1.0])
+    found = compare_to_spread([[3.0, 2.0, 1.0], [3.0, 2.1, 1.0]], [3.0, 2.3, 1.0])
     assert not found.inside
     assert found.step == 1
     assert found.worst == pytest.approx(0.2 / 0.15)
 
 
 def test_the_distance_is_to_the_nearer_eager_run():
-    assert compare_to_spread([1.0], [2.0], [2.9]).inside
-    assert not compare_to_spread([1.0], [2.0], [3.6]).inside
+    assert compare_to_spread([[1.0], [2.0]], [2.9]).inside
+    assert not compare_to_spread([[1.0], [2.0]], [3.6]).inside
 
 
 def test_the_spread_grows_and_never_shrinks():
-    assert compare_to_spread([3.0, 2.0], [3.2, 2.0], [3.0, 2.25]).inside
-    assert not compare_to_spread([3.0, 2.0], [3.0, 2.2], [3.25, 2.0]).inside
+    assert compare_to_spread([[3.0, 2.0], [3.2, 2.0]], [3.0, 2.25]).inside
+    assert not compare_to_spread([[3.0, 2.0], [3.0, 2.2]], [3.25, 2.0]).inside
 
 
 def test_equal_eager_runs_allow_rounding_only():
-    assert compare_to_spread([2.0], [2.0], [2.0001]).inside
-    assert not compare_to_spread([2.0], [2.0], [2.0003]).inside
+    assert compare_to_spread([[2.0], [2.0]], [2.0001]).inside
+    assert not compare_to_spread([[2.0], [2.0]], [2.0003]).inside
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_nan_is_outside(place):
     third = [2.0, 2.0]
     third[place] = float("nan")
-    found = compare_to_spread([2.0, 2.0], [2.0, 2.0], third)
+    found = compare_to_spread([[2.0, 2.0], [2.0, 2.0]], third)
     assert not found.inside and found.step == place
 
 
 @pytest.mark.parametrize("runs", [([], [], []), ([1.0], [1.0], []), ([1.0], [1.0, 2.0], [1.0])])
 def test_runs_of_different_length_are_refused(runs):
     with pytest.raises(ValueError, match="runs have .* steps"):
-        compare_to_spread(*runs)
+        compare_to_spread(runs[:2], runs[2])
+
+
+def test_more_eager_runs_show_more_of_the_spread():
+    assert not compare_to_spread([[1.0], [1.1]], [1.3]).inside
+    assert compare_to_spread([[1.0], [1.1], [1.4]], [1.3]).inside
+
+
+def test_one_eager_run_is_no_spread():
+    with pytest.raises(ValueError, match="at least 2 eager runs"):
+        compare_to_spread([[1.0]], [1.0])
 
 
 def test_images_of_a_seed_are_the_same_and_of_another_differ():

@@ -406,3 +406,9 @@ def test_statistics_as_plain_values():
     assert found["padding_share"] == pytest.approx(2 / 8)
     assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena._flat.values()) > 0
     assert found["buckets"]["8"]["tokens"] == 6
+
+
+def test_forward_only_recordings_cover_limits_that_do_not_contain_each_other():
+    buckets = [Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(8, (2, 2)), Bucket(4, (4, 4))]
+    region = Region(ToyProgram(Toy()), ReferenceExecutor(), buckets)
+    assert region._forward_only_buckets() == {Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(4, (4, 4))}

@@ -1,0 +1,133 @@
+"""Write docs/benchmarks/README.md and the README's results from the records.
+
+python scripts/performance/tables.py
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from examples.photographs.compare import FACTOR, Spread, compare_to_spread  # noqa: E402
+from scripts.performance.results import read_records  # noqa: E402
+
+FOLDER = ROOT / "docs/benchmarks"
+MARKS = ("<!-- results -->", "<!-- /results -->")
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a Markdown table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def origin(records: list[dict[str, Any]]) -> str:
+    """Return one line with GPU, date, versions and the commands."""
+    first = records[0]
+    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
+    commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
+    return f"{first['gpu']}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
+
+
+def speed(records: list[dict[str, Any]]) -> str:
+    """Return the tower's times."""
+    eager = {r["case"]: r for r in records if r["mode"] == "eager"}
+    rows = []
+    for r in (r for r in records if r["mode"] == "plugin"):
+        memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""
+        share = f"{r['added_share']:.1%}" if "added_share" in r else ""
+        rows.append(
+            [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{r['ratio']:.2f}**"]
+            + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
+            + [f"{r['eager_memory_gb']:.1f}", memory, share]
+        )
+    header = ["case", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
+    return table([*header, "two eager runs", "eager peak GiB", "slot GiB", "half as large a bucket adds"], rows)
+
+
+def parity(records: list[dict[str, Any]]) -> str:
+    """Return the worst figures of the parity runs by mode."""
+    rows = []
+    for mode in dict.fromkeys(r["mode"] for r in records):
+        of_mode = [r for r in records if r["mode"] == mode]
+        replayed = [r for r in of_mode if r["bucket"]]
+        equal = sum(r["forward_rel"] == 0 for r in replayed)
+        rows.append(
+            [mode, len(replayed), equal, f"{max(r['forward_rel'] for r in replayed):.0e}"]
+            + [f"{max(r['grad_rel'] for r in replayed):.1e}", f"{max(r['grad_noise'] for r in replayed):.1e}"]
+            + [", ".join(f"{r['case']} ({r['fallback']})" for r in of_mode if r["fallback"]) or "none"]
+        )
+    return table(
+        [
+            "mode",
+            "mixes replayed",
+            "outputs bit-equal",
+            "worst output",
+            "worst gradient",
+            "two eager runs",
+            "ran eager",
+        ],
+        rows,
+    )
+
+
+def training(records: list[dict[str, Any]]) -> str:
+    """Return the whole runs, each graphed one compared with all eager runs of its case."""
+    rows = []
+    for r in (r for r in records if r["mode"] == "plugin"):
+        eager = [e for e in records if e["case"] == r["case"] and e["mode"].startswith("eager")]
+        own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"]]
+        loss, norm = (compare_to_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms"))
+        rows.append(
+            [r["case"], r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
+            + [f"**{r['ratio']:.2f}**", len(eager), share_of_spread(loss), share_of_spread(norm)]
+            + [f"{eager[0]['peak_gb']:.1f}", f"{r['peak_gb']:.1f}"]
+        )
+    header = ["case", "commit", "steps", "eager ms", "graphs ms", "ratio", "eager runs", "losses", "gradient norms"]
+    return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
+
+
+def share_of_spread(spread: Spread) -> str:
+    """Return the largest distance as a share of the eager runs' spread."""
+    return f"{spread.worst * FACTOR:.2f}"
+
+
+def main() -> int:
+    """Write both files."""
+    bench, mixes, runs = (
+        read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain")
+    )
+    body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients accumulated
+into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
+
+{speed(bench)}
+
+Mixes of images and video replayed from one set of captures. {origin(mixes)}
+
+{parity(mixes)}
+
+Whole optimizer steps of Bridge's `pretrain()`: the full tower and a language model of 4 layers of 2048 with a vocabulary
+of 151,936, 1 to 3 photographs of mixed size in each of 4 microbatches, `overlap_grad_reduce` and
+`overlap_param_gather` on. Losses and gradient norms: the largest distance to the nearest eager run over the eager runs'
+own spread up to that step. {origin(runs)}
+
+{training(runs)}
+"""
+    notes = (FOLDER / "notes.md").read_text()
+    (FOLDER / "README.md").write_text(
+        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{notes}"
+    )
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(MARKS[0], 1)
+    after = rest.split(MARKS[1], 1)[-1]
+    readme.write_text(f"{before}{MARKS[0]}\n{body}{MARKS[1]}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
