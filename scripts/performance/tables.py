@@ -101,8 +101,8 @@ def main() -> int:
     bench, mixes, runs = (
         read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain")
     )
-    body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients accumulated
-into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
+    body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients
+accumulated into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
 
 {speed(bench)}
 
@@ -110,8 +110,8 @@ Mixes of images and video replayed from one set of captures. {origin(mixes)}
 
 {parity(mixes)}
 
-Whole optimizer steps of Bridge's `pretrain()`: the full tower and a language model of 4 layers of 2048 with a vocabulary
-of 151,936, 1 to 3 photographs of mixed size in each of 4 microbatches, `overlap_grad_reduce` and
+Whole optimizer steps of Bridge's `pretrain()`: the full tower and a language model of 4 layers of 2048 with a
+vocabulary of 151,936, 1 to 3 photographs of mixed size in each of 4 microbatches, `overlap_grad_reduce` and
 `overlap_param_gather` on. Losses and gradient norms: the largest distance to the nearest eager run over the eager runs'
 own spread up to that step. {origin(runs)}
 
