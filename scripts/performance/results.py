@@ -23,7 +23,7 @@ def provenance(repeats: int, seed: int) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "versions": {**{name: _version(name) for name in PACKAGES}, "commit": _commit()},
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *map(_without_folder, sys.argv[1:])]),
     }
 
 
@@ -36,6 +36,11 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return a file's records; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _without_folder(argument: str) -> str:
+    """Shorten an absolute path to its last part: where a machine keeps its results is nobody's concern."""
+    return os.path.basename(argument) if os.path.isabs(argument) else argument
 
 
 def _version(name: str) -> str:

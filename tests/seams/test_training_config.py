@@ -117,13 +117,3 @@ def test_a_broken_patch_stops_training_with_vision_graphs_only(config, monkeypat
 def test_a_check_of_layer_graphs(config):
     config.model.vision_cuda_graph_scope, config.model.vision_cuda_graph_check_interval = ["attn"], 5
     refused(config, "vision_cuda_graph_check_interval")
-
-
-def test_a_broken_seam_stops_a_run_that_asks_for_graphs(config, monkeypatch):
-    patch = next(p for p in train_loop.PATCHES if p.name == "train_helper")
-    monkeypatch.setattr(patch, "state", "broken")
-    monkeypatch.setattr(patch, "reason", "it no longer takes vision_config")
-    with pytest.raises(DriftError, match="train_helper: it no longer takes vision_config"):
-        check_training_config(config)
-    config.model.vision_cuda_graph_impl = "none"
-    check_training_config(config)
