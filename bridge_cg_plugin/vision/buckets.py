@@ -27,9 +27,11 @@ class BucketPlan:
     observed: int
 
     def __str__(self) -> str:
+        buckets = f"buckets {', '.join(map(str, self.capacities))} tokens"
+        if not self.observed:
+            return buckets
         return (
-            f"buckets {', '.join(map(str, self.capacities))} tokens, chosen from {self.observed} observed microbatches "
-            f"({self.padding_share:.1%} padding on those)"
+            f"{buckets}, chosen from {self.observed} observed microbatches ({self.padding_share:.1%} padding on those)"
         )
 
 

@@ -1,0 +1,77 @@
+import json
+import sys
+
+import pytest
+
+from examples.photographs import __main__ as command
+from examples.photographs import gpu
+
+
+def run_of(losses, replays=4):
+    graphs = {"replays": replays} if replays is not None else None
+    steps = len(losses)
+    return {
+        "losses": losses,
+        "grad_norms": [1.0] * steps,
+        "step_ms": [100.0] * steps,
+        "peak_gb": 1.0,
+        "graphs": graphs,
+    }
+
+
+EAGER = [2.0] * 8, [2.1] * 8
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Return a function that sets what the three processes of the main job give."""
+
+    def give(graphs, replays=4):
+        results = iter([run_of(EAGER[0], None), run_of(EAGER[1], None), run_of(graphs, replays)])
+        modes = []
+
+        def run_in_process(mode, arguments):
+            modes.append(mode)
+            return next(results)
+
+        monkeypatch.setattr(gpu, "run_in_process", run_in_process)
+        return modes
+
+    return give
+
+
+def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
+    modes = runs([2.05] * 8)
+    assert gpu.main(8, 2, []) == 0
+    assert modes == ["eager", "eager", "graphs"]
+    assert "verdict: SAME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("graphs, replays", [([2.05] * 7 + [2.5], 4), ([2.05] * 8, 0), ([float("nan")] * 8, 4)])
+def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
+    runs(graphs, replays)
+    assert gpu.main(8, 2, []) == 1
+    assert "verdict: DIFFERENT" in capsys.readouterr().out
+
+
+def test_records_hold_every_run(runs, tmp_path):
+    runs([2.05] * 8)
+    path = tmp_path / "pretrain.jsonl"
+    gpu.main(8, 2, ["--single"], path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["case"], r["mode"]) for r in records] == [
+        ("single", "eager1"),
+        ("single", "eager2"),
+        ("single", "plugin"),
+    ]
+    assert records[2]["inside_spread"] is True
+
+
+def test_options_reach_the_single_runs(monkeypatch):
+    line = ["--steps", "9", "--records", "out.jsonl", "--single", "--validate-every", "3", "a.b=1", "--eager-runs", "2"]
+    monkeypatch.setattr(sys, "argv", ["photographs", *line])
+    arguments = command.training_arguments(command.parse(), 9)
+    assert arguments == ["--steps", "9", "a.b=1", "--single", "--validate-every", "3"]
+    monkeypatch.setattr(sys, "argv", ["photographs", "--train", "graphs", "--out", "x.json", *arguments])
+    again = command.parse()
+    assert (again.steps, again.single, again.validate_every, again.overrides) == (9, True, 3, ["a.b=1"])
