@@ -20,6 +20,7 @@ _PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
 }
+PATCHED_MODULES = tuple(_PATCHED)
 _on = False
 _hooked = False
 

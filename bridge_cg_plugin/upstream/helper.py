@@ -12,8 +12,8 @@ from ..graphs.executor import CudaGraphExecutor, Executor, ReferenceExecutor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
+from .environment import check_process
 from .qwen3_vl import QWEN3_VL, find_vision_model
-from .training_config import check_process
 
 GRIDS = HostGrids()
 _active: "weakref.WeakSet[VisionTECudaGraphHelper]" = weakref.WeakSet()

@@ -43,7 +43,7 @@ class Patch:
 
     def apply(self, module: ModuleType) -> None:
         """Replace the attribute once. A mismatch is noted in `state` and `reason`, not raised."""
-        if self.state == "active":
+        if self._owner is not None:
             return
         try:
             owner, attribute, old = self._locate(module)
@@ -60,7 +60,7 @@ class Patch:
 
     def revert(self) -> None:
         """Put the attribute back as it was, absent included."""
-        if self.state == "active":
+        if self._owner is not None:
             attribute = self.target.rpartition(".")[2]
             if self._raw is _ABSENT:
                 delattr(self._owner, attribute)

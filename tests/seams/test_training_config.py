@@ -4,8 +4,9 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.patches import DriftError
-from bridge_cg_plugin.upstream.training_config import check_process, check_training_config
+from bridge_cg_plugin.upstream.training_config import check_training_config
 
 
 @pytest.fixture
