@@ -88,9 +88,8 @@ def _look_at_patches(found: Diagnosis) -> None:
         found.problems.append(f"the plugin is off: unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
     release = found.versions["megatron-bridge"]
     found.problems += [
-        f"patch {name} does not fit megatron-bridge {release}: {patch['reason']}; use a release of the version table"
-        for name, patch in found.patches.items()
-        if patch["state"] == "broken"
+        f"patch {name} does not fit megatron-bridge {release}: {reason}; use a release of the version table"
+        for name, reason in plugin.broken_patches().items()
     ]
 
 

@@ -71,6 +71,11 @@ def status() -> dict[str, Any]:
     }
 
 
+def broken_patches() -> dict[str, str]:
+    """Return the patches that do not fit the installed release, with what was found."""
+    return {patch.name: patch.reason for patch in _loaded_patches() if patch.state == "broken"}
+
+
 def _patch_module(module: ModuleType) -> None:
     # A hook that raises would fail upstream's import.
     if not _on:

@@ -1,15 +1,18 @@
 """How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import OutOfMemoryInCapture
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
+
+# Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
+MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 class Executor(Protocol):
@@ -21,8 +24,8 @@ class Executor(Protocol):
     def new_pool(self) -> object:
         """Return a memory pool for the recordings of one slot."""
 
-    def warm_up(self, body: RegionBody, make_output_gradients) -> tuple[tuple[int, ...], ...]:
-        """Run the body outside any capture; returns the shapes of its outputs."""
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
+        """Run the body outside any capture."""
 
     def record(self, body: RegionBody, pool: object) -> Recording:
         """Record the body."""
@@ -44,21 +47,18 @@ class CudaGraphExecutor:
         """See `Executor`."""
         return torch.cuda.graph_pool_handle()
 
-    def warm_up(self, body: RegionBody, make_output_gradients):
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(WARMUP_PASSES):
-                    shapes = run_once(body, make_output_gradients)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
+                    run_once(body, make_output_gradients)
         finally:
             body.forget()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        return shapes
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
@@ -84,10 +84,10 @@ class ReferenceExecutor:
     def new_pool(self) -> None:
         """See `Executor`."""
 
-    def warm_up(self, body: RegionBody, make_output_gradients):
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
         try:
-            return run_once(body, make_output_gradients)
+            run_once(body, make_output_gradients)
         finally:
             body.forget()
 
@@ -102,10 +102,9 @@ class ReferenceExecutor:
         return 0
 
 
-def run_once(body: RegionBody, make_output_gradients) -> tuple[tuple[int, ...], ...]:
-    """Run forward and, if recorded, backward once; returns the outputs' shapes."""
+def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
+    """Run forward and, if recorded, backward once."""
     outputs = body.forward()
     if body.has_backward:
         body.output_gradients = make_output_gradients(outputs)
         body.backward()
-    return tuple(tuple(o.shape) for o in outputs)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 class GradientSinks:
@@ -19,13 +20,17 @@ class GradientSinks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
-        accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
-        self._placeholders = _Placeholders(accumulated)
-        self._handles = [p.register_hook(self._marker(p)) for p in accumulated]
+        self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
+        self._placeholders = _Placeholders(self._accumulated)
+        self._handles: list[RemovableHandle] = []
         self._marked: list[nn.Parameter] = []
 
+    def watch(self) -> None:
+        """Put hooks on the parameters that tell replayed gradients from eager ones; needed for `hand_over`."""
+        self._handles = [p.register_hook(self._marker(p)) for p in self._accumulated]
+
     def release(self) -> None:
-        """Take the hooks off the parameters; the object is not used afterwards."""
+        """Take the hooks off the parameters."""
         self.clear()
         for handle in self._handles:
             handle.remove()

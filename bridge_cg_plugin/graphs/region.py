@@ -29,6 +29,10 @@ class Region:
         evaluation: Also record a forward-only graph for evaluation.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
 
+    Attributes:
+        aliases: Stand-ins for the region's parameters, once captured.
+        sinks: Where parameter gradients go, once captured.
+
     Raises:
         ValueError: No bucket, a bucket or `slots` below 1.
     """
@@ -54,8 +58,8 @@ class Region:
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
         self._slots: list[Slot] = []
-        self._aliases: ParameterAliases | None = None
-        self._sinks: GradientSinks | None = None
+        self.aliases: ParameterAliases | None = None
+        self.sinks: GradientSinks | None = None
 
     @property
     def captured(self) -> bool:
@@ -70,8 +74,8 @@ class Region:
         """
         started = time.perf_counter()
         self.reset()
-        self._aliases = ParameterAliases(self.program.modules())
-        self._sinks = GradientSinks(self._aliases.trainable)
+        self.aliases = ParameterAliases(self.program.modules())
+        self.sinks = GradientSinks(self.aliases.trainable)
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
         try:
@@ -85,6 +89,7 @@ class Region:
                 raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
             raise
         self._slots = slots
+        self.sinks.watch()
         self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
         self.statistics.capture_seconds += time.perf_counter() - started
 
@@ -95,9 +100,9 @@ class Region:
             specs = self.program.input_specs(bucket)
             slot.buffers[bucket] = slot.arena.buffers(specs)
             self.program.load_example(slot.buffers[bucket], bucket)
-            if self._sinks.parameters or any(spec.differentiable for spec in specs.values()):
+            if self.sinks.parameters or any(spec.differentiable for spec in specs.values()):
                 self._record(slot, bucket, training=True)
-            if bucket in forward_only or not self._sinks.parameters:
+            if bucket in forward_only or not self.sinks.parameters:
                 self._record(slot, bucket, training=False)
             self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
 
@@ -108,8 +113,8 @@ class Region:
         return {b for b in self.buckets if not any(other.contains(b) for other in self.buckets if other != b)}
 
     def _record(self, slot: Slot, bucket: Bucket, training: bool) -> None:
-        sinks = self._sinks if training else None
-        body = RegionBody(self.program, slot.buffers[bucket], bucket, self._aliases, sinks)
+        sinks = self.sinks if training else None
+        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks)
 
         def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             views = tuple(
@@ -121,17 +126,17 @@ class Region:
         try:
             self.executor.warm_up(body, output_gradients)
             slot.recordings[bucket, training] = self.executor.record(body, slot.pool)
-        except CaptureError:
+        except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self._sinks is not None:
-            self._sinks.release()
+        if self.sinks is not None:
+            self.sinks.release()
         self._slots = []
-        self._aliases = self._sinks = None
+        self.aliases = self.sinks = None
 
     def choose(self, batch: Any, training: bool = True) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""
@@ -148,9 +153,9 @@ class Region:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager."""
         if not self.captured:
             return self._fall_back("not_captured")
-        self._sinks.clear()
+        self.sinks.clear()
         training = torch.is_grad_enabled() and self._wants_gradients(batch)
-        if not training and not self.evaluation and self._sinks.parameters:
+        if not training and not self.evaluation and self.sinks.parameters:
             return self._fall_back("evaluation_not_captured")
         bucket, reason = self.choose(batch, training)
         if bucket is None:
@@ -158,32 +163,22 @@ class Region:
         slot = self._free_slot(bucket, training)
         if slot is None:
             return self._fall_back("no_free_slot")
-        if self._aliases.moved() or self._sinks.moved():
+        if self.aliases.moved() or self.sinks.moved():
             return self._fall_back("parameters_changed")
         if self._before_replay is not None:
             self._before_replay()
-        outputs = replay(self.program, self._sinks, slot, bucket, training, batch, observer)
+        outputs = replay(self.program, self.sinks, slot, bucket, training, batch, observer)
         self.statistics.replayed(bucket, self.program.size(batch), training)
         return outputs
 
     def _wants_gradients(self, batch: Any) -> bool:
-        return bool(self._sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
+        return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
     def _free_slot(self, bucket: Bucket, training: bool) -> Slot | None:
         return next((s for s in self._slots if s.free and (bucket, training) in s.recordings), None)
 
     def _fall_back(self, reason: str) -> None:
         self.statistics.fallbacks[reason] += 1
-
-    @property
-    def sinks(self) -> GradientSinks | None:
-        """Where parameter gradients go, once captured."""
-        return self._sinks
-
-    @property
-    def aliases(self) -> ParameterAliases | None:
-        """Stand-ins for the region's parameters, once captured."""
-        return self._aliases
 
     def free_slots(self) -> int:
         """Return how many slots no microbatch holds."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
@@ -11,12 +12,18 @@ from .patches import Patch
 DEFAULTS = {PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)}
 
 
-def with_fields(provider: type) -> tuple[dict[str, dataclasses.Field], Callable[..., None]]:
-    """Return the dataclass fields and the constructor of `provider` with the plugin's fields added."""
-    present = provider.__dataclass_fields__
-    added = {name: default for name, default in DEFAULTS.items() if name not in present}
-    fields = {**present, **{name: _field(name, default) for name, default in added.items()}}
-    original = provider.__init__
+def missing_fields(present: Mapping[str, dataclasses.Field]) -> dict[str, Any]:
+    """Return the plugin's fields, with defaults, that a provider does not have."""
+    return {name: default for name, default in DEFAULTS.items() if name not in present}
+
+
+def extended_fields(present: Mapping[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
+    """Return a provider's dataclass fields with the plugin's added."""
+    return {**present, **{name: _field(name, default) for name, default in missing_fields(present).items()}}
+
+
+def accepting_init(original: Callable[..., None], added: Mapping[str, Any]) -> Callable[..., None]:
+    """Return a provider's constructor that takes the added fields as keywords."""
 
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,7 +31,7 @@ def with_fields(provider: type) -> tuple[dict[str, dataclasses.Field], Callable[
             object.__setattr__(self, name, kwargs.pop(name, list(default) if default == () else default))
         original(self, *args, **kwargs)
 
-    return fields, __init__
+    return __init__
 
 
 def _field(name: str, default: Any) -> dataclasses.Field:
@@ -36,22 +43,16 @@ def _field(name: str, default: Any) -> dataclasses.Field:
 
 def _patches(module: str, provider: str) -> tuple[Patch, ...]:
     def make_init(old: Callable[..., None]) -> Callable[..., None]:
-        return with_fields(_class(module, provider))[1]
-
-    def make_fields(old: dict[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
-        return with_fields(_class(module, provider))[0]
+        present = getattr(sys.modules[module], provider).__dataclass_fields__
+        return accepting_init(old, missing_fields(present))
 
     purpose = "vision graph options can be set, overridden and saved with the model's configuration"
     return (
         Patch(f"{provider}.init", module, f"{provider}.__init__", make_init, purpose, optional=True),
-        Patch(f"{provider}.fields", module, f"{provider}.__dataclass_fields__", make_fields, purpose, optional=True),
+        Patch(
+            f"{provider}.fields", module, f"{provider}.__dataclass_fields__", extended_fields, purpose, optional=True
+        ),
     )
-
-
-def _class(module: str, name: str) -> type:
-    import sys
-
-    return getattr(sys.modules[module], name)
 
 
 PATCHES = (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..options import PROVIDER_FIELDS, OptionError, vision_options
-from ..plugin import status
+from ..plugin import broken_patches
 from .environment import check_process
 from .patches import DriftError, Patch
 
@@ -16,7 +16,7 @@ def check_patches() -> None:
     Raises:
         DriftError: Upstream does not look as a patch expects; names the patch and what was found.
     """
-    broken = {name: p["reason"] for name, p in status()["patches"].items() if p["state"] == "broken"}
+    broken = broken_patches()
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
         version = importlib.metadata.version("megatron-bridge")

@@ -25,7 +25,7 @@ from .memory import measure_memory
 from .qwen3_vl import PackSegments, Qwen3VLEncoder
 from .report import GIB, merge_statistics, metrics, render
 
-# Attention kernels of a packed batch cost little per empty segment up to about this many.
+# Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
 # A pool's segments are not filled to the brim; measured pools are at most this part fuller than their tensors.
 MEMORY_MARGIN = 0.8
@@ -81,7 +81,6 @@ class VisionGraphs:
         self._regions: list[Region] = []
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
-        self._warmup_microbatches = 0
         self._step = 0
         self._checked_step = 0
         self._merge = model.config.spatial_merge_size
@@ -266,8 +265,9 @@ class VisionGraphs:
         outputs = None
         if self._may_replay(batch, inference_params, extra_block_kwargs):
             outputs = self._replay(batch)
-        elif self._regions:
-            self._regions[0].sinks.clear()
+        elif self._paused or self.options.whole_encoder:
+            for region in self._regions:
+                region.sinks.clear()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
         return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
@@ -321,7 +321,6 @@ class VisionGraphs:
         )
 
     def _observe(self, batch: VisionBatch) -> None:
-        self._warmup_microbatches += 1
         self._observed_tokens.append(batch.tokens)
         self._observed_frames = max(self._observed_frames, batch.frames)
 
@@ -329,7 +328,7 @@ class VisionGraphs:
         """Return what happened so far, over all regions."""
         own = RegionStatistics(fallbacks=self._fallbacks)
         total = merge_statistics([own, *(region.statistics for region in self._regions)])
-        total.warmup_microbatches = self._warmup_microbatches
+        total.warmup_microbatches = len(self._observed_tokens)
         return total
 
     def metrics(self) -> dict[str, float]:

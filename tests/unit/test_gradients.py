@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.gradients import GradientSinks
 
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 
@@ -138,6 +139,19 @@ def test_main_grad_is_added_to_not_overwritten():
     eager_loss(reference, toy_batch()).backward()
     region_loss(region, toy_batch()).backward()
     assert_same(parallel.main_grads, reference.main_grads)
+
+
+def test_sinks_of_a_memory_probe_leave_no_hook_on_parameters():
+    parallel = DataParallel(Toy())
+    GradientSinks(list(parallel.model.parameters()))
+    assert all(not p._backward_hooks for p in parallel.model.parameters())
+
+
+def test_hooks_on_parameters_go_with_the_recordings():
+    _, parallel, region = pair()
+    assert all(len(p._backward_hooks) == 1 for p in parallel.model.parameters())
+    region.reset()
+    assert all(not p._backward_hooks for p in parallel.model.parameters())
 
 
 def test_capture_adds_nothing_to_main_grad():
