@@ -31,6 +31,8 @@ class VisionGraphOptions:
         memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
         exact_below: Microbatches of up to this many tokens use a graph of exactly their size or none. Below it matrix
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
+        gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
+            they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -46,6 +48,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
+    gradient_accumulation_fusion: bool = True
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -205,6 +208,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "max_frames": _whole_number(1, "auto"),
     "memory_gb": _positive_number,
     "exact_below": _whole_number(0),
+    "gradient_accumulation_fusion": _parse_flag,
     "evaluation": _parse_flag,
     "strict": _parse_flag,
     "check_interval": _whole_number(0),
