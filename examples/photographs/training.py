@@ -45,6 +45,7 @@ class Run:
         validate_every: Steps between evaluations, 0 for none.
         text_only_every: Every how many samples one has no image, 0 for none.
         save, load: Checkpoint folders.
+        small: Whether the tower is 6 layers deep and embeddings are shared: the same code in half the memory.
     """
 
     impl: str = "none"
@@ -57,6 +58,14 @@ class Run:
     overlap: bool = True
     save: str | None = None
     load: str | None = None
+    small: bool = False
+
+
+def vision_config(run: Run) -> Qwen3VLVisionConfig:
+    """Return the tower's Hugging Face configuration."""
+    if run.small:
+        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=2048)
+    return Qwen3VLVisionConfig(depth=27, out_hidden_size=2048)
 
 
 def model_provider(run: Run) -> Qwen3VLModelProvider:
@@ -76,9 +85,9 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         vocab_size=VOCABULARY,
         seq_length=2048,
         language_max_sequence_length=2048,
-        vision_config=Qwen3VLVisionConfig(depth=27, out_hidden_size=2048),
+        vision_config=vision_config(run),
         out_hidden_size=2048,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=run.small,
         make_vocab_size_divisible_by=128,
         gradient_accumulation_fusion=False,
         use_te_rng_tracker=True,
