@@ -114,51 +114,60 @@ def _one(source: Any) -> Written:
     return _from_object(source)
 
 
+def is_word(token: str) -> bool:
+    """Whether a token of a command line is an assignment, a flag or a YAML file."""
+    assigned = token.startswith("--") or _ASSIGNMENT.fullmatch(token) is not None
+    return assigned or token.lower().endswith((".yaml", ".yml"))
+
+
 def _from_text(text: str) -> Written:
     if "\n" in text or re.match(r"\s*[\w.]+:(\s|$)", text):
         return _from_mapping(_parse_yaml(text, "YAML text"))
     try:
-        return _from_words(shlex.split(re.sub(r",\s+", ",", text)))
+        given = shlex.split(re.sub(r",\s+", ",", text))
     except ValueError as error:
         raise OptionError("words", text, "name=value, --name value or a YAML file", f"{error}.") from None
+    return _from_words(given)
 
 
 def _from_words(given: Sequence[Any]) -> Written:
-    found = Written()
+    found, together = Written(), []
     position = 0
     while position < len(given):
         token = str(given[position])
         assignment = _ASSIGNMENT.fullmatch(token.removeprefix("--"))
         position += 1
         if assignment:
-            found = found.then(_assigned(*assignment.groups()))
+            together.append(assignment.groups())
         elif token.startswith("--"):
             end = position
-            while end < len(given) and not _starts_a_word(str(given[end])):
+            while end < len(given) and not is_word(str(given[end])):
                 end += 1
             value = ",".join(map(str, given[position:end])) if end > position else True
-            found = found.then(_assigned(token.removeprefix("--"), value))
+            together.append((token.removeprefix("--"), value))
             position = end
-        elif token.lower().endswith((".yaml", ".yml")):
-            found = found.then(_from_mapping(_load_yaml(Path(token))))
+        elif is_word(token):
+            found = found.then(_assigned(together)).then(_from_mapping(_load_yaml(Path(token))))
+            together = []
         else:
             raise OptionError(
                 "argument", token, "name=value, --name value, a YAML file or a recipe's name", "Correct or remove it."
             )
-    return found
+    return found.then(_assigned(together))
 
 
-def _starts_a_word(token: str) -> bool:
-    return token.startswith("--") or _ASSIGNMENT.fullmatch(token) is not None
-
-
-def _assigned(name: str, value: Any) -> Written:
-    *path, leaf = name.replace("-", "_").split(".")
-    if path and path[-1] not in MODEL_SECTIONS:
-        if leaf in FIELDS:
+def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
+    leaves, settings = [], {}
+    for name, value in pairs:
+        *path, leaf = name.replace("-", "_").split(".")
+        if not path or path[-1] in MODEL_SECTIONS:
+            leaves.append((leaf, value))
+        elif leaf in FIELDS:
             raise OptionError(name, value, f"model.{leaf}", "Graph options are fields of the model.")
-        return Written(settings={leaf: value} if leaf in SETTINGS else {})
-    return _from_leaves([(leaf, value)])
+        elif leaf in SETTINGS:
+            settings[leaf] = value
+    found = _from_leaves(leaves)
+    return Written(found.fields, found.by_hand, {**found.settings, **settings})
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Written:
