@@ -97,7 +97,8 @@ def correction(fields):
     switched = "enable_cuda_graph" in fields or "external_cuda_graph" in fields
     if impl == "none" and switched:
         return "a switch beside impl none is refused"
-    if impl == "none" and "full_iteration" in named:
+    inert = {"full_iteration"} if SPLIT else {"full_iteration", "full_iteration_inference"}
+    if impl == "none" and inert & set(named):
         return "full_iteration with impl none stays off"
     if impl is None and not switched and {"full_iteration", "full_iteration_inference"} & set(named):
         return "the old scope without an implementation chooses one"
