@@ -125,8 +125,11 @@ def _vision_values(options: GraphOptions, release: Release) -> dict[str, Any]:
                 "Use a provider of the Qwen3-VL family, with the plugin active before it is imported.",
             )
     kept = {name: value for name, value in values.items() if name in release.fields}
-    # Bridge itself reads the old name.
-    return {**kept, **({SCOPE_FIELD: list(values[modules])} if SCOPE_FIELD in release.fields else {})}
+    if SCOPE_FIELD in release.fields:  # the name that Bridge itself reads
+        kept[SCOPE_FIELD] = list(values[modules])
+        if modules in kept and not values[modules]:
+            kept[modules] = None
+    return kept
 
 
 def _packed_values(options: GraphOptions, release: Release) -> dict[str, Any]:

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..options import PROVIDER_FIELDS, SCOPE_FIELD, CudaGraphModule, GraphOptions, check_options, facts_of
+from ..options import (
+    PROVIDER_FIELDS,
+    SCOPE_FIELD,
+    CudaGraphModule,
+    Facts,
+    GraphOptions,
+    OffloadOptions,
+    check_options,
+    facts_of,
+)
 from ..options.graph_options import options_of, warn_once
 from ..options.language_model import IMPL
 from ..options.migration import SWITCHES
@@ -53,10 +62,19 @@ def check_training_config(config: Any) -> None:
     if options.vision.enabled:
         check_process()
     check_patches(options)
-    check_options(options, facts_of(written), harmless=False)
+    # megatron-core checks offloading itself, each release what it can do.
+    check_options(replace(options, offload=OffloadOptions()), _facts(written, options), harmless=False)
     warn_once(options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
+
+
+def _facts(written: Written, options: GraphOptions) -> Facts:
+    facts = facts_of(written)
+    providers = {base.__name__ for base in type(written.model).__mro__}
+    if options.vision.enabled or "GPTModelProvider" in providers:
+        return facts
+    return replace(facts, te_rng_tracker=None)  # Bridge insists on Transformer Engine's tracker for GPT models only
 
 
 def _without_idle_fields(written: Written) -> Written:
