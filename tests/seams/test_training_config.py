@@ -5,6 +5,7 @@ import pytest
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream import language_model, train_loop
 from bridge_cg_plugin.upstream.environment import check_process
+from bridge_cg_plugin.upstream.graph_fields import read_options
 from bridge_cg_plugin.upstream.patches import DriftError
 from bridge_cg_plugin.upstream.training_config import check_training_config
 
@@ -196,3 +197,19 @@ def test_a_broken_rotary_patch_stops_graphs_of_attention_only(config, monkeypatc
     config.model.cuda_graph_modules = ["attn"]
     with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
         check_training_config(config)
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])
+def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from examples.photographs.training import Run, training_config
+
+    overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
+    config = training_config(Run(impl="transformer_engine", overrides=overrides))
+    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
+    config.validate()
+    found = read_options(config)
+    assert [m.name for m in found.language_model.modules] == ["attn", "mlp"] and found.vision.enabled
+    eager = training_config(Run(impl="none", overrides=overrides))
+    assert not read_options(eager).enabled
