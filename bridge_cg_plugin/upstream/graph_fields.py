@@ -46,9 +46,10 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     """
     check_options(options)
     model = getattr(config, "model", None) or config
-    values = field_values(options, describe_release(model))
+    told = field_values(options, describe_release(model))
+    values = {name: _typed(name, value) for name, value in told.items()}
     for name, value in values.items():
-        setattr(model, name, _typed(name, value))
+        setattr(model, name, value)
     rng = getattr(config, "rng", None)
     if options.enabled and hasattr(rng, "te_rng_tracker"):
         rng.te_rng_tracker = True

@@ -322,6 +322,13 @@ def test_later_sources_win_over_what_a_recipe_says_in_old_words():
     assert not off.enabled and off.language_model.modules == (M.attn,)
 
 
+def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
+    finalized = SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="layer")
+    assert make(finalized, "cuda_graph_impl=transformer_engine").language_model == lm("transformer_engine")
+    with pytest.raises(OptionError, match="inference_cuda_graph_scope"):
+        make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
+
+
 def test_a_saved_configuration_is_no_choice_by_hand(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
