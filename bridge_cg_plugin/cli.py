@@ -7,13 +7,25 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, 1 where `doctor` found a problem."""
+    """Run a command; returns the exit status: 1 where `doctor` found a problem, 2 for input that is refused."""
     parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(arguments)
+    explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
+    explain.add_argument("--json", action="store_true", help="print one JSON object")
+    explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    args, rest = parser.parse_known_args(arguments)
+    if args.command == "explain":
+        return run_explain(_words(arguments), args.json)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return run_doctor(args.json)
+
+
+def _words(arguments: Sequence[str] | None) -> list[str]:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
 
 
 def run_doctor(as_json: bool) -> int:
@@ -23,6 +35,33 @@ def run_doctor(as_json: bool) -> int:
     found = diagnose()
     print(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.problems else 0
+
+
+def run_explain(words: Sequence[str], as_json: bool) -> int:
+    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0."""
+    from .options import OptionError, check_options, facts_of, normalize
+    from .options.explain import as_json as plain
+    from .options.explain import in_words
+    from .options.sources import is_word
+
+    try:
+        recipes = [_recipe(name) for name in words[:1] if not is_word(name)]
+        options, written = normalize(*recipes, list(words[len(recipes) :]))
+        check_options(options, facts_of(written))
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(plain(options)) if as_json else in_words(options))
+    return 0
+
+
+def _recipe(name: str) -> object:
+    import contextlib
+
+    from .upstream.recipes import build_recipe
+
+    with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
+        return build_recipe(name)
 
 
 if __name__ == "__main__":

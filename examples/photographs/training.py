@@ -27,6 +27,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 import bridge_cg_plugin
+from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.graph_fields import apply_options
 
 from .photographs import MIXED_SIZES, PhotographProvider
 
@@ -38,7 +41,7 @@ class Run:
     """What one run trains.
 
     Attributes:
-        impl: `vision_cuda_graph_impl`.
+        impl: `vision_cuda_graph_impl`; with "none" the run is eager and graph options in `overrides` are not used.
         steps: Optimizer steps.
         overrides: Fields set on the model provider, by name.
         single: Whether every sample is one 448 x 448 image.
@@ -94,11 +97,14 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    provider.vision_cuda_graph_impl = run.impl
-    for name, value in (run.overrides or {}).items():
+    overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
+    graphs = {name: value for name, value in overrides.items() if name in FIELDS}
+    for name in overrides.keys() - graphs.keys():
         if not hasattr(provider, name):
             raise ValueError(f"the model provider has no field {name!r}")
-        setattr(provider, name, value)
+        setattr(provider, name, overrides[name])
+    if run.impl != "none":
+        apply_options(graph_options(provider, {"vision_cuda_graph_impl": run.impl}, graphs), provider)
     return provider
 
 
@@ -197,6 +203,7 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
         "peak_gb": recorder.peak_gb,
         "graphs": statistics.value,
         "checks": statistics.checks,
+        "language_model_layers": statistics.language_model_layers,
     }
     if out is not None:
         out.write_text(json.dumps(result))
@@ -204,15 +211,19 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
 
 
 class StatisticsKeeper(Callback):
-    """Keeps the vision graphs' statistics as of the last step."""
+    """Keeps the graphs' statistics as of the last step."""
 
     def __init__(self) -> None:
         self.value: dict[str, Any] | None = None
         self.checks: list[tuple[float, float | None]] = []
+        self.language_model_layers = 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Read the active helper's statistics."""
+        """Read the active helper's statistics and count the language model's layers that have graphs."""
         from bridge_cg_plugin.upstream.helper import active_helpers
+
+        modules = (module for chunk in context.model for module in chunk.modules())
+        self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()

@@ -68,6 +68,17 @@ def test_first_losses_equal_eager(tmp_path, fields):
     assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 
 
+@pytest.mark.parametrize("modules", ["attn,mlp", "attn", "mlp", ""], ids=["attn-mlp", "attn", "mlp", "whole-layer"])
+def test_language_model_graphs_beside_vision_graphs(tmp_path, modules):
+    words = ("model.cuda_graph_impl=transformer_engine", f"model.cuda_graph_modules=[{modules}]")
+    eager = train(tmp_path, "eager", steps=8)
+    graphs = train(tmp_path, "graphs", *BUCKETS, *words, steps=8)
+    assert graphs["graphs"]["replays"] > 0
+    assert graphs["language_model_layers"] == 4
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
 def test_checkpoint_resume(tmp_path):
     folder = str(tmp_path / "checkpoint")
     whole = train(tmp_path, "graphs", *BUCKETS, steps=8)

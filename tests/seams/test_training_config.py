@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream import language_model, train_loop
 from bridge_cg_plugin.upstream.environment import check_process
+from bridge_cg_plugin.upstream.graph_fields import read_options
 from bridge_cg_plugin.upstream.patches import DriftError
 from bridge_cg_plugin.upstream.training_config import check_training_config
 
@@ -118,3 +119,97 @@ def test_a_broken_patch_stops_training_with_vision_graphs_only(config, monkeypat
 def test_a_check_of_layer_graphs(config):
     config.model.vision_cuda_graph_scope, config.model.vision_cuda_graph_check_interval = ["attn"], 5
     refused(config, "vision_cuda_graph_check_interval")
+
+
+def language_model_graphs(config, impl="transformer_engine", **fields):
+    config.model.vision_cuda_graph_impl = "none"
+    for name, value in {"cuda_graph_impl": impl, **fields}.items():
+        setattr(config.model, name, value)
+    return config
+
+
+def test_the_vision_modules_are_set_under_the_name_that_bridge_reads(config):
+    config.model.vision_cuda_graph_modules = "attn"
+    check_training_config(config)
+    assert config.model.vision_cuda_graph_scope == ["attn"]
+
+
+def test_language_model_graphs_beside_vision_graphs(config):
+    config.model.cuda_graph_impl, config.model.cuda_graph_modules = "transformer_engine", "attn,mlp"
+    check_training_config(config)
+    config.model.finalize()
+    assert [m.name for m in config.model.cuda_graph_modules] == ["attn", "mlp"]
+
+
+def test_language_model_graphs_without_the_tracker(config):
+    language_model_graphs(config)
+    check_training_config(config)
+    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
+    refused(config, "rng.te_rng_tracker")
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"cuda_graph_modules": "moe,moe_router"}, "cuda_graph_modules"),
+        ({"variable_seq_lengths": True}, "model.variable_seq_lengths"),
+        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
+        ({"impl": "full_iteration", "cuda_graph_modules": []}, "rerun_state_machine.check_for_nan_in_loss"),
+    ],
+)
+def test_language_model_graphs_that_cannot_work(config, fields, field):
+    refused(language_model_graphs(config, **fields), field)
+
+
+def test_full_iteration_of_a_model_that_takes_images(config):
+    config.rerun_state_machine.check_for_nan_in_loss = False
+    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
+    with pytest.raises(OptionError, match="takes images|reads sizes on the host"):
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"impl": "none", "cuda_graph_scope": ["mlp"]},
+        {"impl": "none", "cuda_graph_scope": ["full_iteration"]},
+        {"impl": "none", "cuda_graph_scope": "full"},
+        {"cuda_graph_modules": ["attn", "mamba"]},
+    ],
+)
+def test_what_upstream_runs_is_left_alone(config, fields):
+    language_model_graphs(config, **fields)
+    check_training_config(config)
+    assert all(getattr(config.model, name) == value for name, value in fields.items() if name != "impl")
+
+
+def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
+    model = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=[], use_te_rng_tracker=False)
+    check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
+
+
+def test_a_broken_rotary_patch_stops_graphs_of_attention_only(config, monkeypatch):
+    patch = language_model.PATCHES[0]
+    monkeypatch.setattr(patch, "state", "broken")
+    monkeypatch.setattr(patch, "reason", "made to look broken")
+    language_model_graphs(config, cuda_graph_modules=["mlp"])
+    check_training_config(config)
+    config.model.cuda_graph_modules = ["attn"]
+    with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
+        check_training_config(config)
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])
+def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from examples.photographs.training import Run, training_config
+
+    overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
+    config = training_config(Run(impl="transformer_engine", overrides=overrides))
+    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
+    config.validate()
+    found = read_options(config)
+    assert [m.name for m in found.language_model.modules] == ["attn", "mlp"] and found.vision.enabled
+    eager = training_config(Run(impl="none", overrides=overrides))
+    assert not read_options(eager).enabled
