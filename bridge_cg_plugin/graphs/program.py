@@ -1,6 +1,7 @@
 """What a model hands to the engine so that a piece of it can become a graph."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +75,9 @@ class RegionProgram(Protocol):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """Compute the padded outputs; rows come first in each."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return what is entered around each run of `forward` and of its backward that is recorded."""
 
     def output_rows(self, batch: Any) -> tuple[int, ...]:
         """Return how many leading rows of each output are real."""

@@ -86,6 +86,7 @@ class RegionBody:
             torch.set_grad_enabled(self._sinks is not None),
             self._aliases.active() as aliases,
             training_mode(self._program.modules(), self._training),
+            self._program.recording(),
         ):
             if self._sinks is not None:
                 for name in self._differentiable:
@@ -100,7 +101,7 @@ class RegionBody:
         outputs, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
-        with self._sinks.attached(aliases):
+        with self._sinks.attached(aliases), self._program.recording():
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         split = len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))

@@ -10,6 +10,7 @@ from .values import is_unset, parse_choice, parse_flag, positive_number, whole_n
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
+KERNELS = ("exact", "fast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class VisionGraphOptions:
         memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
         exact_below: Microbatches of up to this many tokens use a graph of exactly their size or none. Below it matrix
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
+        kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
+            row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         evaluation: Whether evaluation runs on forward-only graphs.
@@ -43,6 +46,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
+    kernels: Literal["exact", "fast"] = "exact"
     gradient_accumulation_fusion: bool = True
     evaluation: bool = True
     strict: bool = False
@@ -137,10 +141,8 @@ def _parse_buckets(field: str, value: Any) -> tuple[int, ...] | str:
     return buckets
 
 
-def _parse_action(field: str, value: Any) -> str:
-    if value not in CHECK_ACTIONS:
-        raise OptionError(field, value, " or ".join(CHECK_ACTIONS), "Change it in the model's configuration.")
-    return value
+def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
+    return lambda field, value: parse_choice(field, value, choices)
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
@@ -152,12 +154,13 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "max_frames": whole_number(1, "auto"),
     "memory_gb": positive_number,
     "exact_below": whole_number(0),
+    "kernels": _one_of(KERNELS),
     "gradient_accumulation_fusion": parse_flag,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),
     "check_tolerance": positive_number,
-    "check_action": _parse_action,
+    "check_action": _one_of(CHECK_ACTIONS),
 }
 
 

@@ -10,7 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..vision.buckets import deterministic
+
 MLP = "megatron.core.transformer.mlp"
+TE_LAYERS = "megatron.core.extensions.transformer_engine"
 TE_EXTENSION = "transformer_engine_torch"
 
 
@@ -30,15 +33,23 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let layers add biases together with what follows, and LayerNorm's backward run as the plugin's kernel."""
+def fused_layernorm_backward() -> Iterator[None]:
+    """Let LayerNorm's backward run as the plugin's kernel, which adds up a row in another order than eager's."""
     extension = importlib.import_module(TE_EXTENSION)
+    with replaced(extension, "layernorm_bwd", _layernorm_backward(extension.layernorm_bwd)):
+        yield
+
+
+@contextmanager
+def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers add biases together with what follows, and one segment's attention run unpacked."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(extension, "layernorm_bwd", _layernorm_backward(extension.layernorm_bwd)))
         for module in dict.fromkeys(m for root in modules for m in root.modules()):
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
                     stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
+            if _is_te_attention(module) and not deterministic():
+                stack.enter_context(replaced(module, "forward", functools.partial(_attention_forward, module)))
             if _adds_bias_before_gelu(module):
                 stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))
         yield
@@ -78,6 +89,35 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
         return bias_dropout_add
 
     return get_bias_dropout_add
+
+
+def _is_te_attention(module: nn.Module) -> bool:
+    extensions = sys.modules.get(TE_LAYERS)
+    return extensions is not None and type(module) is extensions.TEDotProductAttention
+
+
+def _attention_forward(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
+    """Attention of one segment without packing: cuDNN's packed backward scans 32 segments of the largest length.
+
+    The same kernels compute the same values; rows behind the segment are zero, in gradients too.
+    """
+    packed = kwargs.get("packed_seq_params")
+    if packed is None or packed.cu_seqlens_q.shape[0] != 2 or query.dim() != 3:
+        return type(attention).forward(attention, query, key, value, *args, **kwargs)
+    tokens = query.shape[0]
+    out = super(type(attention), attention).forward(
+        query[None],
+        key[None],
+        value[None],
+        None,
+        qkv_format="bshd",
+        attn_mask_type="padding",
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_kv=packed.cu_seqlens_kv,
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
+    )
+    return out.view(tokens, -1)
 
 
 def _adds_bias_before_gelu(module: nn.Module) -> bool:

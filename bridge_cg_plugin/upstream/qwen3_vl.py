@@ -3,18 +3,20 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..vision.encoder import EncoderFamily
+from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
 from .patches import Patch
 from .transformer_engine import forget_attention_selection, fused_accumulation
 
 MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
 ATTENTION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention"
+ROTARY = "apply_rotary_pos_emb_absolute"
 WRAPPER_DEPTH = 8
 
 
@@ -38,21 +40,39 @@ def pack_segments(offsets: Tensor, largest: int) -> Any:
 
 @contextmanager
 def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let upstream's attention module call the plugin's kernels while a region of these modules is recorded.
+    """Let upstream's modules call the plugin's kernels while a region of these modules is recorded.
 
     Without Triton or a GPU upstream's own functions stay.
     """
     forget_attention_selection()
-    attention = sys.modules.get(ATTENTION)
-    original = getattr(attention, "apply_rotary_pos_emb_absolute", None)
-    if original is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not kernels_available():
         yield
         return
-    attention.apply_rotary_pos_emb_absolute = _fused_rotary(original)
-    try:
+    with fused_rotary(), fused_layer_kernels(modules):
         yield
-    finally:
-        attention.apply_rotary_pos_emb_absolute = original
+
+
+def kernels_available() -> bool:
+    """Whether the plugin's Triton kernels can run here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
+    with fused_layernorm_backward() if kernels_available() else nullcontext():
+        yield
+
+
+@contextmanager
+def fused_rotary() -> Iterator[None]:
+    """Let upstream's attention module rotate queries and keys with the plugin's kernel."""
+    attention = sys.modules.get(ATTENTION)
+    if attention is None:
+        yield
+        return
+    with replaced(attention, ROTARY, _fused_rotary(getattr(attention, ROTARY))):
+        yield
 
 
 def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -79,7 +99,7 @@ def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_rotary_pos_emb_absolute
 
 
-QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, fused_accumulation)
+QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation)
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:

@@ -153,6 +153,7 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     if tokens > SMALL_CAPACITY:
         sizes |= {1 << n for n in range(tokens.bit_length()) if tokens / SMALLEST_FRACTION <= 1 << n < tokens}
     bounds = {(min(COMMON_FRAMES, max_frames), size) for size in sizes} | {
+        (1, tokens),
         (max_frames, min(sizes)),
         (max_frames, tokens),
     }
@@ -160,4 +161,6 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
 
 
 def _scan_cost(frames: int, largest: int) -> int:
+    if frames == 1:
+        return largest  # not packed: one frame needs no scan
     return max(frames, COMMON_FRAMES) << (largest - 1).bit_length()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,13 @@ class EncoderFamily:
     Attributes:
         pack_segments: Builds upstream's attention metadata.
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
+        reordering_kernels: Likewise, for kernels that add up in another order than eager's.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
     """
 
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
+    reordering_kernels: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
 
 
@@ -222,8 +224,13 @@ class VisionGraphs:
 
     @contextmanager
     def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        fused = self.options.gradient_accumulation_fusion
-        with self.family.kernels(modules), (self.family.fused_accumulation if fused else nullcontext)(modules):
+        family, options = self.family, self.options
+        entered = [family.kernels]
+        entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
+        entered += [family.reordering_kernels] if options.kernels == "fast" else []
+        with ExitStack() as stack:
+            for kernels in entered:
+                stack.enter_context(kernels(modules))
             yield
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:

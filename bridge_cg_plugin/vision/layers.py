@@ -1,7 +1,7 @@
 """The attention part or the MLP part of one transformer layer as a region."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,9 @@ class LayerBatch:
 
 
 class _LayerPart:
-    def __init__(self, layer: nn.Module, name: str, exact_below: int) -> None:
+    def __init__(self, layer: nn.Module, name: str, exact_below: int, kernels: RecordingKernels) -> None:
         self.layer = layer
+        self._kernels = kernels
         self._exact_below = exact_below
         self.name = name
         self._width = layer.config.hidden_size
@@ -57,6 +58,10 @@ class _LayerPart:
         """See `RegionProgram`."""
         buffers["hidden"].zero_()
 
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels((self.layer,))
+
     def output_rows(self, batch: LayerBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (batch.hidden.shape[0],)
@@ -83,10 +88,9 @@ class AttentionPart(_LayerPart):
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
     ) -> None:
-        super().__init__(layer, f"vision_attention_{layer.layer_number}", exact_below)
+        super().__init__(layer, f"vision_attention_{layer.layer_number}", exact_below, kernels)
         self._forward_attention = layer._forward_attention
         self._pack_segments = pack_segments
-        self._kernels = kernels
         self._head = layer.config.kv_channels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -125,13 +129,12 @@ class AttentionPart(_LayerPart):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        with self._kernels(self.modules()):
-            hidden, _ = self._forward_attention(
-                hidden_states=buffers["hidden"],
-                attention_mask=None,
-                rotary_pos_emb=buffers["angles"],
-                packed_seq_params=self._pack_segments(buffers["offsets"], bucket.tokens),
-            )
+        hidden, _ = self._forward_attention(
+            hidden_states=buffers["hidden"],
+            attention_mask=None,
+            rotary_pos_emb=buffers["angles"],
+            packed_seq_params=self._pack_segments(buffers["offsets"], bucket.tokens),
+        )
         return (hidden,)
 
 
@@ -139,9 +142,8 @@ class MlpPart(_LayerPart):
     """Norm, MLP and residual of one layer."""
 
     def __init__(self, layer: nn.Module, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(layer, f"vision_mlp_{layer.layer_number}", exact_below)
+        super().__init__(layer, f"vision_mlp_{layer.layer_number}", exact_below, kernels)
         self._forward_mlp = layer._forward_mlp
-        self._kernels = kernels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -149,5 +151,4 @@ class MlpPart(_LayerPart):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        with self._kernels(self.modules()):
-            return (self._forward_mlp(buffers["hidden"]),)
+        return (self._forward_mlp(buffers["hidden"]),)

@@ -97,17 +97,20 @@ class Qwen3VLEncoder:
         frames, largest = bucket.limits
         positions = token_positions(buffers["grid"], bucket.tokens, self.merge)
         offsets = segment_offsets(buffers["grid"], frames)
-        with self._kernels(self.modules()):
-            hidden = model.patch_embed(buffers["pixels"])
-            hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
-            hidden, deepstack = model.decoder(
-                hidden_states=hidden[:, None],
-                attention_mask=None,
-                inference_params=None,
-                rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
-                packed_seq_params=self._pack_segments(offsets, largest),
-            )
-            return model.merger(hidden), *deepstack
+        hidden = model.patch_embed(buffers["pixels"])
+        hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
+        hidden, deepstack = model.decoder(
+            hidden_states=hidden[:, None],
+            attention_mask=None,
+            inference_params=None,
+            rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
+            packed_seq_params=self._pack_segments(offsets, largest),
+        )
+        return model.merger(hidden), *deepstack
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self.modules())
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb

@@ -24,6 +24,7 @@ VALUES = {
     "max_frames": 8,
     "memory_gb": 2.5,
     "exact_below": 0,
+    "kernels": "fast",
     "gradient_accumulation_fusion": False,
     "evaluation": False,
     "strict": True,

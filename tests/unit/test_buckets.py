@@ -113,7 +113,9 @@ def test_the_last_bound_accepts_whatever_the_capacity_holds(tokens, most):
 @given(capacities, st.integers(1, 600))
 def test_bounds_are_distinct_cheapest_first_and_within_what_was_asked(tokens, most):
     limits = frame_limits(tokens, most)
-    costs = [max(frames, 32) * 2 ** (largest - 1).bit_length() for frames, largest in limits]
+    costs = [
+        largest if frames == 1 else max(frames, 32) * 2 ** (largest - 1).bit_length() for frames, largest in limits
+    ]
     assert costs == sorted(costs)
     assert len(set(limits)) == len(limits)
     assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
@@ -121,7 +123,8 @@ def test_bounds_are_distinct_cheapest_first_and_within_what_was_asked(tokens, mo
 
 def test_many_small_frames_and_one_large_have_bounds_of_their_own():
     limits = frame_limits(4096, 512)
-    assert accepts(limits, 1, 4096)[0] == (32, 4096)
+    assert accepts(limits, 1, 4096)[0] == (1, 4096)
+    assert accepts(limits, 2, 4096)[0] == (32, 4096)
     assert accepts(limits, 512, 8)[0] == (512, 512)
 
 

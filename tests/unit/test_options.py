@@ -93,6 +93,8 @@ ACCEPTED = [
     ("memory_gb", 2, 2.0),
     ("memory_gb", "2.5", 2.5),
     ("exact_below", 0, 0),
+    ("kernels", "fast", "fast"),
+    ("gradient_accumulation_fusion", "false", False),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -161,6 +163,9 @@ REFUSED = [
     ("memory_gb", "much"),
     ("exact_below", -1),
     ("exact_below", True),
+    ("kernels", "fastest"),
+    ("kernels", 3),
+    ("gradient_accumulation_fusion", "perhaps"),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -232,7 +237,8 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
     kinds = {
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
-        "check_interval": int, "check_tolerance": float, "check_action": str,
+        "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str,
+        "gradient_accumulation_fusion": bool,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

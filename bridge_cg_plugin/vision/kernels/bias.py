@@ -1,6 +1,7 @@
 """Bias with what follows it, in one kernel each way: `residual + (x + bias)` and `gelu(x + bias)`.
 
-Forward rounds where eager rounds, so it equals eager to the last bit. The bias gradient is added up in fp32.
+Both ways round where eager rounds, so they equal eager to the last bit, except for the order in which the bias gradient
+is added up in fp32.
 """
 
 import torch
@@ -31,6 +32,14 @@ def _bias_residual(x_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, ROWS: 
 def _tanh_argument(x):
     # PyTorch's tanh approximation of GELU: sqrt(2 / pi) * (x + 0.044715 x^3), the sum as one multiply-add.
     return 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
+
+
+@triton.jit
+def _gelu_slope(x):
+    # PyTorch's order of operations and its multiply-adds, so that no gradient rounds to another neighbour.
+    tanh = libdevice.tanh(_tanh_argument(x))
+    inner = 0.7978845608028654 * tl.fma(x * x, 0.13414499163627625, 1.0)
+    return tl.fma(1.0 + tanh, 0.5, 0.5 * x * tl.fma(-tanh, tanh, 1.0) * inner)
 
 
 @triton.jit
@@ -68,9 +77,7 @@ def _bias_gelu_backward(
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
         x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind).to(tl.float32)
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tanh = libdevice.tanh(_tanh_argument(x))
-        slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-        result = (gradient * (0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope)).to(kind)
+        result = (gradient * _gelu_slope(x)).to(kind)
         tl.store(out_ptr + place, result, mask=inside)
         total += tl.where(inside, result.to(tl.float32), 0.0)
     tl.store(partial_ptr + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=column < columns)
@@ -105,7 +112,7 @@ class _BiasGelu(Function):
         x = x.contiguous()
         out = torch.empty_like(x)
         flat = x.view(-1, x.shape[-1])
-        _bias_gelu[_grid(flat)](flat, bias, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS)
+        _bias_gelu[_grid(flat)](flat, bias, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=False)
         ctx.save_for_backward(x, bias)
         return out
 
@@ -119,7 +126,17 @@ class _BiasGelu(Function):
         partials = torch.empty((row_programs(rows), columns), dtype=torch.float32, device=x.device)
         grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
         _bias_gelu_backward[grid](
-            gradient, x, bias, out, partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES
+            gradient,
+            x,
+            bias,
+            out,
+            partials,
+            rows,
+            columns,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            TILES=TILES,
+            enable_fp_fusion=False,
         )
         return out, add_partials(partials, bias.dtype) if ctx.needs_input_grad[1] else None
 
