@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--bucket", type=int, default=0, help="capacity; the case's own size without it")
     parser.add_argument("--max-frames", type=int, default=64)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--kernels", choices=("exact", "fast"), default="exact")
     parser.add_argument("--top", type=int, default=25)
     args = parser.parse_args()
 
@@ -34,7 +35,11 @@ def main() -> int:
     batch = tower.make_batch(tower.CASES[args.case], model)
     if not args.eager:
         options = VisionGraphOptions(
-            impl="transformer_engine", buckets=(args.bucket or batch.tokens,), max_frames=args.max_frames, strict=True
+            impl="transformer_engine",
+            buckets=(args.bucket or batch.tokens,),
+            max_frames=args.max_frames,
+            kernels=args.kernels,
+            strict=True,
         )
         helper = VisionTECudaGraphHelper(model, model.config, options=options)
         helper.create_cudagraphs()

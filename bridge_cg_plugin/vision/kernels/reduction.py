@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32
-COLUMNS = 128
+# One program's tile: wide loads, few registers a thread.
+ROWS = 8
+COLUMNS = 256
 # Tiles of ROWS that one program adds up, so that many programs share the work and few partial sums are left.
-TILES = 4
+TILES = 16
 SUM_COLUMNS = 64
 SUM_ROWS = 32
 

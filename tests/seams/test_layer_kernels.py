@@ -1,0 +1,199 @@
+"""What is swapped in megatron-core's and Transformer Engine's layers while a region is recorded."""
+
+import functools
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from bridge_cg_plugin.upstream import layer_kernels
+from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
+from tests.unit.towers import new_tower
+
+
+@pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
+def test_a_replaced_attribute_comes_back(before):
+    owner = SimpleNamespace(**before)
+    with pytest.raises(KeyError), replaced(owner, "name", 2):
+        assert owner.name == 2
+        raise KeyError
+    assert vars(owner) == before
+
+
+def test_layers_are_swapped_while_recording_only():
+    tower = new_tower()
+    before = {name: dict(vars(module)) for name, module in tower.named_modules()}
+    layers = len(tower.decoder.layers)
+    with fused_layer_kernels([tower]):
+        swapped = {
+            name: {key for key, value in vars(module).items() if before[name].get(key) is not value}
+            for name, module in tower.named_modules()
+        }
+    swapped = {name: keys for name, keys in swapped.items() if keys}
+    assert sum(keys == {"forward"} for keys in swapped.values()) == layers
+    assert sum(keys == {"self_attn_bda", "mlp_bda"} for keys in swapped.values()) == layers
+    assert not any("merger" in name for name in swapped)
+    after = {name: dict(vars(module)) for name, module in tower.named_modules()}
+    assert all(after[name].keys() == before[name].keys() for name in before)
+    assert all(after[name][key] is value for name in before for key, value in before[name].items())
+
+
+TOWER_SCRIPT = """
+from types import SimpleNamespace
+
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+patch_tensor = interpreter._patch_lang_tensor
+def patch(tensor, scope):
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patch
+
+from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
+from bridge_cg_plugin.vision.kernels import bias
+from tests.unit.towers import draw, new_tower
+
+bias.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
+tower = new_tower()
+pixels, grid = draw([[1, 4, 6], [1, 2, 2]])[:2]
+
+def run():
+    hidden, deepstack = tower(pixels, grid)
+    outputs = [hidden, *deepstack]
+    parameters = [p for p in tower.parameters() if p.requires_grad]
+    loss = sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
+    return [*outputs, *torch.autograd.grad(loss, parameters)]
+
+expected = run()
+with fused_layer_kernels([tower]):
+    found = run()
+for a, b in zip(found, expected, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+print("same", len(found))
+"""
+
+
+def test_a_tower_with_swapped_layers_computes_the_same():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", TOWER_SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1].startswith("same")
+
+
+def bias_dropout_add(calls):
+    def get(training, fused):
+        return lambda x_with_bias, residual, prob: calls.append((training, fused, prob))
+
+    return get
+
+
+X, BIAS = torch.zeros(2, 1, 4), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("training", "prob", "bias", "residual"),
+    [
+        (True, 0.1, BIAS, X),
+        (True, 0.0, None, X),
+        (True, 0.0, BIAS, X.double()),
+        (True, 0.0, BIAS, torch.zeros(4, 1, 2).permute(2, 1, 0)),
+    ],
+    ids=["dropout", "no bias", "fp32 residual", "strided residual"],
+)
+def test_what_the_residual_kernel_does_not_do_stays_upstreams(training, prob, bias, residual):
+    pytest.importorskip("triton")
+    calls = []
+    layer_kernels._bias_residual(bias_dropout_add(calls))(training, False)((X, bias), residual, prob)
+    assert calls == [(training, False, prob)]
+
+
+class Attention:
+    def forward(self, *args, **kwargs):
+        self.seen = (args, kwargs)
+        return args[0]
+
+
+class PackedAttention(Attention):
+    def forward(self, *args, **kwargs):
+        return "packed"
+
+
+def packed(segments):
+    offsets = torch.arange(segments + 1, dtype=torch.int32)
+    return SimpleNamespace(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+
+
+def test_one_segment_attends_unpacked():
+    attention, query = PackedAttention(), torch.zeros(8, 2, 4)
+    out = layer_kernels._attention_forward(attention, query, query, query, None, packed_seq_params=packed(1))
+    args, kwargs = attention.seen
+    assert [tuple(a.shape) for a in args[:3]] == [(1, 8, 2, 4)] * 3
+    assert kwargs["qkv_format"] == "bshd"
+    assert kwargs["attn_mask_type"] == "padding"
+    assert torch.equal(kwargs["cu_seqlens_q"], torch.tensor([0, 1], dtype=torch.int32))
+    assert out.shape == (8, 8)
+
+
+@pytest.mark.parametrize("params", [None, packed(2)], ids=["not packed", "two segments"])
+def test_other_attention_stays_upstreams(params):
+    query = torch.zeros(8, 2, 4)
+    found = layer_kernels._attention_forward(PackedAttention(), query, query, query, None, packed_seq_params=params)
+    assert found == "packed"
+
+
+def test_transformer_engines_attention_takes_these_arguments():
+    extensions = importlib.import_module(layer_kernels.TE_LAYERS)
+    parent = extensions.TEDotProductAttention.__mro__[1]
+    names = inspect.signature(parent.forward).parameters
+    wanted = ["qkv_format", "attn_mask_type", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"]
+    assert list(names)[1:5] == ["query_layer", "key_layer", "value_layer", "attention_mask"]
+    assert set(wanted) <= set(names)
+
+
+def test_layernorms_backward_is_called_as_the_kernel_expects():
+    extension = importlib.import_module(layer_kernels.TE_EXTENSION)
+    original = extension.layernorm_bwd
+    with pytest.raises(KeyError), fused_layernorm_backward():
+        assert extension.layernorm_bwd is not original
+        raise KeyError
+    assert extension.layernorm_bwd is original
+    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_linear")
+    source = "".join(inspect.getsource(module).split())
+    assert (
+        "tex.layernorm_bwd(dgrad,inputmat,mu,rsigma,ln_weight,ctx.bwd_ln_sm_margin,ctx.zero_centered_gamma,)" in source
+    )
+
+
+def test_a_strided_gradient_goes_to_the_original():
+    pytest.importorskip("triton")
+    found = layer_kernels._layernorm_backward(lambda *args: args)
+    gradient, x = torch.zeros(4, 2).t(), torch.zeros(2, 4)
+    assert found(gradient, x, BIAS, BIAS, BIAS, 0, False)[0] is gradient
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"gated_linear_unit": True}, False),
+        ({"bias_activation_fusion": True}, False),
+        ({"use_te_activation_func": True}, False),
+    ],
+)
+def test_only_a_plain_mlp_is_swapped(change, fits):
+    mlp = importlib.import_module(layer_kernels.MLP).MLP
+    made = mlp.__new__(mlp)
+    torch.nn.Module.__init__(made)
+    config = {"gated_linear_unit": False, "bias_activation_fusion": False, "use_te_activation_func": False, **change}
+    made.config, made.activation_func = SimpleNamespace(**config), functools.partial(F.gelu, approximate="tanh")
+    assert layer_kernels._adds_bias_before_gelu(made) == fits
+    made.activation_func = F.gelu
+    assert not layer_kernels._adds_bias_before_gelu(made)

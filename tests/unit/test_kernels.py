@@ -1,0 +1,132 @@
+"""The Triton kernels by Triton's interpreter, in a process of its own: the variable counts before Triton's import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+# The interpreter has no libdevice, and reads a loop's bounds in a way that new numpy refuses.
+SCRIPT = """
+import sys
+from types import SimpleNamespace
+
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+patch_tensor = interpreter._patch_lang_tensor
+def patch(tensor, scope):
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patch
+
+from bridge_cg_plugin.vision.kernels import bias
+from bridge_cg_plugin.vision.kernels.layernorm import layernorm_backward
+from bridge_cg_plugin.vision.kernels.reduction import column_sum
+
+bias.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
+
+def differentiated(function, case, names):
+    leaves = [case[name].requires_grad_() for name in names]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, case["gradient"])]
+
+results = []
+for case in torch.load(sys.argv[1]):
+    flat = case["x"].detach().reshape(-1, case["x"].shape[-1])
+    results.append({
+        "residual": differentiated(bias.bias_residual, case, ["x", "bias", "residual"]),
+        "gelu": differentiated(bias.bias_gelu, case, ["x", "bias"]),
+        "layernorm": layernorm_backward(
+            case["gradient"].reshape(flat.shape), flat, case["mean"], case["rstd"], case["bias"].detach()
+        ),
+        "zero_centered": layernorm_backward(
+            case["gradient"].reshape(flat.shape), flat, case["mean"], case["rstd"], case["bias"].detach() - 1, True
+        ),
+        "sum": column_sum(flat, torch.float32),
+    })
+torch.save(results, sys.argv[2])
+"""
+EPSILON = 1e-6
+# Rows: one, fewer and more than a tile, more than a program's share. Columns: below, above and exactly a tile.
+SHAPES = [(1, 1, 40), (7, 1, 300), (150, 1, 256), (300, 2, 72)]
+CASES = [(shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.float16)]
+IDS = [f"{'x'.join(map(str, shape))}-{str(dtype).removeprefix('torch.')}" for shape, dtype in CASES]
+
+
+def make_case(shape, dtype):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x, residual, gradient = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    bias = torch.randn(shape[-1], generator=generator).to(dtype)
+    flat = x.reshape(-1, shape[-1]).float()
+    rstd = (flat.var(1, unbiased=False) + EPSILON).rsqrt()
+    return {"x": x, "bias": bias, "residual": residual, "gradient": gradient, "mean": flat.mean(1), "rstd": rstd}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    cases = [make_case(*case) for case in CASES]
+    torch.save(cases, folder / "cases.pt")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder / "cases.pt"), str(folder / "results.pt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return list(zip(cases, torch.load(folder / "results.pt"), strict=True))
+
+
+@pytest.fixture(params=range(len(CASES)), ids=IDS)
+def case(request, computed):
+    return computed[request.param]
+
+
+def differentiated(function, case, names):
+    leaves = [case[name].detach().requires_grad_() for name in names]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, case["gradient"])]
+
+
+def tolerance(tensor):
+    return 2e-5 if tensor.dtype is torch.float32 else 4e-3
+
+
+def assert_near(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        distance = (a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-3)
+        assert distance <= tolerance(a), distance
+
+
+def test_bias_and_residual_round_as_eager(case):
+    given, found = case
+    expected = differentiated(lambda x, bias, residual: residual + (x + bias), given, ["x", "bias", "residual"])
+    out, x, bias, residual = found["residual"]
+    assert torch.equal(out, expected[0])
+    assert torch.equal(x, expected[1])
+    assert torch.equal(residual, expected[3])
+    assert_near([bias], [expected[2]])
+
+
+def test_bias_and_gelu(case):
+    given, found = case
+    expected = differentiated(lambda x, bias: F.gelu(x + bias, approximate="tanh"), given, ["x", "bias"])
+    assert_near(found["gelu"], expected)
+
+
+@pytest.mark.parametrize("name", ["layernorm", "zero_centered"])
+def test_layernorm_backward(case, name):
+    given, found = case
+    width = given["x"].shape[-1]
+    leaves = [given["x"].detach().reshape(-1, width), given["bias"].detach(), torch.zeros_like(given["bias"])]
+    x, weight, bias = (leaf.float().requires_grad_() for leaf in leaves)
+    out = F.layer_norm(x, (width,), weight, bias, EPSILON)
+    expected = torch.autograd.grad(out, (x, weight, bias), given["gradient"].reshape(-1, width).float())
+    assert_near(found[name], [e.to(given["x"].dtype) for e in expected])
+
+
+def test_column_sum(case):
+    given, found = case
+    assert_near([found["sum"]], [given["x"].detach().reshape(-1, given["x"].shape[-1]).float().sum(0)])
