@@ -1,4 +1,4 @@
-"""The presets against Bridge's own recipes: built, validated, compared field by field, looked up by name, documented."""
+"""The presets beside Bridge's own recipes: built, validated, compared by field, looked up by name, documented."""
 
 import importlib
 import inspect
@@ -397,3 +397,10 @@ def test_the_documented_fields_are_the_fields():
     documented = {row[0] for row in table("What a preset sets")}
     shown = {path for path in GRAPH_FIELDS | RECOMPUTE_FIELDS if not path.endswith("[0]")}
     assert documented == shown | {"dataset", "dataset.enable_in_batch_packing"}
+
+
+def test_the_documented_script_imports_what_there_is(active):
+    script = DOCS.read_text().split("```python\n")[1].split("```")[0]
+    imports = [line for line in script.splitlines() if line.startswith("from ")]
+    assert len(imports) == 3
+    exec("\n".join(imports), {})
