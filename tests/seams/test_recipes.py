@@ -101,13 +101,13 @@ def gpus_of(bridge, base):
 
 def launched(config, gpus):
     """Do what Bridge does with a configuration before it initializes anything; ends with `validate`."""
-    from megatron.bridge.training.config import runtime_config_update
+    from megatron.bridge.training import config as training_config
 
-    os.environ["WORLD_SIZE"] = str(gpus)
     if config.peft is not None:
         config.checkpoint.pretrained_checkpoint = os.getcwd()
-    runtime_config_update(config)
-    return config
+    # Not the environment: a process group that another test made would count instead.
+    with mock.patch.object(training_config, "get_world_size_safe", lambda: gpus):
+        training_config.runtime_config_update(config)
 
 
 def test_the_presets_are_these():
@@ -154,14 +154,13 @@ def test_the_comparison_sees_any_change(bridge):
 
 @every_preset
 def test_it_validates_as_a_launch_would(bridge, preset):
-    gpus = gpus_of(bridge, preset.base)
-    config = getattr(bridge, preset.name)()
+    gpus, config = gpus_of(bridge, preset.base), getattr(bridge, preset.name)()
+    model = config.model
+    shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     if preset.base in INDIVISIBLE:
-        model = config.model
-        replicas = gpus // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
-        config.train.global_batch_size = replicas * config.train.micro_batch_size
+        config.train.global_batch_size = gpus // shards * config.train.micro_batch_size
     launched(config, gpus)
-    assert config.data_parallel_size >= 1
+    assert config.data_parallel_size * shards == gpus
 
 
 @pytest.mark.parametrize("base", sorted({p.base for p in PRESETS}))
