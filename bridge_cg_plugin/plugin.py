@@ -20,6 +20,8 @@ _PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
+    "megatron.bridge.recipes": ("recipe_names",),
+    "megatron.bridge.recipes.qwen_vl": ("recipe_names",),
 }
 PATCHED_MODULES = tuple(_PATCHED)
 _on = False

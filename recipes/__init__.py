@@ -1,0 +1,13 @@
+"""Presets: Bridge's recipes of the Qwen3-VL family with vision-encoder graphs, one function per model, task and GPU.
+
+    from bridge_cg_plugin.recipes import qwen3_vl_8b_vision_graphs_h200_sft_config
+
+While the plugin is active the same names are attributes of `megatron.bridge.recipes`, where Bridge's launchers look
+recipes up. Imports neither torch nor Megatron; Bridge's recipe is looked up when a preset is called.
+"""
+
+from .gpus import GPUS, Gpu
+from .presets import PRESETS, RECIPES, Preset
+
+globals().update(RECIPES)
+__all__ = ["GPUS", "PRESETS", "RECIPES", "Gpu", "Preset", *RECIPES]
