@@ -37,16 +37,19 @@ def speed(records: list[dict[str, Any]]) -> str:
     """Return the tower's times."""
     eager = {r["case"]: r for r in records if r["mode"] == "eager"}
     rows = []
+    fast = {r["case"]: r for r in records if r["mode"] == "plugin_fast"}
     for r in (r for r in records if r["mode"] == "plugin"):
         memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""
         share = f"{r['added_share']:.1%}" if "added_share" in r else ""
         rows.append(
             [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{r['ratio']:.2f}**"]
             + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
+            + [f"{fast[r['case']]['ms']:.1f}", f"{fast[r['case']]['ratio']:.2f}", f"{fast[r['case']]['grad_rel']:.1e}"]
             + [f"{r['eager_memory_gb']:.1f}", memory, share]
         )
     header = ["case", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
-    return table([*header, "two eager runs", "eager peak GiB", "slot GiB", "half as large a bucket adds"], rows)
+    header += ["two eager runs", '`kernels="fast"` ms', "its ratio", "its gradients"]
+    return table([*header, "eager peak GiB", "slot GiB", "half as large a bucket adds"], rows)
 
 
 def parity(records: list[dict[str, Any]]) -> str:
