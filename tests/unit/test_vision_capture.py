@@ -1,0 +1,138 @@
+"""Captures that fail or have to fit a memory limit."""
+
+import logging
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.vision.layers import AttentionPart, MlpPart
+from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
+
+from .mixes import FITTING, IMAGES, MIXED
+from .towers import assert_close, forward, graphs_on, new_tower, results
+
+
+def capture_failing(monkeypatch, error, program=Qwen3VLEncoder):
+    def fail(*unused):
+        raise error
+
+    monkeypatch.setattr(program, "forward", fail)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CaptureError("made to fail"),
+        RuntimeError("made to fail"),
+        torch.OutOfMemoryError("made to fail"),
+        TypeError("made to fail"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_failed_capture_goes_on_eager_with_one_warning(monkeypatch, caplog, error):
+    model = new_tower()
+    expected = results(model, MIXED)
+    with graphs_on(model, capture=False, strict=False) as graphs:
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
+            capture_failing(patched, error)
+            assert graphs.capture() is False
+        warnings = [r for r in caplog.records if r.name == "bridge_cg_plugin"]
+        assert len(warnings) == 1 and "made to fail" in warnings[0].getMessage()
+        assert not graphs.captured
+        caplog.clear()
+        found = results(model, MIXED)
+        assert not [r for r in caplog.records if r.name == "bridge_cg_plugin"]
+        assert "made to fail" in graphs.report()
+    assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
+
+
+@pytest.mark.parametrize("modules, program", [(("attn",), AttentionPart), (("mlp",), MlpPart)])
+def test_a_failed_capture_of_layers_leaves_them_alone(monkeypatch, modules, program):
+    model = new_tower()
+    with graphs_on(model, capture=False, strict=False, modules=modules) as graphs:
+        capture_failing(monkeypatch, CaptureError("made to fail"), program)
+        assert graphs.capture() is False
+        for layer in model.decoder.layers:
+            assert not {"_forward_attention", "_forward_mlp"} & set(layer.__dict__)
+        results(model, MIXED)
+
+
+def test_eager_microbatches_after_a_failed_capture_are_fallbacks_not_warm_up(monkeypatch):
+    model = new_tower()
+    with graphs_on(model, capture=False, strict=False) as graphs:
+        forward(model, IMAGES)
+        capture_failing(monkeypatch, CaptureError("made to fail"))
+        graphs.capture()
+        for _ in range(3):
+            forward(model, IMAGES)
+        assert graphs.statistics().warmup_microbatches == 1
+        assert sum(graphs.statistics().fallbacks.values()) == 3
+
+
+def test_strict_stops_on_a_failed_capture(monkeypatch):
+    model = new_tower()
+    with graphs_on(model, capture=False, strict=True) as graphs:
+        capture_failing(monkeypatch, CaptureError("made to fail"))
+        with pytest.raises(CaptureError, match="made to fail"):
+            graphs.capture()
+        assert not graphs.captured
+
+
+def test_nothing_to_plan_from_is_a_failed_capture(caplog):
+    with graphs_on(new_tower(), capture=False, strict=False, buckets="auto") as graphs:
+        with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
+            assert graphs.capture() is False
+        assert "no vision microbatch was seen" in caplog.text
+    with (
+        graphs_on(new_tower(), capture=False, strict=True, buckets="auto") as graphs,
+        pytest.raises(CaptureError, match="no vision microbatch was seen"),
+    ):
+        graphs.capture()
+
+
+def test_memory_that_runs_out_while_planning_is_a_failed_capture(monkeypatch):
+    model = new_tower()
+    with graphs_on(model, capture=False, strict=False, buckets="auto") as graphs:
+        forward(model, IMAGES)
+
+        def fail():
+            raise torch.OutOfMemoryError("made to fail")
+
+        monkeypatch.setattr(graphs, "_capacity_limit", fail)
+        assert graphs.capture() is False
+        assert "made to fail" in graphs.report()
+
+
+def test_a_capture_after_a_failed_one(monkeypatch):
+    model = new_tower()
+    with graphs_on(model, capture=False, strict=False) as graphs:
+        with monkeypatch.context() as patched:
+            capture_failing(patched, CaptureError("made to fail"))
+            graphs.capture()
+        assert graphs.capture() and graphs.failure is None
+        forward(model, IMAGES)
+        assert graphs.statistics().replays == 1
+
+
+def largest_within(model, gigabytes):
+    """Return the largest capacity captured within the limit, and the memory that took in GiB."""
+    with graphs_on(model, capture=False, buckets="auto", memory_gb=gigabytes) as graphs:
+        for rows in FITTING:
+            forward(model, rows)
+        graphs.capture()
+        return graphs.plan.capacities[-1], graphs.statistics().memory_bytes / 2**30
+
+
+def test_a_memory_limit_shrinks_the_largest_bucket_until_it_holds():
+    model = new_tower()
+    free, used = largest_within(model, 1.0)
+    assert free == 256
+    limit = used * 0.6
+    shrunk, used = largest_within(model, limit)
+    assert 0 < shrunk < free and used <= limit
+
+
+def test_a_memory_limit_that_nothing_fits_is_a_failed_capture():
+    with pytest.raises(CaptureError, match="memory_gb"):
+        largest_within(new_tower(), 1e-9)

@@ -1,0 +1,52 @@
+"""Replays and eager passes in one backward."""
+
+import pytest
+
+from .mixes import IMAGES, MIXED, TOO_MANY_FRAMES
+from .test_gradients import DataParallel
+from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower
+
+
+def accumulate(model, passes):
+    """Sum the losses of forward passes and run one backward; returns every `main_grad`."""
+    sum(loss_of(run()) for run in passes).backward()
+    return [p.main_grad for p in model.parameters()]
+
+
+def test_an_eager_fallback_and_a_replay_in_one_backward():
+    model, twin = new_tower(), new_tower()
+    sides = [DataParallel(m) for m in (model, twin)]
+    expected = accumulate(twin, [lambda rows=rows: forward(twin, rows) for rows in (TOO_MANY_FRAMES, IMAGES)])
+    with graphs_on(model) as graphs:
+        passes = [lambda rows=rows: forward(model, rows) for rows in (TOO_MANY_FRAMES, IMAGES)]
+        assert_close(accumulate(model, passes), expected)
+        assert graphs.statistics().replays == 1
+    assert all(side.arrived for side in sides)
+
+
+@pytest.mark.parametrize("kind", ["paused", "before capture", "with block arguments"])
+def test_every_eager_pass_adds_its_gradient_beside_a_replay_in_one_backward(kind):
+    model, twin = new_tower(), new_tower()
+    sides = [DataParallel(m) for m in (model, twin)]
+    expected = accumulate(twin, [lambda: forward(twin, MIXED), lambda: forward(twin, IMAGES)])
+    with graphs_on(model, capture=kind != "before capture") as graphs:
+        if kind == "paused":
+            with graphs.paused():
+                eager = forward(model, MIXED)
+        elif kind == "before capture":
+            eager = forward(model, MIXED)
+            graphs.capture()
+        else:
+            hidden, deepstack = model(*draw(MIXED), extra_block_kwargs={"attention_bias": None})
+            eager = [hidden, *deepstack]
+        found = accumulate(model, [lambda: eager, lambda: forward(model, IMAGES)])
+        assert graphs.statistics().replays == 1
+    assert_close(found, expected)
+    assert all(side.arrived for side in sides)
+
+
+def test_a_call_that_graphs_cannot_take_is_counted():
+    model = new_tower()
+    with graphs_on(model) as graphs:
+        model(*draw(MIXED), extra_block_kwargs={"attention_bias": None})
+        assert sum(graphs.statistics().fallbacks.values()) == 1

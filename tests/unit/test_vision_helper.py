@@ -1,0 +1,171 @@
+"""The helper that the train loop drives: finding the encoder, slots, options."""
+
+import pytest
+import torch
+from torch import nn
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import (
+    VisionTECudaGraphHelper,
+    active_helpers,
+    get_vision_cuda_graph_seq_length,
+    microbatches_in_flight,
+)
+from bridge_cg_plugin.upstream.qwen3_vl import find_vision_model
+
+from .mixes import IMAGES, MIXED, VIDEO
+from .towers import DEFAULTS, assert_close, forward, graphs_on, loss_of, new_tower, results
+
+
+def test_microbatches_in_flight_up_to_the_slots():
+    model = new_tower()
+    expected = [results(model, rows, i)[1] for i, rows in enumerate((IMAGES, MIXED, VIDEO))]
+    wanted = list(model.parameters())
+    with graphs_on(model, slots=2) as graphs:
+        losses = [loss_of(forward(model, rows, i)) for i, rows in enumerate((IMAGES, MIXED, VIDEO))]
+        assert graphs.statistics().fallbacks == {"no_free_slot": 1}
+        for loss, gradients in zip(losses, expected, strict=True):
+            assert_close(torch.autograd.grad(loss, wanted), gradients)
+        assert graphs._regions[0].free_slots() == 2
+
+
+def test_slots_follow_the_pipeline_unless_given():
+    model, options = new_tower(), {**DEFAULTS, "slots": "auto"}
+    model.config.pipeline_model_parallel_size = 4
+    for given_slots, microbatches, expected in [("auto", 8, 4), ("auto", 2, 2), (3, 8, 3)]:
+        helper = VisionTECudaGraphHelper(
+            model,
+            model.config,
+            num_microbatches=microbatches,
+            options=VisionGraphOptions(**{**options, "slots": given_slots}),
+            executor=ReferenceExecutor(),
+        )
+        assert helper.graphs.slots == expected
+        helper.graphs.detach()
+
+
+@pytest.mark.parametrize(
+    "stages, virtual, microbatches, expected",
+    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (4, 2, 16, 8), (1, 2, 8, 1), (None, None, 1, 1), (4, 1, 8, 4)],
+)
+def test_microbatches_of_the_first_stage(stages, virtual, microbatches, expected):
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
+    assert microbatches_in_flight(config, microbatches) == expected
+
+
+class Holder(nn.Module):
+    def __init__(self, name, inner, config=None):
+        super().__init__()
+        setattr(self, name, inner)
+        if config is not None:
+            self.config = config
+
+
+def test_a_model_without_an_encoder_is_left_alone():
+    for model in (nn.Linear(2, 2), [nn.Linear(2, 2)], Holder("module", nn.Linear(2, 2)), []):
+        before = len(active_helpers())
+        helper = VisionTECudaGraphHelper(model, new_tower().config, 64, 1, 2)
+        helper.create_cudagraphs()
+        assert helper.graphs_created() is False
+        helper.cuda_graph_set_manual_hooks()
+        helper.delete_cuda_graphs()
+        helper.delete_cuda_graphs()
+        assert len(active_helpers()) == before
+
+
+def test_the_encoder_is_found_under_any_wrapper():
+    tower = new_tower()
+    holder = Holder("vision_model", tower)
+    deeper = Holder("model", holder)
+    for model, expected in [
+        (tower, tower),
+        (holder, holder),
+        (deeper, holder),
+        (Holder("module", holder), holder),
+        (Holder("module", Holder("module", deeper)), holder),
+        (Holder("module", tower), tower),
+        ([nn.Linear(2, 2), Holder("module", deeper)], holder),
+    ]:
+        assert find_vision_model(model) == (tower, expected)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), Holder("vision_model", None), Holder("module", nn.Linear(2, 2))])
+def test_no_encoder_is_found_where_there_is_none(model):
+    assert find_vision_model(model) is None
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_helper_on_wrapped_chunks(with_config):
+    tower = new_tower()
+    chunk = Holder("module", Holder("vision_model", tower, tower.config if with_config else None))
+    expected = results(tower, MIXED)
+    helper = VisionTECudaGraphHelper(
+        [chunk], tower.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+    )
+    helper.create_cudagraphs()
+    assert helper in active_helpers()
+    assert_close(results(tower, MIXED)[1], expected[1])
+    assert helper.graphs.statistics().replays == 1
+    helper.delete_cuda_graphs()
+    assert helper not in active_helpers()
+    assert not helper.graphs_created()
+    assert "forward" not in tower.__dict__
+
+
+def test_a_helper_reads_the_options_of_the_models_provider():
+    tower = new_tower()
+    for name, value in {
+        "vision_cuda_graph_impl": "transformer_engine",
+        "vision_cuda_graph_buckets": [32, 64],
+        "vision_cuda_graph_scope": ["mlp"],
+    }.items():
+        setattr(tower.config, name, value)
+    helper = VisionTECudaGraphHelper(tower, tower.config)
+    assert helper.options.buckets == (32, 64) and helper.options.modules == ("mlp",)
+    helper.create_cudagraphs()
+    assert helper.graphs_created()
+    helper.delete_cuda_graphs()
+
+
+def test_deleting_prints_the_report(capsys):
+    model = new_tower()
+    helper = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+    )
+    helper.create_cudagraphs()
+    capsys.readouterr()
+    helper.delete_cuda_graphs()
+    printed = capsys.readouterr().out
+    assert "eager fallbacks: none" in printed
+    assert all(line.startswith("[bridge-cg] ") for line in printed.splitlines())
+
+
+def test_the_seq_length_for_upstreams_log_line():
+    from types import SimpleNamespace
+
+    assert get_vision_cuda_graph_seq_length(SimpleNamespace(max_vision_cuda_graph_seq_length=512)) == 512
+    assert get_vision_cuda_graph_seq_length(SimpleNamespace(num_position_embeddings=256)) == 256
+    assert get_vision_cuda_graph_seq_length(SimpleNamespace(), 77) == 77
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_two_helpers_on_one_encoder_leave_it_as_it_was(first_out):
+    """A training run that ended with an error leaves its helper behind; the next run makes another."""
+    model = new_tower()
+    expected = results(model, MIXED)
+    made = [
+        VisionTECudaGraphHelper(
+            model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+        )
+        for _ in range(2)
+    ]
+    made[1].create_cudagraphs()
+    forward(model, IMAGES)
+    assert made[1].graphs.statistics().replays == 1
+    made[first_out].delete_cuda_graphs()
+    made[1 - first_out].delete_cuda_graphs()
+    assert "forward" not in model.__dict__
+    assert_close(results(model, MIXED)[0], expected[0], 0.0)

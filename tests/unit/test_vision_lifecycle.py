@@ -1,0 +1,108 @@
+"""Pausing, detaching, loading and capturing anew."""
+
+import pytest
+
+from .mixes import IMAGES, MIXED, MODULES, regions
+from .towers import assert_close, forward, graphs_on, new_tower, results
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_detach_gives_the_encoder_its_own_forward_back(modules):
+    model = new_tower()
+    own = model.forward
+    expected = results(model, MIXED)
+    with graphs_on(model, modules=modules):
+        assert model.forward != own
+    assert "forward" not in model.__dict__
+    assert model.forward == own
+    for layer in model.decoder.layers:
+        assert not {"_forward_attention", "_forward_mlp"} & set(layer.__dict__)
+    found = results(model, MIXED)
+    assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
+
+
+def test_detach_twice_does_nothing_more():
+    with graphs_on(new_tower()) as graphs:
+        graphs.detach()
+        graphs.detach()
+        assert "forward" not in graphs.model.__dict__
+
+
+def test_a_forward_that_was_on_the_instance_comes_back():
+    """Another tool's wrapper, say: it was there before the graphs and is there after them."""
+    model = new_tower()
+    theirs = model.forward = lambda *args, own=model.forward: own(*args)
+    with graphs_on(model):
+        forward(model, IMAGES)
+    assert model.__dict__.get("forward") is theirs
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_state_dict_and_parameters_are_the_same_while_active(modules):
+    model = new_tower()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    with graphs_on(model, modules=modules):
+        results(model, MIXED)
+        assert list(model.state_dict()) == keys
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_loaded_after_capture_are_used():
+    model, other = new_tower(0), new_tower(1)
+    with graphs_on(model) as graphs:
+        model.load_state_dict(other.state_dict())
+        found = results(model, MIXED)
+        assert graphs.statistics().replays == 1
+    expected = results(other, MIXED)
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_paused_runs_eager_and_keeps_the_graphs(modules):
+    model = new_tower()
+    with graphs_on(model, modules=modules) as graphs:
+        with graphs.paused():
+            forward(model, IMAGES)
+            assert graphs.statistics().replays == 0
+        forward(model, IMAGES)
+        assert graphs.statistics().replays == regions(model, modules)
+
+
+def test_paused_ends_with_an_error_inside():
+    with graphs_on(new_tower()) as graphs:
+        with pytest.raises(KeyError), graphs.paused():
+            raise KeyError
+        forward(graphs.model, IMAGES)
+        assert graphs.statistics().replays == 1
+
+
+def test_paused_inside_paused():
+    with graphs_on(new_tower()) as graphs:
+        with graphs.paused():
+            with graphs.paused():
+                forward(graphs.model, IMAGES)
+            forward(graphs.model, IMAGES)
+            assert graphs.statistics().replays == 0
+        forward(graphs.model, IMAGES)
+        assert graphs.statistics().replays == 1
+
+
+def test_detach_while_paused_stays_detached():
+    with graphs_on(new_tower()) as graphs:
+        with graphs.paused():
+            graphs.detach()
+        assert "forward" not in graphs.model.__dict__
+
+
+def test_recapture_replays_the_new_graphs():
+    model = new_tower()
+    expected = results(model, MIXED)
+    with graphs_on(model, modules=("attn",)) as graphs:
+        first = graphs._regions
+        assert graphs.capture()
+        assert all(not r.captured for r in first)
+        found = results(model, MIXED)
+        assert_close(found[1], expected[1])
+        assert graphs.statistics().replays == regions(model, ("attn",))
