@@ -1,5 +1,6 @@
 """Switching the plugin on and off. Imports neither torch nor Megatron."""
 
+import functools
 import importlib
 import logging
 import os
@@ -10,17 +11,6 @@ from typing import Any
 LOGGER = logging.getLogger("bridge_cg_plugin")
 SWITCH = "BRIDGE_CG_PLUGIN"
 
-# Upstream module -> modules of this package that patch it when it is imported.
-_PATCHED: dict[str, tuple[str, ...]] = {
-    "megatron.bridge.training.train": ("train_loop",),
-    "megatron.bridge.training.config": ("training_config",),
-    "megatron.bridge.training.vlm_step": ("batches",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("batches",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
-    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
-}
-PATCHED_MODULES = tuple(_PATCHED)
 _on = False
 _hooked = False
 
@@ -35,18 +25,29 @@ def autoload() -> None:
         LOGGER.exception("bridge_cg_plugin could not be activated; training runs without it")
 
 
+@functools.cache
+def patched_modules() -> dict[str, tuple[str, ...]]:
+    """Return upstream module -> modules of this package that patch it when it is imported."""
+    from .upstream.registry import patch_modules
+
+    return patch_modules()
+
+
 def activate() -> None:
-    """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing."""
+    """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing.
+
+    After another plugin replaced a patched attribute, or upstream's module was reloaded, it patches what is there now.
+    """
     global _on, _hooked
     _on = True
     if not _hooked:
         from wrapt import register_post_import_hook
 
-        for name in _PATCHED:
+        for name in patched_modules():
             register_post_import_hook(_patch_module, name)
         _hooked = True
         return
-    for name in _PATCHED:
+    for name in patched_modules():
         if name in sys.modules:
             _patch_module(sys.modules[name])
 
@@ -59,40 +60,45 @@ def deactivate() -> None:
     if helper is not None:
         for active in helper.active_helpers():
             active.delete_cuda_graphs()
-    for patch in _loaded_patches():
+    for patch in reversed(_loaded_patches()):
         patch.revert()
 
 
 def status() -> dict[str, Any]:
-    """Return whether the plugin is on and the state of every patch known so far."""
+    """Return whether the plugin is on and the state of every patch whose upstream module was imported."""
+    patches = _loaded_patches()
+    for patch in patches:
+        patch.look()
     return {
         "active": _on,
-        "patches": {p.name: {"state": p.state, "reason": p.reason, "purpose": p.purpose} for p in _loaded_patches()},
+        "patches": {p.name: {"state": p.state, "reason": p.reason, "purpose": p.seam.purpose} for p in patches},
     }
 
 
-def broken_patches() -> dict[str, str]:
-    """Return the patches that do not fit the installed release, with what was found."""
-    return {patch.name: patch.reason for patch in _loaded_patches() if patch.state == "broken"}
+def broken_seams() -> dict[str, str]:
+    """Return the seams that do not fit the installed release, with what was found. Imports nothing of upstream."""
+    from .upstream.states import seam_states
+
+    return {name: found.reason for name, found in seam_states(_loaded_patches()).items() if found.state == "broken"}
 
 
 def _patch_module(module: ModuleType) -> None:
     # A hook that raises would fail upstream's import.
     if not _on:
         return
-    for name in _PATCHED[module.__name__]:
+    for name in patched_modules()[module.__name__]:
         try:
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             for patch in patches:
                 if patch.module == module.__name__:
                     patch.apply(module)
                     if patch.state == "broken":
-                        LOGGER.warning("patch %s is not applied: %s", patch.name, patch.reason)
+                        LOGGER.warning("seam %s is left as it is: %s", patch.name, patch.reason)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
 
 
 def _loaded_patches() -> list[Any]:
-    names = dict.fromkeys(name for group in _PATCHED.values() for name in group)
+    names = dict.fromkeys(name for group in patched_modules().values() for name in group)
     modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

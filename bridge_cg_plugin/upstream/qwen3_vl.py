@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
 from .patches import Patch
+from .registry import seam
+from .registry.engine import TE_ATTENTION
+from .registry.models import ATTENTION
 
-MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
-ATTENTION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention"
-TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 WRAPPER_DEPTH = 8
 
 
@@ -128,14 +129,30 @@ def _never_pads(_old: Callable[..., bool]) -> Callable[..., bool]:
     return _uses_vision_cuda_graph
 
 
+def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
+    def get_vision_model_config(hf_config: Any, megatron_config: Any = None) -> Any:
+        config = old(hf_config, megatron_config)
+        if getattr(megatron_config, PROVIDER_FIELDS["impl"], "none") != "none":
+            options = vision_options(megatron_config, config.spatial_merge_size**2)
+            config.cuda_graph_impl = options.impl
+            config.cuda_graph_scope = _scopes(options.modules)
+            config.max_vision_cuda_graph_seq_length = options.max_seq_length
+        return config
+
+    return get_vision_model_config
+
+
+def _scopes(modules: Sequence[str]) -> list[Any]:
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    return [CudaGraphScope[name] for name in modules]
+
+
+def _carries_nothing(old: Callable[..., Any]) -> bool:
+    return PROVIDER_FIELDS["impl"] not in getattr(getattr(old, "__code__", None), "co_consts", ())
+
+
 PATCHES = (
-    Patch(
-        name="vision_padding",
-        module=MODEL,
-        target="Qwen3VLVisionModel._uses_vision_cuda_graph",
-        make=_never_pads,
-        purpose="warm-up and eager steps keep attention inside each image",
-        parameters=("self",),
-        optional=True,
-    ),
+    Patch(seam("vision_padding"), _never_pads),
+    Patch(seam("vision_config"), _says_graphs, needed=_carries_nothing),
 )

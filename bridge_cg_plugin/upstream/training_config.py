@@ -1,28 +1,27 @@
 """Combinations of Bridge options that vision graphs cannot work with, refused before the model is built."""
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from ..options import PROVIDER_FIELDS, OptionError, vision_options
-from ..plugin import broken_patches
+from ..plugin import broken_seams
 from .environment import check_process
-from .patches import DriftError, Patch
+from .patches import DriftError, Patch, bridge_release
+from .registry import seam
 
 
-def check_patches() -> None:
-    """Refuse vision graphs where a part of the plugin could not be put in place.
+def check_seams() -> None:
+    """Refuse vision graphs where upstream does not look as the plugin relies on.
 
     Raises:
-        DriftError: Upstream does not look as a patch expects; names the patch and what was found.
+        DriftError: Names the seams, the release and what was found.
     """
-    broken = broken_patches()
+    broken = broken_seams()
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
-        version = importlib.metadata.version("megatron-bridge")
         raise DriftError(
-            f"vision_cuda_graph_impl=transformer_engine needs parts of the plugin that do not fit megatron-bridge "
-            f"{version} ({found}). Set vision_cuda_graph_impl=none or install a release from the version table."
+            f"vision_cuda_graph_impl=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
+            f"{bridge_release()} ({found}). Set vision_cuda_graph_impl=none or install a release from the version table."
         )
 
 
@@ -39,7 +38,7 @@ def check_training_config(config: Any) -> None:
     if not options.enabled:
         return
     check_process()
-    check_patches()
+    check_seams()
     if not (getattr(model, "use_te_rng_tracker", False) or getattr(config.rng, "te_rng_tracker", False)):
         raise OptionError(
             "rng.te_rng_tracker",
@@ -80,13 +79,4 @@ def _checked(old: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
-PATCHES = (
-    Patch(
-        name="config_check",
-        module="megatron.bridge.training.config",
-        target="ConfigContainer.validate",
-        make=_checked,
-        purpose="options that cannot work are refused before the model is built",
-        parameters=("self",),
-    ),
-)
+PATCHES = (Patch(seam("config_check"), _checked),)

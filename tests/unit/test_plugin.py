@@ -70,16 +70,16 @@ def test_the_entry_point_exists():
 
 
 def test_every_patched_module_has_its_patches():
-    for module, names in plugin._PATCHED.items():
+    for module, names in plugin.patched_modules().items():
         for name in names:
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             assert any(p.module == module for p in patches), (module, name)
 
 
 def test_every_patch_belongs_to_a_patched_module():
-    for name in {n for names in plugin._PATCHED.values() for n in names}:
+    for name in {n for names in plugin.patched_modules().values() for n in names}:
         for patch in importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES:
-            assert name in plugin._PATCHED[patch.module], patch.name
+            assert name in plugin.patched_modules()[patch.module], patch.name
 
 
 def test_the_version_is_the_installed_one():

@@ -1,0 +1,103 @@
+"""Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
+
+from ..seams import Seam
+
+CORE = "megatron.core"
+LAYER = f"{CORE}.transformer.transformer_layer"
+DDP = f"{CORE}.distributed.distributed_data_parallel"
+TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+DETACHED = "the end of training and deactivate() take the layer's own attribute off"
+
+SEAMS = (
+    Seam(
+        name="layer_attention",
+        module=LAYER,
+        target="TransformerLayer._forward_attention",
+        kind="function",
+        touch="instance",
+        purpose="the attention part of a layer replays a graph",
+        undo=DETACHED,
+        parameters=("hidden_states", "attention_mask", "context", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        name="layer_mlp",
+        module=LAYER,
+        target="TransformerLayer._forward_mlp",
+        kind="function",
+        touch="instance",
+        purpose="the MLP part of a layer replays a graph",
+        undo=DETACHED,
+        parameters=("hidden_states",),
+    ),
+    Seam(
+        name="layer_parts",
+        module=LAYER,
+        target="TransformerLayer",
+        kind="class",
+        touch="read",
+        purpose="the modules whose parameters a layer's region owns",
+        attributes=("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "layer_number", "config"),
+    ),
+    Seam(
+        name="packed_segments",
+        module=f"{CORE}.packed_seq_params",
+        target="PackedSeqParams",
+        kind="class",
+        touch="called",
+        purpose="attention inside segments given by cu_seqlens",
+        attributes=("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+    ),
+    Seam(
+        name="parameter_gather",
+        module=DDP,
+        target="DistributedDataParallel",
+        kind="class",
+        touch="read",
+        purpose="a replay waits for the parameters that eager's module hooks wait for",
+        attributes=("param_to_bucket_group", "remove_forward_pre_hook_handles", "ddp_config"),
+    ),
+    Seam(
+        name="finish_param_sync",
+        module=f"{CORE}.distributed.param_and_grad_buffer",
+        target="_ParamAndGradBucketGroup.finish_param_sync",
+        kind="function",
+        touch="called",
+        purpose="waits for a bucket of parameters",
+        parameters=("skip_next_bucket_dispatch",),
+    ),
+    Seam(
+        name="gradient_hook",
+        module=DDP,
+        target="DistributedDataParallel._make_backward_post_hook",
+        kind="function",
+        touch="read",
+        purpose="a gradient that is in main_grad already is not added again",
+        uses=("grad_added_to_main_grad",),
+    ),
+    Seam(
+        name="ddp_config",
+        module=f"{CORE}.distributed.distributed_data_parallel_config",
+        target="DistributedDataParallelConfig",
+        kind="class",
+        touch="read",
+        purpose="how parameters are gathered",
+        attributes=("align_param_gather", "overlap_param_gather", "use_megatron_fsdp"),
+    ),
+    Seam(
+        name="microbatches",
+        module=f"{CORE}.num_microbatches_calculator",
+        target="get_num_microbatches",
+        kind="function",
+        touch="called",
+        purpose="bounds the slots where the train loop does not say how many microbatches a step has",
+    ),
+    Seam(
+        name="attention_selection",
+        module=TE_ATTENTION,
+        target="_attention_backends",
+        kind="value",
+        touch="read",
+        purpose="a cached choice of kernel that would read the device during a capture is dropped",
+        undo="Transformer Engine chooses again",
+    ),
+)
