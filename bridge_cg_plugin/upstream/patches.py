@@ -65,7 +65,8 @@ class Patch:
     needed: Callable[[Any], bool] | None = None
     state: State = field(default="off", init=False)
     reason: str = field(default="", init=False)
-    _installed: _Installed | None = field(default=None, init=False, repr=False)
+    # Newest last. What somebody else may still hold, and put back one day, is kept.
+    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ class Patch:
                 return
             self._check(old)
             if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
-                self.state, self.reason = "native", "this release does it itself"
+                self.state, self.reason = "native", "this release needs no patch here"
                 return
         except DriftError as error:
             self.state, self.reason = "broken", str(error)
@@ -104,7 +105,7 @@ class Patch:
         installed = _Installed(owner, vars(owner).get(self._attribute, _ABSENT))
         installed.made = _switched(installed, old, self.make(old))
         setattr(owner, self._attribute, installed.made)
-        self._installed = installed
+        self._installed.append(installed)
         self.state, self.reason = "active", ""
 
     def revert(self) -> None:
@@ -113,31 +114,30 @@ class Patch:
         Where somebody wrapped the replacement, their wrapper stays and the replacement passes calls through; a later
         `revert` puts the attribute back once they are gone.
         """
-        installed = self._installed
         self.state, self.reason = "off", ""
-        if installed is None:
-            return
-        installed.on = False
-        current = vars(installed.owner).get(self._attribute, _ABSENT)
-        if current is installed.made:
-            self._restore(installed)
-        elif _contains(current, installed.made):
-            self.reason = f"{_label(current)} wraps it; calls pass through"
-            return
-        self._installed = None
+        for installed in reversed(self._installed[:]):
+            installed.on = False
+            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            if current is installed.made:
+                self._restore(installed)
+            elif _contains(current, installed.made):
+                self.reason = f"{_label(current)} wraps it; calls pass through"
 
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the attribute since."""
-        if self.state == "active" or (self._installed is not None and self._installed.on):
-            current = vars(self._installed.owner).get(self._attribute, _ABSENT)
-            if current is self._installed.made and self._is_current_owner():
-                self.state, self.reason = "active", ""
-            elif _contains(current, self._installed.made) and self._is_current_owner():
-                self.state, self.reason = "active", f"{_label(current)} wraps it"
-            else:
-                culprit = _label(current) if self._is_current_owner() else "a reload of the module"
-                self.state = "broken"
-                self.reason = f"{culprit} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
+        installed = next((i for i in self._installed if i.on), None)
+        if installed is None:
+            return
+        current = vars(installed.owner).get(self._attribute, _ABSENT)
+        if not self._owns(installed.owner):
+            self.state, culprit = "broken", "a reload of the module"
+        elif _contains(current, installed.made):
+            self.state = "active"
+            self.reason = "" if current is installed.made else f"{_label(current)} wraps it"
+            return
+        else:
+            self.state, culprit = "broken", _label(current)
+        self.reason = f"{culprit} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
 
     @property
     def _attribute(self) -> str:
@@ -148,26 +148,26 @@ class Patch:
             delattr(installed.owner, self._attribute)
         else:
             setattr(installed.owner, self._attribute, installed.raw)
+        self._installed.remove(installed)
 
     def _resumes(self, owner: Any) -> bool:
-        """Whether an earlier replacement is still in place; it is switched on again."""
-        installed = self._installed
-        if installed is None:
-            return False
-        current = vars(installed.owner).get(self._attribute, _ABSENT)
-        if installed.owner is owner and _contains(current, installed.made):
-            installed.on, self.state, self.reason = True, "active", ""
-            return True
-        installed.on = False
-        if current is installed.made:  # the class of before a reload
-            self._restore(installed)
-        self._installed = None
-        return False
+        """Whether an earlier replacement is still in place; it is switched on, all others are switched off."""
+        resumed = False
+        for installed in reversed(self._installed[:]):
+            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            installed.on = not resumed and installed.owner is owner and _contains(current, installed.made)
+            resumed = resumed or installed.on
+            if installed.owner is not owner and current is installed.made:  # the class of before a reload
+                self._restore(installed)
+        if resumed:
+            self.state, self.reason = "active", ""
+        return resumed
 
-    def _is_current_owner(self) -> bool:
+    def _owns(self, owner: Any) -> bool:
+        """Whether an owner is the one that the imported module has now."""
         module = sys.modules.get(self.module)
         try:
-            return module is None or self._locate(module)[0] is self._installed.owner
+            return module is None or self._locate(module)[0] is owner
         except DriftError:
             return False
 

@@ -17,6 +17,7 @@ from .registry.engine import TE_ATTENTION
 from .registry.models import ATTENTION
 
 WRAPPER_DEPTH = 8
+PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
 
 
 def pack_segments(offsets: Tensor, largest: int) -> Any:
@@ -121,12 +122,25 @@ def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Modul
     return None
 
 
-def _never_pads(_old: Callable[..., bool]) -> Callable[..., bool]:
-    def _uses_vision_cuda_graph(self) -> bool:
-        """Upstream's own padding and masking for graphs is never used: it drops the attention boundaries."""
-        return False
+def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
 
-    return _uses_vision_cuda_graph
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[PADDING_SWITCH] = _no
+        try:
+            return old(self, *args, **kwargs)
+        finally:
+            del vars(self)[PADDING_SWITCH]
+
+    return forward
+
+
+def _no() -> bool:
+    return False
+
+
+def _may_pad(old: Callable[..., Any]) -> bool:
+    return PADDING_SWITCH in getattr(getattr(old, "__code__", None), "co_names", ())
 
 
 def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,6 +167,6 @@ def _carries_nothing(old: Callable[..., Any]) -> bool:
 
 
 PATCHES = (
-    Patch(seam("vision_padding"), _never_pads),
+    Patch(seam("vision_padding"), _never_pads, needed=_may_pad),
     Patch(seam("vision_config"), _says_graphs, needed=_carries_nothing),
 )

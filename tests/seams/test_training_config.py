@@ -1,11 +1,15 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream import states, train_loop
 from bridge_cg_plugin.upstream.environment import check_process
-from bridge_cg_plugin.upstream.patches import DriftError
+from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.registry.training import TRAIN
 from bridge_cg_plugin.upstream.training_config import check_training_config
 
 
@@ -102,15 +106,46 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
         config.validate()
 
 
-def test_a_broken_patch_stops_training_with_vision_graphs_only(config, monkeypatch):
-    patch = train_loop.PATCHES[0]
-    monkeypatch.setattr(patch, "state", "broken")
-    monkeypatch.setattr(patch, "reason", "made to look broken")
-    with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
+@pytest.fixture
+def renamed(active, monkeypatch):
+    """Bridge's training_log with a renamed parameter; the plugin is switched on again over it."""
+    patch, module = next(p for p in train_loop.PATCHES if p.name == "train_log"), active[TRAIN]
+
+    def training_log(losses, global_state):
+        return "upstream's"
+
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        changed.setattr(module, "training_log", training_log)
+        bridge_cg_plugin.activate()
+        yield patch
+        assert module.training_log is training_log
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
+    assert patch.state == "active"
+
+
+def test_a_renamed_parameter_stops_training_with_vision_graphs_only(renamed, config):
+    assert renamed.state == "broken"
+    with pytest.raises(DriftError) as caught:
+        config.validate()
+    message = str(caught.value)
+    assert "train_log: " in message and "no longer takes loss_dict" in message
+    assert f"megatron-bridge {bridge_release()}" in message
+    config.model.vision_cuda_graph_impl = "none"
+    check_training_config(config)
+
+
+def test_a_relied_on_part_that_is_gone_stops_training_with_vision_graphs_only(config, monkeypatch):
+    lost = replace(seam("vision_parts"), attributes=("patch_embed", "patch_embedding_of_old"))
+    monkeypatch.setattr(states, "SEAMS", (*(s for s in SEAMS if s.name != lost.name), lost))
+    states.installed_states.cache_clear()
+    with pytest.raises(DriftError, match="vision_parts: .*no longer has patch_embedding_of_old"):
         check_training_config(config)
     config.model.vision_cuda_graph_impl = "none"
     check_training_config(config)
     monkeypatch.undo()
+    states.installed_states.cache_clear()
     config.model.vision_cuda_graph_impl = "transformer_engine"
     check_training_config(config)
 

@@ -1,7 +1,7 @@
 """Seams of Bridge's Qwen3-VL family: providers and vision model."""
 
 from ..seams import Seam
-from .training import RESTORED
+from .training import RESTORED, VISION_LOOP
 
 QWEN_VL = "megatron.bridge.models.qwen_vl"
 PROVIDERS = (
@@ -67,14 +67,24 @@ SEAMS = (
     Seam(
         name="vision_padding",
         module=VISION_MODEL,
-        target="Qwen3VLVisionModel._uses_vision_cuda_graph",
+        target="Qwen3VLVisionModel.forward",
         kind="function",
-        touch="replaced",
+        touch="extended",
         purpose="warm-up and eager steps keep attention inside each image",
         undo=RESTORED,
         parameters=("self",),
-        since="0.5.1",
         patched_by="qwen3_vl",
+    ),
+    Seam(
+        name="vision_padding_switch",
+        module=VISION_MODEL,
+        target="Qwen3VLVisionModel._uses_vision_cuda_graph",
+        kind="function",
+        touch="instance",
+        purpose="says no while forward runs, so that upstream's own padding is not used",
+        undo="taken off when forward returns",
+        parameters=("self",),
+        since=VISION_LOOP,
     ),
     Seam(
         name="vision_forward",
