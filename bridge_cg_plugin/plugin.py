@@ -75,11 +75,16 @@ def status() -> dict[str, Any]:
     }
 
 
-def broken_seams() -> dict[str, str]:
-    """Return the seams that do not fit the installed release, with what was found. Imports nothing of upstream."""
-    from .upstream.states import seam_states
+def seam_states() -> dict[str, Any]:
+    """Return the `SeamState` of every seam by name. Imports nothing of upstream: its sources are read."""
+    from .upstream.states import seam_states as states_with
 
-    return {name: found.reason for name, found in seam_states(_loaded_patches()).items() if found.state == "broken"}
+    return states_with(_loaded_patches())
+
+
+def broken_seams() -> dict[str, str]:
+    """Return the seams that do not fit the installed release, with what was found."""
+    return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
 
 
 def _patch_module(module: ModuleType) -> None:

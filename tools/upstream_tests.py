@@ -30,7 +30,13 @@ PROBE = "import torch, bridge_cg_plugin; print(bridge_cg_plugin.status()['active
 def environment(switch: str) -> dict[str, str]:
     """Return the environment of a run, with this checkout's plugin."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    return {**os.environ, SWITCH: switch, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **os.environ,
+        SWITCH: switch,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def outcomes(report: Path) -> dict[str, str]:
@@ -54,7 +60,17 @@ def run(checkout: Path, tests: list[str], switch: str, folder: Path) -> dict[str
     probe = subprocess.run([sys.executable, "-c", PROBE], env=variables, capture_output=True, text=True)
     if probe.stdout.split()[-1:] != [str(switch == "1")]:
         raise RuntimeError(f"with {SWITCH}={switch} the plugin is not as it should be: {probe.stdout}{probe.stderr}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={checkout}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        f"--rootdir={checkout}",
+    ]
     done = subprocess.run([*command, f"--junitxml={report}", *tests], cwd=checkout, env=variables)
     if done.returncode not in (0, 1) or not report.is_file():
         raise RuntimeError(f"pytest ended with status {done.returncode}")

@@ -43,6 +43,10 @@ def installed(module: str) -> tuple[str, bool] | None:
     return from_folders([Path(entry or ".") for entry in sys.path])(module)
 
 
+class NoSourceError(LookupError):
+    """What a seam names comes from a package whose source is not here."""
+
+
 class SourceReader:
     """Finds targets in sources; each module is parsed once.
 
@@ -60,13 +64,22 @@ class SourceReader:
         return self._names(module) is not None
 
     def find(self, seam: Seam) -> Found | None:
-        """Return what is at the seam's place, None if there is nothing."""
+        """Return what is at the seam's place, None if there is nothing.
+
+        Raises:
+            NoSourceError: It comes from elsewhere, or a base class does whose attributes matter.
+        """
         name, _, member = seam.target.partition(".")
         place, node = self._resolve(seam.module, name)
         if node is None:
             return None
+        if isinstance(node, ast.Constant):
+            raise NoSourceError(f"no sources of {place} here")
         if not member:
-            return self._describe(place, node)
+            found = self._describe(place, node)
+            if seam.attributes and found.kind == "class" and found.attributes is None:
+                raise NoSourceError(f"no sources of a base class of {seam.place} here")
+            return found
         if not isinstance(node, ast.ClassDef):
             return None
         if member == "__init__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS
 from .seams import Seam, drift
-from .source import SourceReader
+from .source import NoSourceError, SourceReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,8 @@ def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]
     package = seam.module.split(".")
     if not any(reader.has_module(".".join(package[:depth])) for depth in range(2, len(package) + 1)):
         return "off", f"no sources of {'.'.join(package[:2])} here"
-    differences = drift(seam, reader.find(seam))
+    try:
+        differences = drift(seam, reader.find(seam))
+    except NoSourceError as error:
+        return "off", str(error)
     return ("broken", "; ".join(differences)) if differences else ("native", "")

@@ -21,7 +21,7 @@ def check_seams() -> None:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
         raise DriftError(
             f"vision_cuda_graph_impl=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
-            f"{bridge_release()} ({found}). Set vision_cuda_graph_impl=none or install a release from the version table."
+            f"{bridge_release()} ({found}). Set vision_cuda_graph_impl=none or use a release of the version table."
         )
 
 

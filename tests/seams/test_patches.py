@@ -98,7 +98,9 @@ def test_apply_and_revert_leave_the_same_object(active, patch):
 
 def test_a_hundred_times_on_and_off_leave_every_owner_as_it_was(active):
     bridge_cg_plugin.deactivate()
-    owners = {id(o): o for p in PATCHES for o in [owner_of(p, active[p.module])] if p.seam.expected_in(bridge_release())}
+    owners = {
+        id(o): o for p in PATCHES for o in [owner_of(p, active[p.module])] if p.seam.expected_in(bridge_release())
+    }
     before = {key: dict(vars(owner)) for key, owner in owners.items()}
     for _ in range(CYCLES):
         bridge_cg_plugin.activate()
