@@ -122,7 +122,7 @@ def _look_at_autoload(found: Diagnosis) -> None:
 def _look_at_seams(found: Diagnosis) -> None:
     from .upstream.releases import RELEASES, is_known
 
-    for name in plugin.patched_modules():
+    for name in plugin.PATCHED:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -1,6 +1,5 @@
 """Switching the plugin on and off. Imports neither torch nor Megatron."""
 
-import functools
 import importlib
 import logging
 import os
@@ -11,8 +10,21 @@ from typing import Any
 LOGGER = logging.getLogger("bridge_cg_plugin")
 SWITCH = "BRIDGE_CG_PLUGIN"
 
-_on = False
-_hooked = False
+# Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
+# checks; it is not imported here because that would take half of what loading the plugin takes.
+PATCHED: dict[str, tuple[str, ...]] = {
+    "megatron.bridge.training.train": ("train_loop",),
+    "megatron.bridge.training.config": ("training_config",),
+    "megatron.bridge.training.vlm_step": ("batches",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("batches",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
+}
+# A reload of this module changes nothing.
+_on: bool = globals().get("_on", False)
+_hooked: bool = globals().get("_hooked", False)
 
 
 def autoload() -> None:
@@ -25,14 +37,6 @@ def autoload() -> None:
         LOGGER.exception("bridge_cg_plugin could not be activated; training runs without it")
 
 
-@functools.cache
-def patched_modules() -> dict[str, tuple[str, ...]]:
-    """Return upstream module -> modules of this package that patch it when it is imported."""
-    from .upstream.registry import patch_modules
-
-    return patch_modules()
-
-
 def activate() -> None:
     """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing.
 
@@ -43,11 +47,11 @@ def activate() -> None:
     if not _hooked:
         from wrapt import register_post_import_hook
 
-        for name in patched_modules():
+        for name in PATCHED:
             register_post_import_hook(_patch_module, name)
         _hooked = True
         return
-    for name in patched_modules():
+    for name in PATCHED:
         if name in sys.modules:
             _patch_module(sys.modules[name])
 
@@ -91,7 +95,7 @@ def _patch_module(module: ModuleType) -> None:
     # A hook that raises would fail upstream's import.
     if not _on:
         return
-    for name in patched_modules()[module.__name__]:
+    for name in PATCHED[module.__name__]:
         try:
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             for patch in patches:
@@ -104,6 +108,6 @@ def _patch_module(module: ModuleType) -> None:
 
 
 def _loaded_patches() -> list[Any]:
-    names = dict.fromkeys(name for group in patched_modules().values() for name in group)
+    names = dict.fromkeys(name for group in PATCHED.values() for name in group)
     modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

@@ -49,6 +49,8 @@ class OwnLoop:
     def _start(self, model: Sequence[nn.Module], vision_model: nn.Module) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+        if self._helper is not None:  # left behind by a run that ended with an error
+            self._helper.delete_cuda_graphs()
         self._steps, self._vision_model = 0, vision_model
         self._helper = VisionTECudaGraphHelper(
             list(model), vision_model.config, num_microbatches=get_num_microbatches()
