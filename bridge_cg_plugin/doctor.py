@@ -1,5 +1,6 @@
 """What the plugin finds on this machine and what to do about it."""
 
+import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -158,7 +159,6 @@ def _look_at_gpu(found: Diagnosis, wanted: bool) -> None:
             )
         return
     properties = torch.cuda.get_device_properties(0)
-    driver_cuda = torch._C._cuda_getDriverVersion()
     found.gpu = {
         "name": properties.name,
         "count": torch.cuda.device_count(),
@@ -166,7 +166,7 @@ def _look_at_gpu(found: Diagnosis, wanted: bool) -> None:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "free_gib": round(torch.cuda.mem_get_info()[0] / 2**30, 1),
         "driver": _driver(),
-        "driver_cuda": f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}",
+        "driver_cuda": _driver_cuda(),
         "torch_cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
@@ -175,6 +175,16 @@ def _look_at_gpu(found: Diagnosis, wanted: bool) -> None:
 def _driver() -> str | None:
     match = re.search(r"(\d+\.\d+(\.\d+)?)", DRIVER.read_text()) if DRIVER.is_file() else None
     return match.group(1) if match else None
+
+
+def _driver_cuda() -> str | None:
+    """Return the newest CUDA version that the driver runs."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _look_at_environment(found: Diagnosis) -> None:

@@ -91,6 +91,19 @@ def training(records: list[dict[str, Any]]) -> str:
     return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
 
 
+def autoload(records: list[dict[str, Any]]) -> str:
+    """Return what loading the plugin adds to processes that import PyTorch only."""
+    rows = [
+        [r["mode"], f"{r['ms']:.0f}", f"{r['cpu_ms']:.0f}", r.get("added_ms", ""), r.get("added_cpu_ms", "")]
+        for r in records
+    ]
+    columns = table(["plugin", "process ms", "CPU ms", "added ms", "added CPU ms"], rows)
+    return (
+        "Processes that import PyTorch and never Bridge, with the plugin off (`BRIDGE_CG_PLUGIN=0`) and on in turn;\n"
+        f"what it adds is the median over neighbouring pairs. {origin(records)}\n\n{columns}\n"
+    )
+
+
 def share_of_spread(spread: Spread) -> str:
     """Return the largest distance as a share of the eager runs' spread."""
     return f"{spread.worst * FACTOR:.2f}"
@@ -98,8 +111,8 @@ def share_of_spread(spread: Spread) -> str:
 
 def main() -> int:
     """Write both files."""
-    bench, mixes, runs = (
-        read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain")
+    bench, mixes, runs, loading = (
+        read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
     body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients
 accumulated into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
@@ -119,7 +132,7 @@ own spread up to that step. {origin(runs)}
 """
     notes = (FOLDER / "notes.md").read_text()
     (FOLDER / "README.md").write_text(
-        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{notes}"
+        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{autoload(loading)}\n{notes}"
     )
     readme = ROOT / "README.md"
     text = readme.read_text()

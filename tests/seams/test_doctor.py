@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +86,22 @@ def test_no_gpu_is_a_problem_unless_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert any("no NVIDIA GPU" in p.what for p in doctor.diagnose().problems)
     assert diagnose().problems == [] and diagnose().gpu is None
+
+
+def test_facts_of_a_gpu(monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="Made up", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (40 * 2**30, 80 * 2**30))
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    found = doctor.diagnose()
+    assert found.problems == []
+    assert (found.gpu["name"], found.gpu["count"], found.gpu["capability"]) == ("Made up", 2, "9.0")
+    assert (found.gpu["memory_gib"], found.gpu["free_gib"], found.gpu["driver"]) == (80.0, 40.0, "580.95.05")
+    assert found.gpu["torch_cuda"] and "driver_cuda" in found.gpu
+    assert "Made up" in doctor.render(found)
 
 
 def test_an_unknown_release_is_said(monkeypatch):
