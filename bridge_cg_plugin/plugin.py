@@ -83,7 +83,7 @@ def seam_states() -> dict[str, Any]:
     """Return the `SeamState` of every seam by name. Imports nothing of upstream: its sources are read."""
     from .upstream.states import seam_states as states_with
 
-    return states_with(_loaded_patches())
+    return states_with(_loaded_patches(), _on)
 
 
 def broken_seams() -> dict[str, str]:
@@ -101,8 +101,8 @@ def _patch_module(module: ModuleType) -> None:
             for patch in patches:
                 if patch.module == module.__name__:
                     patch.apply(module)
-                    if patch.state == "broken":
-                        LOGGER.warning("seam %s is left as it is: %s", patch.name, patch.reason)
+                    level = logging.WARNING if patch.state == "broken" else logging.DEBUG
+                    LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
 

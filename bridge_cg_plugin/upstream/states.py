@@ -27,14 +27,15 @@ class SeamState:
     reason: str
 
 
-def seam_states(patches: Iterable[Patch]) -> dict[str, SeamState]:
+def seam_states(patches: Iterable[Patch], on: bool) -> dict[str, SeamState]:
     """Return the state of every seam by name.
 
     Args:
         patches: The patches of modules imported so far; others wait.
+        on: Whether the plugin is on.
     """
     known, installed = {patch.name: patch for patch in patches}, installed_states(bridge_release())
-    return {seam.name: _state(seam, known.get(seam.name), *installed[seam.name]) for seam in SEAMS}
+    return {seam.name: _state(seam, known.get(seam.name), on, *installed[seam.name]) for seam in SEAMS}
 
 
 @functools.cache
@@ -44,13 +45,20 @@ def installed_states(release: str) -> dict[str, tuple[State, str]]:
     return {seam.name: compare(seam, reader, release) for seam in SEAMS}
 
 
-def _state(seam: Seam, patch: Patch | None, state: State, reason: str) -> SeamState:
-    if patch is not None and seam.module in sys.modules:
-        patch.look()
-        return SeamState(seam, patch.state, patch.reason)
-    if state == "native" and not reason and seam.patched_by:
-        return SeamState(seam, "waiting", f"until {seam.module} is imported")
-    return SeamState(seam, state, reason)
+def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str) -> SeamState:
+    if not seam.patched_by:
+        return SeamState(seam, state, reason)
+    if not on:
+        return SeamState(seam, "off", patch.reason if patch is not None else "")
+    if seam.module not in sys.modules:
+        waits = state == "native" and not reason
+        return (
+            SeamState(seam, "waiting", f"until {seam.module} is imported") if waits else SeamState(seam, state, reason)
+        )
+    if patch is None or patch.state == "off":
+        return SeamState(seam, "broken", f"the plugin failed to replace {seam.place}; the log says why")
+    patch.look()
+    return SeamState(seam, patch.state, patch.reason)
 
 
 def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]:

@@ -136,6 +136,19 @@ def test_a_renamed_parameter_stops_training_with_vision_graphs_only(renamed, con
     check_training_config(config)
 
 
+def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):
+    patch = next(p for p in train_loop.PATCHES if p.name == "train_end")
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        changed.setattr(patch, "make", lambda old: 1 / 0)
+        bridge_cg_plugin.activate()
+        assert f"could not patch {TRAIN}" in caplog.text
+        with pytest.raises(DriftError, match="train_end: the plugin failed to replace"):
+            check_training_config(config)
+    config.model.vision_cuda_graph_impl = "none"
+    check_training_config(config)
+
+
 def test_a_relied_on_part_that_is_gone_stops_training_with_vision_graphs_only(config, monkeypatch):
     lost = replace(seam("vision_parts"), attributes=("patch_embed", "patch_embedding_of_old"))
     monkeypatch.setattr(states, "SEAMS", (*(s for s in SEAMS if s.name != lost.name), lost))

@@ -117,6 +117,8 @@ def test_an_unknown_release_is_refused(tool, capsys):
 
 def test_every_seam_is_declared_in_full():
     assert len({seam.name for seam in SEAMS}) == len(SEAMS)
+    replaced = [seam.place for seam in SEAMS if seam.patched_by]
+    assert len(set(replaced)) == len(replaced), "two patches claim one target"
     for seam in SEAMS:
         assert seam.purpose and seam.undo and seam.since in {r.bridge for r in RELEASES}, seam.name
         replaces = seam.touch in ("replaced", "extended", "instance")
