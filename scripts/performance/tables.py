@@ -30,7 +30,8 @@ def origin(records: list[dict[str, Any]]) -> str:
     first = records[0]
     versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
     commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
-    return f"{first['gpu']}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
+    gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
+    return f"{gpu}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
 
 
 def speed(records: list[dict[str, Any]]) -> str:
