@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 1 where `doctor` found a problem or `audit` a drift."""
+    """Run a command; returns the exit status.
+
+    1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
+    """
     parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
@@ -20,12 +23,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="WHEEL|FOLDER|installed",
         help="together one release (megatron-bridge and megatron-core); what is installed if left out",
     )
-    for command in (doctor, audit):
+    explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
+    explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    for command in (doctor, audit, explain):
         command.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    if args.command == "explain":
+        return run_explain(_words(arguments), args.json)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "audit":
         return run_audit(args.sources, args.json)
     return run_doctor(args.json, not args.no_gpu)
+
+
+def _words(arguments: Sequence[str] | None) -> list[str]:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
 
 
 def run_doctor(as_json: bool, wants_gpu: bool = True) -> int:
@@ -48,6 +62,33 @@ def run_audit(sources: Sequence[str], as_json: bool) -> int:
         return 2
     print(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.drift else 0
+
+
+def run_explain(words: Sequence[str], as_json: bool) -> int:
+    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0."""
+    from .options import OptionError, check_options, facts_of, normalize
+    from .options.explain import as_json as plain
+    from .options.explain import in_words
+    from .options.sources import is_word
+
+    try:
+        recipes = [_recipe(name) for name in words[:1] if not is_word(name)]
+        options, written = normalize(*recipes, list(words[len(recipes) :]))
+        check_options(options, facts_of(written))
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(plain(options)) if as_json else in_words(options))
+    return 0
+
+
+def _recipe(name: str) -> object:
+    import contextlib
+
+    from .upstream.recipes import build_recipe
+
+    with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
+        return build_recipe(name)
 
 
 if __name__ == "__main__":

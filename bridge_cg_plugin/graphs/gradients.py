@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+# Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
+SMALL = 1 << 16
+
 
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
@@ -45,15 +48,16 @@ class GradientSinks:
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Add gradients of the aliases to their `main_grad` while a backward over them runs."""
-        handles = []
+        handles, small = [], SmallGradients()
         for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
             if main_grad is None:
                 continue
             alias = aliases[parameter]
             alias.grad_added_to_main_grad = False
-            handles.append(alias.register_hook(_adder(alias, main_grad, self._placeholders.scalar(alias))))
+            handles.append(alias.register_hook(_adder(alias, main_grad, self._placeholders.scalar(alias), small)))
         try:
             yield
+            small.add()
         finally:
             for handle in handles:
                 handle.remove()
@@ -88,14 +92,40 @@ class GradientSinks:
         return mark
 
 
-def _adder(alias: nn.Parameter, main_grad: Tensor, scalar: Tensor) -> Callable[[Tensor], Tensor]:
+def _adder(
+    alias: nn.Parameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
+) -> Callable[[Tensor], Tensor]:
     def add(gradient: Tensor) -> Tensor:
         # Transformer Engine's fused weight-gradient GEMM has added it already and says so.
         if not alias.grad_added_to_main_grad:
-            main_grad.add_(gradient)
+            if gradient.numel() <= SMALL:
+                small.keep(main_grad, gradient)
+            else:
+                main_grad.add_(gradient)
         return scalar.expand(gradient.shape)
 
     return add
+
+
+class SmallGradients:
+    """Gradients of biases and norms, added to their `main_grad` together: one by one each costs a kernel."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[torch.dtype, ...], list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(self, main_grad: Tensor, gradient: Tensor) -> None:
+        """Hold a gradient until `add`."""
+        self._pairs.setdefault((main_grad.dtype, gradient.dtype), []).append((main_grad, gradient))
+
+    def add(self) -> None:
+        """Add all that is held, in few kernels, each rounded as if it were added alone."""
+        for pairs in self._pairs.values():
+            main_grads, gradients = zip(*pairs, strict=True)
+            # PyTorch adds lists in one kernel only where both have the same dtype.
+            flat = torch.cat([g.reshape(-1) for g in gradients]).to(main_grads[0].dtype)
+            parts = flat.split([g.numel() for g in gradients])
+            torch._foreach_add_(main_grads, [part.view_as(g) for part, g in zip(parts, main_grads, strict=True)])
+        self._pairs = {}
 
 
 class _Placeholders:

@@ -1,5 +1,7 @@
 """One region at one bucket: the work that is recorded, and its two ways of being run again."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +20,22 @@ class Gradients:
 
     inputs: tuple[Tensor | None, ...]
     parameters: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a recording was made as, besides its bucket.
+
+    Attributes:
+        gradients: Whether a backward can follow the forward.
+        training: Whether the modules were in training mode, which decides dropout.
+    """
+
+    gradients: bool
+    training: bool
+
+
+TRAINING = Mode(gradients=True, training=True)
 
 
 class Recording(Protocol):
@@ -41,6 +59,7 @@ class RegionBody:
         bucket: What is recorded for.
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
+        training: Mode of the modules while they run; None leaves it as it is.
     """
 
     def __init__(
@@ -50,7 +69,9 @@ class RegionBody:
         bucket: Bucket,
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
+        training: bool | None = None,
     ) -> None:
+        self._training = training
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
@@ -61,7 +82,11 @@ class RegionBody:
     def forward(self) -> tuple[Tensor, ...]:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
-        with torch.set_grad_enabled(self._sinks is not None), self._aliases.active() as aliases:
+        with (
+            torch.set_grad_enabled(self._sinks is not None),
+            self._aliases.active() as aliases,
+            training_mode(self._program.modules(), self._training),
+        ):
             if self._sinks is not None:
                 for name in self._differentiable:
                     buffers[name] = buffers[name].detach().requires_grad_()
@@ -88,6 +113,19 @@ class RegionBody:
     def has_backward(self) -> bool:
         """Whether gradients are recorded."""
         return self._sinks is not None
+
+
+@contextmanager
+def training_mode(roots: Sequence[nn.Module], training: bool | None) -> Iterator[None]:
+    """Put modules into training or evaluation mode; every submodule's own mode comes back, None changes nothing."""
+    modules = [] if training is None else [m for root in roots for m in root.modules() if m.training != training]
+    for module in modules:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = not training
 
 
 class ReferenceRecording:

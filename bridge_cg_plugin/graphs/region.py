@@ -1,7 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and says why when it cannot."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from .executor import Executor
 from .gradients import GradientSinks
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
-from .recording import RegionBody
+from .recording import TRAINING, Mode, RegionBody
 from .replay import BackwardObserver, replay
 from .slot import Slot
 from .statistics import BucketStatistics, RegionStatistics
@@ -100,11 +100,26 @@ class Region:
             specs = self.program.input_specs(bucket)
             slot.buffers[bucket] = slot.arena.buffers(specs)
             self.program.load_example(slot.buffers[bucket], bucket)
-            if self.sinks.parameters or any(spec.differentiable for spec in specs.values()):
-                self._record(slot, bucket, training=True)
-            if bucket in forward_only or not self.sinks.parameters:
-                self._record(slot, bucket, training=False)
+            for mode in self._modes(bucket in forward_only):
+                self._record(slot, bucket, mode)
             self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
+
+    def _modes(self, evaluation: bool) -> Iterator[Mode]:
+        """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
+        training = self._in_training()
+        frozen = not self.sinks.parameters
+        if not frozen or self._differentiable():
+            yield Mode(gradients=True, training=training)
+        if frozen and training:
+            yield Mode(gradients=False, training=True)
+        if evaluation or (frozen and not training):
+            yield Mode(gradients=False, training=False)
+
+    def _in_training(self) -> bool:
+        return self.program.modules()[0].training
+
+    def _differentiable(self) -> bool:
+        return any(spec.differentiable for spec in self.program.input_specs(self.buckets[0]).values())
 
     def _forward_only_buckets(self) -> set[Bucket]:
         """The buckets that no other of the same capacity contains: limits cost a forward little."""
@@ -112,9 +127,10 @@ class Region:
             return set()
         return {b for b in self.buckets if not any(other.contains(b) for other in self.buckets if other != b)}
 
-    def _record(self, slot: Slot, bucket: Bucket, training: bool) -> None:
-        sinks = self.sinks if training else None
-        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks)
+    def _record(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
+        sinks = self.sinks if mode.gradients else None
+        switched = None if mode.training == self._in_training() else mode.training
+        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks, switched)
 
         def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             views = tuple(
@@ -125,7 +141,7 @@ class Region:
 
         try:
             self.executor.warm_up(body, output_gradients)
-            slot.recordings[bucket, training] = self.executor.record(body, slot.pool)
+            slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -138,11 +154,13 @@ class Region:
         self._slots = []
         self.aliases = self.sinks = None
 
-    def choose(self, batch: Any, training: bool = True) -> tuple[Bucket, None] | tuple[None, str]:
+    def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""
+        if all(recorded != mode for _, recorded in self._slots[0].recordings):
+            return None, "mode_not_captured" if mode.gradients or mode.training else "evaluation_not_captured"
         size, reason = self.program.size(batch), "too_many_tokens"
         for bucket in self.buckets:
-            if size <= bucket.tokens and (bucket, training) in self._slots[0].recordings:
+            if size <= bucket.tokens and (bucket, mode) in self._slots[0].recordings:
                 refusal = self.program.refuse(batch, bucket)
                 if refusal is None:
                     return bucket, None
@@ -154,28 +172,26 @@ class Region:
         if not self.captured:
             return self._fall_back("not_captured")
         self.sinks.clear()
-        training = torch.is_grad_enabled() and self._wants_gradients(batch)
-        if not training and not self.evaluation and self.sinks.parameters:
-            return self._fall_back("evaluation_not_captured")
-        bucket, reason = self.choose(batch, training)
+        mode = Mode(torch.is_grad_enabled() and self._wants_gradients(batch), self._in_training())
+        bucket, reason = self.choose(batch, mode)
         if bucket is None:
             return self._fall_back(reason)
-        slot = self._free_slot(bucket, training)
+        slot = self._free_slot(bucket, mode)
         if slot is None:
             return self._fall_back("no_free_slot")
         if self.aliases.moved() or self.sinks.moved():
             return self._fall_back("parameters_changed")
         if self._before_replay is not None:
             self._before_replay()
-        outputs = replay(self.program, self.sinks, slot, bucket, training, batch, observer)
-        self.statistics.replayed(bucket, self.program.size(batch), training)
+        outputs = replay(self.program, self.sinks, slot, bucket, mode, batch, observer)
+        self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
         return outputs
 
     def _wants_gradients(self, batch: Any) -> bool:
         return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    def _free_slot(self, bucket: Bucket, training: bool) -> Slot | None:
-        return next((s for s in self._slots if s.free and (bucket, training) in s.recordings), None)
+    def _free_slot(self, bucket: Bucket, mode: Mode) -> Slot | None:
+        return next((s for s in self._slots if s.free and (bucket, mode) in s.recordings), None)
 
     def _fall_back(self, reason: str) -> None:
         self.statistics.fallbacks[reason] += 1

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from .gradients import GradientSinks
 from .program import Bucket, RegionProgram
-from .recording import Gradients
+from .recording import Gradients, Mode
 from .slot import Lease, Slot
 
 
@@ -28,7 +28,7 @@ def replay(
     sinks: GradientSinks,
     slot: Slot,
     bucket: Bucket,
-    training: bool,
+    mode: Mode,
     batch: Any,
     observer: BackwardObserver | None = None,
 ) -> tuple[Tensor, ...]:
@@ -37,20 +37,20 @@ def replay(
     try:
         program.load(slot.buffers[bucket], batch)
         rows = program.output_rows(batch)
-        if not training:
-            outputs = _forward(slot, bucket, training, rows)
+        if not mode.gradients:
+            outputs = _forward(slot, bucket, mode, rows)
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        call = _Call(lease, sinks, bucket, rows, program.size(batch), observer)
+        call = _Call(lease, sinks, bucket, mode, rows, program.size(batch), observer)
         return _Replay.apply(call, *inputs, *sinks.parameters)
     except BaseException:
         lease.release()
         raise
 
 
-def _forward(slot: Slot, bucket: Bucket, training: bool, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-    recording = slot.recordings[bucket, training]
+def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    recording = slot.recordings[bucket, mode]
     recording.forward()
     return tuple(output[:count].clone() for output, count in zip(recording.outputs, rows, strict=True))
 
@@ -58,18 +58,19 @@ def _forward(slot: Slot, bucket: Bucket, training: bool, rows: tuple[int, ...]) 
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "lease", "observer", "rows", "sinks", "size")
+    __slots__ = ("bucket", "lease", "mode", "observer", "rows", "sinks", "size")
 
     def __init__(
         self,
         lease: Lease,
         sinks: GradientSinks,
         bucket: Bucket,
+        mode: Mode,
         rows: tuple[int, ...],
         size: int,
         observer: BackwardObserver | None,
     ) -> None:
-        self.lease, self.sinks, self.bucket = lease, sinks, bucket
+        self.lease, self.sinks, self.bucket, self.mode = lease, sinks, bucket, mode
         self.rows, self.size, self.observer = rows, size, observer
 
 
@@ -78,7 +79,7 @@ class _Replay(Function):
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return _forward(call.lease.slot, call.bucket, True, call.rows)
+        return _forward(call.lease.slot, call.bucket, call.mode, call.rows)
 
     @staticmethod
     @once_differentiable
@@ -91,7 +92,7 @@ class _Replay(Function):
             call.observer.before_backward(output_gradients)
         for buffer, gradient, rows in zip(slot.output_gradients[call.bucket], output_gradients, call.rows, strict=True):
             _load_gradient(buffer, gradient, rows)
-        gradients = slot.recordings[call.bucket, True].backward()
+        gradients = slot.recordings[call.bucket, call.mode].backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)

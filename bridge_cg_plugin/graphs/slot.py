@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import ReplayError
 from .program import Bucket, Buffers, TensorSpec
-from .recording import Recording
+from .recording import Mode, Recording
 
 
 class Arena:
@@ -48,7 +48,7 @@ class Slot:
         self.index = index
         self.arena = Arena(device)
         self.pool = pool
-        self.recordings: dict[tuple[Bucket, bool], Recording] = {}
+        self.recordings: dict[tuple[Bucket, Mode], Recording] = {}
         self.buffers: dict[Bucket, Buffers] = {}
         self.output_gradients: dict[Bucket, tuple[Tensor, ...]] = {}
         self._lease: int | None = None

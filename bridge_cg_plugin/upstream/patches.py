@@ -24,7 +24,7 @@ def bridge_release() -> str:
     """Return the version of the megatron-bridge that this process uses, "" if there is none."""
     info = sys.modules.get("megatron.bridge.package_info")
     if info is not None and isinstance(getattr(info, "__version__", None), str):
-        return info.__version__
+        return info.__version__.partition("+")[0]  # in a git checkout it goes on with that checkout's commit
     try:
         return importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError:

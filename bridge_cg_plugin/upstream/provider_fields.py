@@ -6,12 +6,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..options import PROVIDER_FIELDS, VisionGraphOptions
+from ..options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
 from .patches import Patch
 from .registry import seam
 from .registry.models import PROVIDERS
 
-DEFAULTS = {PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)}
+DEFAULTS = {
+    **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
+    PROVIDER_FIELDS["modules"]: None,  # what the old name says
+    SCOPE_FIELD: (),
+}
 
 
 def missing_fields(present: Mapping[str, dataclasses.Field]) -> dict[str, Any]:

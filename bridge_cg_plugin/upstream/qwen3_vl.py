@@ -13,8 +13,8 @@ from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
 from .patches import Patch
 from .registry import seam
-from .registry.engine import TE_ATTENTION
 from .registry.models import ATTENTION
+from .transformer_engine import forget_attention_selection, fused_accumulation
 
 WRAPPER_DEPTH = 8
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
@@ -38,22 +38,9 @@ def pack_segments(offsets: Tensor, largest: int) -> Any:
     )
 
 
-def forget_attention_selection() -> None:
-    """Drop Transformer Engine's cached choice of attention kernel if comparing with it would read the device.
-
-    Bridge's eager vision forward passes `max_seqlen` as a device tensor, and the cache keeps it. A recorded forward
-    with the same value would compare against it, which waits for the device and ends a capture.
-    """
-    module = sys.modules.get(TE_ATTENTION)
-    cache = getattr(module, "_attention_backends", None)
-    cached = cache.get("attention_params") if isinstance(cache, dict) else None
-    if cached is not None and any(isinstance(value, Tensor) for value in vars(cached).values()):
-        cache["attention_params"] = None
-
-
 @contextmanager
-def fused_kernels() -> Iterator[None]:
-    """Let upstream's attention module call the plugin's kernels while a region is recorded.
+def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let upstream's attention module call the plugin's kernels while a region of these modules is recorded.
 
     Without Triton or a GPU upstream's own functions stay.
     """
@@ -94,7 +81,7 @@ def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_rotary_pos_emb_absolute
 
 
-QWEN3_VL = EncoderFamily(pack_segments=pack_segments, kernels=fused_kernels)
+QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, fused_accumulation)
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,74 +1,87 @@
-"""Combinations of Bridge options that vision graphs cannot work with, refused before the model is built."""
+"""Configurations that graphs cannot work with, refused before the model is built."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ..options import PROVIDER_FIELDS, OptionError, vision_options
+from ..options import (
+    PROVIDER_FIELDS,
+    SCOPE_FIELD,
+    CudaGraphModule,
+    Facts,
+    GraphOptions,
+    OffloadOptions,
+    check_options,
+    facts_of,
+)
+from ..options.graph_options import options_of, warn_once
+from ..options.language_model import IMPL
+from ..options.migration import SWITCHES
+from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..plugin import broken_seams
 from .environment import check_process
+from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
 
 
-def check_seams() -> None:
-    """Refuse vision graphs where upstream does not look as the plugin relies on.
+def check_seams(options: GraphOptions) -> None:
+    """Refuse graphs where upstream does not look as the plugin relies on for them.
 
     Raises:
         DriftError: Names the seams, the release and what was found.
     """
     broken = broken_seams()
+    asked = PROVIDER_FIELDS["impl"]
+    if not options.vision.enabled:
+        asked = IMPL
+        needed = PATCH_NAMES if options.language_model.captures(CudaGraphModule.attn) else ()
+        broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
         raise DriftError(
-            f"vision_cuda_graph_impl=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
-            f"{bridge_release()} ({found}). Set vision_cuda_graph_impl=none or use a release of the version table."
+            f"{asked}=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
+            f"{bridge_release()} ({found}). Set {asked}=none or use a release of the version table."
         )
 
 
 def check_training_config(config: Any) -> None:
-    """Check a Bridge `ConfigContainer` for everything that vision graphs depend on.
+    """Check a Bridge `ConfigContainer` for everything that graphs depend on.
+
+    Graphs that upstream runs are left alone. The vision modules are set under the name that Bridge reads.
 
     Raises:
         OptionError: Something cannot work; nothing was built yet.
+        DriftError: The graphs need a part of the plugin that does not fit this release.
     """
-    model = config.model
-    if not hasattr(model, PROVIDER_FIELDS["impl"]):
+    written = _without_idle_fields(collect(config))
+    options = options_of(written)
+    if not (options.enabled or options.packed.enabled):
         return
-    options = vision_options(model, getattr(model, "spatial_merge_size", 2) ** 2)
-    if not options.enabled:
-        return
-    check_process()
-    check_seams()
-    if not (getattr(model, "use_te_rng_tracker", False) or getattr(config.rng, "te_rng_tracker", False)):
-        raise OptionError(
-            "rng.te_rng_tracker",
-            False,
-            "true with vision_cuda_graph_impl=transformer_engine",
-            "Set rng.te_rng_tracker=true and model.use_te_rng_tracker=true: other random states cannot be captured.",
-        )
-    if getattr(config.ddp, "use_megatron_fsdp", False):
-        raise OptionError(
-            "ddp.use_megatron_fsdp",
-            True,
-            "false with vision_cuda_graph_impl=transformer_engine",
-            "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture.",
-        )
-    _check_recompute(model)
+    if options.vision.enabled:
+        check_process()
+    check_seams(options)
+    # megatron-core checks offloading itself, each release what it can do.
+    check_options(replace(options, offload=OffloadOptions()), _facts(written, options), harmless=False)
+    warn_once(options)
+    if options.vision.enabled:
+        setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
 
 
-def _check_recompute(model: Any) -> None:
-    granularity = getattr(model, "recompute_granularity", None)
-    modules = getattr(model, "recompute_modules", None)
-    modules = ["core_attn"] if modules is None else modules  # megatron-core's default
-    if granularity is None or (granularity == "selective" and not {"core_attn", "mlp", "layernorm"} & set(modules)):
-        return
-    raise OptionError(
-        "model.recompute_granularity",
-        granularity,
-        "null with vision_cuda_graph_impl=transformer_engine",
-        "Bridge applies it to the vision encoder too, whose activations live in the graph's memory; lower "
-        "max_vision_cuda_graph_seq_length if memory is short.",
-    )
+def _facts(written: Written, options: GraphOptions) -> Facts:
+    facts = facts_of(written)
+    providers = {base.__name__ for base in type(written.model).__mro__}
+    if options.vision.enabled or "GPTModelProvider" in providers:
+        return facts
+    return replace(facts, te_rng_tracker=None)  # Bridge insists on Transformer Engine's tracker for GPT models only
+
+
+def _without_idle_fields(written: Written) -> Written:
+    """Drop language-model fields that upstream does not read because graphs are off, as recipes leave them."""
+    fields = written.fields
+    on = fields.get(IMPL) not in (None, "none") or any(fields.get(name) for name in SWITCHES)
+    kept = fields if on else {name: v for name, v in fields.items() if name not in LANGUAGE_MODEL_FIELDS}
+    return replace(written, fields=kept)
 
 
 def _checked(old: Callable[..., None]) -> Callable[..., None]:

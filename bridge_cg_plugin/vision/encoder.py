@@ -1,8 +1,8 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .check import CheckResult, ReplayCheck
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
-from .qwen3_vl import PackSegments, Qwen3VLEncoder
+from .qwen3_vl import PackSegments, Qwen3VLEncoder, RecordingKernels
 from .report import GIB, merge_statistics, metrics, render
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
@@ -39,11 +39,13 @@ class EncoderFamily:
 
     Attributes:
         pack_segments: Builds upstream's attention metadata.
-        kernels: Entered around recorded work; swaps in faster kernels that compute the same.
+        kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
+        fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
     """
 
     pack_segments: PackSegments
-    kernels: Callable[[], AbstractContextManager] = nullcontext
+    kernels: RecordingKernels = nullcontext
+    fused_accumulation: RecordingKernels = nullcontext
 
 
 class VisionGraphs:
@@ -216,7 +218,13 @@ class VisionGraphs:
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
     def _encoder_program(self) -> Qwen3VLEncoder:
-        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.options.exact_below, self.family.kernels)
+        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.options.exact_below, self._kernels)
+
+    @contextmanager
+    def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        fused = self.options.gradient_accumulation_fusion
+        with self.family.kernels(modules), (self.family.fused_accumulation if fused else nullcontext)(modules):
+            yield
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
         frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
@@ -226,10 +234,10 @@ class VisionGraphs:
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
             buckets = [Bucket(c, (frames,)) for c in capacities]
-            programs = [AttentionPart(layer, family.pack_segments, exact, family.kernels) for layer in layers]
+            programs = [AttentionPart(layer, family.pack_segments, exact, self._kernels) for layer in layers]
         else:
             buckets = [Bucket(c) for c in capacities]
-            programs = [MlpPart(layer, exact) for layer in layers]
+            programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
         return [
             Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay)
             for p in programs

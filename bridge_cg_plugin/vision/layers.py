@@ -1,14 +1,14 @@
 """The attention part or the MLP part of one transformer layer as a region."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
-from .qwen3_vl import PackSegments
+from .qwen3_vl import PackSegments, RecordingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class AttentionPart(_LayerPart):
         layer: nn.Module,
         pack_segments: PackSegments,
         exact_below: int = 0,
-        kernels: Callable[[], AbstractContextManager] = nullcontext,
+        kernels: RecordingKernels = nullcontext,
     ) -> None:
         super().__init__(layer, f"vision_attention_{layer.layer_number}", exact_below)
         self._forward_attention = layer._forward_attention
@@ -125,7 +125,7 @@ class AttentionPart(_LayerPart):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        with self._kernels():
+        with self._kernels(self.modules()):
             hidden, _ = self._forward_attention(
                 hidden_states=buffers["hidden"],
                 attention_mask=None,
@@ -138,9 +138,10 @@ class AttentionPart(_LayerPart):
 class MlpPart(_LayerPart):
     """Norm, MLP and residual of one layer."""
 
-    def __init__(self, layer: nn.Module, exact_below: int = 0) -> None:
+    def __init__(self, layer: nn.Module, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(layer, f"vision_mlp_{layer.layer_number}", exact_below)
         self._forward_mlp = layer._forward_mlp
+        self._kernels = kernels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -148,4 +149,5 @@ class MlpPart(_LayerPart):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        return (self._forward_mlp(buffers["hidden"]),)
+        with self._kernels(self.modules()):
+            return (self._forward_mlp(buffers["hidden"]),)

@@ -14,6 +14,8 @@ from .position_embedding import interpolate
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
 PackSegments = Callable[[Tensor, int], Any]
+# Called with a program's modules.
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
 
 class Qwen3VLEncoder:
@@ -35,7 +37,7 @@ class Qwen3VLEncoder:
         model: nn.Module,
         pack_segments: PackSegments,
         exact_below: int = 0,
-        kernels: Callable[[], AbstractContextManager] = nullcontext,
+        kernels: RecordingKernels = nullcontext,
     ) -> None:
         self.model = model
         self._pack_segments = pack_segments
@@ -95,9 +97,9 @@ class Qwen3VLEncoder:
         frames, largest = bucket.limits
         positions = token_positions(buffers["grid"], bucket.tokens, self.merge)
         offsets = segment_offsets(buffers["grid"], frames)
-        hidden = model.patch_embed(buffers["pixels"])
-        hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
-        with self._kernels():
+        with self._kernels(self.modules()):
+            hidden = model.patch_embed(buffers["pixels"])
+            hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
             hidden, deepstack = model.decoder(
                 hidden_states=hidden[:, None],
                 attention_mask=None,
@@ -105,7 +107,7 @@ class Qwen3VLEncoder:
                 rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
                 packed_seq_params=self._pack_segments(offsets, largest),
             )
-        return model.merger(hidden), *deepstack
+            return model.merger(hidden), *deepstack
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb

@@ -15,6 +15,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
     parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
+    parser.add_argument("--small", action="store_true", help="a tower of 6 layers, for tests")
     parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
     parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")
     parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
@@ -46,7 +47,7 @@ def main() -> int:
 def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
     """Return the command line of each single run."""
     arguments = ["--steps", str(steps), *args.overrides]
-    for name in ("single", "no_overlap"):
+    for name in ("single", "small", "no_overlap"):
         if getattr(args, name):
             arguments.append("--" + name.replace("_", "-"))
     for name in ("validate_every", "text_only_every", "save", "load"):
@@ -72,6 +73,7 @@ def train_once(args: argparse.Namespace) -> int:
             overlap=not args.no_overlap,
             save=args.save,
             load=args.load,
+            small=args.small,
         ),
         args.out,
     )

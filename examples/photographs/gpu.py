@@ -42,6 +42,7 @@ def main(steps: int, eager_runs: int, arguments: list[str], records: Path | None
     print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
     print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
+    print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")
     replayed = bool(graphs["graphs"] and graphs["graphs"]["replays"])
     same = loss.inside and norm.inside and replayed
     print(
@@ -50,8 +51,14 @@ def main(steps: int, eager_runs: int, arguments: list[str], records: Path | None
     )
     if records is not None:
         runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
-        write(records, runs, ratio, same, "single" if "--single" in arguments else "mixed")
+        write(records, runs, ratio, same, case_of(arguments))
     return 0 if same else 1
+
+
+def case_of(arguments: list[str]) -> str:
+    """Return the name of the case that a run's arguments make, for its records."""
+    language_model = any(a.removeprefix("model.").startswith("cuda_graph_") for a in arguments)
+    return ("single" if "--single" in arguments else "mixed") + ("_language_model" if language_model else "")
 
 
 def print_steps(runs: list[dict[str, Any]], steps: int) -> None:

@@ -27,6 +27,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 import bridge_cg_plugin
+from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.graph_fields import apply_options
 
 from .photographs import MIXED_SIZES, PhotographProvider
 
@@ -38,13 +41,14 @@ class Run:
     """What one run trains.
 
     Attributes:
-        impl: `vision_cuda_graph_impl`.
+        impl: `vision_cuda_graph_impl`; with "none" the run is eager and graph options in `overrides` are not used.
         steps: Optimizer steps.
         overrides: Fields set on the model provider, by name.
         single: Whether every sample is one 448 x 448 image.
         validate_every: Steps between evaluations, 0 for none.
         text_only_every: Every how many samples one has no image, 0 for none.
         save, load: Checkpoint folders.
+        small: Whether the tower is 6 layers deep and embeddings are shared: the same code in half the memory.
     """
 
     impl: str = "none"
@@ -57,6 +61,14 @@ class Run:
     overlap: bool = True
     save: str | None = None
     load: str | None = None
+    small: bool = False
+
+
+def vision_config(run: Run) -> Qwen3VLVisionConfig:
+    """Return the tower's Hugging Face configuration."""
+    if run.small:
+        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=2048)
+    return Qwen3VLVisionConfig(depth=27, out_hidden_size=2048)
 
 
 def model_provider(run: Run) -> Qwen3VLModelProvider:
@@ -76,20 +88,23 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         vocab_size=VOCABULARY,
         seq_length=2048,
         language_max_sequence_length=2048,
-        vision_config=Qwen3VLVisionConfig(depth=27, out_hidden_size=2048),
+        vision_config=vision_config(run),
         out_hidden_size=2048,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=run.small,
         make_vocab_size_divisible_by=128,
         gradient_accumulation_fusion=False,
         use_te_rng_tracker=True,
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    provider.vision_cuda_graph_impl = run.impl
-    for name, value in (run.overrides or {}).items():
+    overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
+    graphs = {name: value for name, value in overrides.items() if name in FIELDS}
+    for name in overrides.keys() - graphs.keys():
         if not hasattr(provider, name):
             raise ValueError(f"the model provider has no field {name!r}")
-        setattr(provider, name, value)
+        setattr(provider, name, overrides[name])
+    if run.impl != "none":
+        apply_options(graph_options(provider, {"vision_cuda_graph_impl": run.impl}, graphs), provider)
     return provider
 
 
@@ -188,6 +203,7 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
         "peak_gb": recorder.peak_gb,
         "graphs": statistics.value,
         "checks": statistics.checks,
+        "language_model_layers": statistics.language_model_layers,
     }
     if out is not None:
         out.write_text(json.dumps(result))
@@ -195,15 +211,19 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
 
 
 class StatisticsKeeper(Callback):
-    """Keeps the vision graphs' statistics as of the last step."""
+    """Keeps the graphs' statistics as of the last step."""
 
     def __init__(self) -> None:
         self.value: dict[str, Any] | None = None
         self.checks: list[tuple[float, float | None]] = []
+        self.language_model_layers = 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Read the active helper's statistics."""
+        """Read the active helper's statistics and count the language model's layers that have graphs."""
         from bridge_cg_plugin.upstream.helper import active_helpers
+
+        modules = (module for chunk in context.model for module in chunk.modules())
+        self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()

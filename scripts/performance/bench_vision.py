@@ -107,8 +107,10 @@ class Bench:
 
         batch = self.batches[name]
         times = self.tower.median_times(lambda: self.tower.step(self.model, batch), self.repeats)
+        self.model.eval()
         with torch.no_grad():
             forward = self.tower.median_times(lambda: self.tower.forward(self.model, batch), self.repeats)
+        self.model.train()
         return {
             "case": name,
             "mode": mode,

@@ -30,7 +30,7 @@ def main() -> int:
 
     tower.start_process()
     model = tower.build_tower()
-    tower.MainGrads(model)
+    grads = tower.MainGrads(model)
     batch = tower.make_batch(tower.CASES[args.case], model)
     if not args.eager:
         options = VisionGraphOptions(
@@ -42,6 +42,7 @@ def main() -> int:
     steps = 3
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
+            grads.zero()
             tower.step(model, batch)
         torch.cuda.synchronize()
     total, count = defaultdict(float), defaultdict(int)

@@ -181,3 +181,26 @@ def test_weights_changed_by_an_optimizer_step_are_seen(tower_module, model, grad
         expected, _ = run(tower_module, model, grads, batch)
     outputs, _ = run(tower_module, model, grads, batch)
     assert tower_module.largest_relative(outputs, expected) == 0.0
+
+
+def test_lora_dropout_draws_anew_in_every_replay_and_not_in_evaluation(tower_module, model, graphs_of):
+    from megatron.bridge.peft.lora import LoRA
+
+    LoRA(target_modules=["linear_qkv"], dim=8, alpha=8, dropout=0.5)(model, training=True)
+    model.cuda().bfloat16().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_out" in name:
+                parameter.normal_(std=0.02)
+    tower_module.MainGrads(model)
+    helper = graphs_of(buckets=(1024,))
+    batch = tower_module.make_batch([(1, 28, 28)], model)
+    first, second = tower_module.step(model, batch), tower_module.step(model, batch)
+    assert tower_module.largest_relative(first, second) > 1e-3
+    model.eval()
+    with torch.no_grad():
+        replayed = tower_module.forward(model, batch)
+        with helper.graphs.paused():
+            expected = tower_module.forward(model, batch)
+    assert tower_module.largest_relative(replayed, expected) == 0.0
+    assert helper.graphs.statistics().replays == 3

@@ -13,16 +13,17 @@ from tests.gpu.conftest import ROOT
 
 def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
     out = tmp_path / f"{mode}.json"
-    command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--steps", str(steps), "--out", str(out)]
+    command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--small", "--steps", str(steps)]
+    command += ["--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(29700 + os.getpid() % 200)}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return {**json.loads(out.read_text()), "output": done.stdout}
 
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
 # Layer graphs have a pool for every layer, each with its own attention workspace.
-SMALL = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
+FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
 
 
@@ -54,8 +55,8 @@ def test_evaluation_and_checks(tmp_path, arguments):
         ("freeze_vision_model=true",),
         ("freeze_vision_projection=true",),
         ("freeze_vision_model=true", "freeze_vision_projection=true"),
-        ("vision_cuda_graph_scope=[attn]", *SMALL),
-        ("vision_cuda_graph_scope=[mlp]", *SMALL),
+        ("vision_cuda_graph_scope=[attn]", *FEW),
+        ("vision_cuda_graph_scope=[mlp]", *FEW),
     ],
     ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
 )
@@ -63,6 +64,17 @@ def test_first_losses_equal_eager(tmp_path, fields):
     eager = train(tmp_path, "eager", *[f for f in fields if "freeze" in f], steps=6)
     graphs = train(tmp_path, "graphs", *BUCKETS, *fields, steps=6)
     assert graphs["graphs"]["replays"] > 0
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
+@pytest.mark.parametrize("modules", ["attn,mlp", "attn", "mlp", ""], ids=["attn-mlp", "attn", "mlp", "whole-layer"])
+def test_language_model_graphs_beside_vision_graphs(tmp_path, modules):
+    words = ("model.cuda_graph_impl=transformer_engine", f"model.cuda_graph_modules=[{modules}]")
+    eager = train(tmp_path, "eager", steps=8)
+    graphs = train(tmp_path, "graphs", *BUCKETS, *words, steps=8)
+    assert graphs["graphs"]["replays"] > 0
+    assert graphs["language_model_layers"] == 4
     assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
     assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 

@@ -5,13 +5,21 @@ from types import ModuleType
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream import batches, patches, provider_fields, qwen3_vl, train_loop, training_config
+from bridge_cg_plugin.upstream import (
+    batches,
+    language_model,
+    patches,
+    provider_fields,
+    qwen3_vl,
+    train_loop,
+    training_config,
+)
 from bridge_cg_plugin.upstream.patches import Patch, bridge_release
 from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
 from bridge_cg_plugin.upstream.seams import Seam
 
-GROUPS = (train_loop, training_config, batches, provider_fields, qwen3_vl)
+GROUPS = (language_model, train_loop, training_config, batches, provider_fields, qwen3_vl)
 PATCHES = [patch for group in GROUPS for patch in group.PATCHES]
 ABSENT = object()
 CYCLES = 100

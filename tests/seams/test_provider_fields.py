@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import PROVIDER_FIELDS, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, OptionError, VisionGraphOptions, vision_options
 from bridge_cg_plugin.upstream.provider_fields import DEFAULTS
 
 MODULES = "megatron.bridge.models.qwen_vl"
@@ -24,6 +24,7 @@ VALUES = {
     "max_frames": 8,
     "memory_gb": 2.5,
     "exact_below": 0,
+    "gradient_accumulation_fusion": False,
     "evaluation": False,
     "strict": True,
     "check_interval": 7,
@@ -40,7 +41,7 @@ def provider(request, active):
 
 
 def test_the_values_cover_every_field():
-    assert set(FIELDS) == set(DEFAULTS)
+    assert {*FIELDS, SCOPE_FIELD} == set(DEFAULTS)
     assert all(DEFAULTS[name] != value for name, value in FIELDS.items())
 
 
@@ -74,6 +75,13 @@ def test_fields_are_dataclass_fields(provider):
 def test_an_unknown_keyword_is_still_refused(provider):
     with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
         provider(vision_cuda_graph_bukets=[64])
+
+
+def test_the_old_name_of_the_modules_keeps_working(provider):
+    assert vision_options(provider(vision_cuda_graph_scope=["attn"])).modules == ("attn",)
+    assert vision_options(provider(vision_cuda_graph_modules=["mlp"])).modules == ("mlp",)
+    with pytest.raises(OptionError, match="vision_cuda_graph_scope.*vision_cuda_graph_modules"):
+        vision_options(provider(vision_cuda_graph_scope=["attn"], vision_cuda_graph_modules=["mlp"]))
 
 
 def test_list_defaults_are_not_shared(provider):
@@ -142,7 +150,7 @@ def test_bridges_overrides_reach_the_fields(config):
 
     words = [
         f"model.{name}={str(value).replace(' ', '') if isinstance(value, list) else value}"
-        for name, value in {**FIELDS, "vision_cuda_graph_scope": "[attn,mlp]"}.items()
+        for name, value in {**FIELDS, "vision_cuda_graph_modules": "[attn,mlp]"}.items()
     ]
     assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS
 

@@ -224,7 +224,7 @@ def test_upstreams_data_parallelism_has_what_the_gather_uses():
 def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monkeypatch):
     import importlib
 
-    from bridge_cg_plugin.upstream.qwen3_vl import TE_ATTENTION, forget_attention_selection
+    from bridge_cg_plugin.upstream.transformer_engine import TE_ATTENTION, forget_attention_selection
 
     cache = importlib.import_module(TE_ATTENTION)._attention_backends
     for value, kept in (
@@ -245,6 +245,6 @@ def test_the_attention_module_has_the_function_that_kernels_replace(active):
     original = attention.apply_rotary_pos_emb_absolute
     assert list(inspect.signature(original).parameters) == ["t", "freqs", "config", "cu_seqlens"]
     assert "apply_rotary_pos_emb_absolute(" in inspect.getsource(attention.Qwen3VLSelfAttention)
-    with pytest.raises(KeyError), fused_kernels():
+    with pytest.raises(KeyError), fused_kernels(()):
         raise KeyError
     assert attention.apply_rotary_pos_emb_absolute is original

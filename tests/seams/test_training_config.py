@@ -5,8 +5,9 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import states, train_loop
+from bridge_cg_plugin.upstream import language_model, states, train_loop
 from bridge_cg_plugin.upstream.environment import check_process
+from bridge_cg_plugin.upstream.graph_fields import read_options
 from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.registry.training import TRAIN
@@ -166,3 +167,108 @@ def test_a_relied_on_part_that_is_gone_stops_training_with_vision_graphs_only(co
 def test_a_check_of_layer_graphs(config):
     config.model.vision_cuda_graph_scope, config.model.vision_cuda_graph_check_interval = ["attn"], 5
     refused(config, "vision_cuda_graph_check_interval")
+
+
+def own_name(model, name):
+    """The name that this release has for a field: 0.4 knows modules as cuda_graph_scope only."""
+    return "cuda_graph_scope" if name == "cuda_graph_modules" and not hasattr(model, name) else name
+
+
+def language_model_graphs(config, impl="transformer_engine", **fields):
+    config.model.vision_cuda_graph_impl = "none"
+    for name, value in {"cuda_graph_impl": impl, **fields}.items():
+        setattr(config.model, own_name(config.model, name), value)
+    return config
+
+
+def test_the_vision_modules_are_set_under_the_name_that_bridge_reads(config):
+    config.model.vision_cuda_graph_modules = "attn"
+    check_training_config(config)
+    assert config.model.vision_cuda_graph_scope == ["attn"]
+
+
+def test_language_model_graphs_beside_vision_graphs(config):
+    modules = own_name(config.model, "cuda_graph_modules")
+    config.model.cuda_graph_impl = "transformer_engine"
+    setattr(config.model, modules, "attn,mlp")
+    check_training_config(config)
+    config.model.finalize()
+    assert [m.name for m in getattr(config.model, modules)] == ["attn", "mlp"]
+
+
+def test_language_model_graphs_without_the_tracker(config):
+    language_model_graphs(config)
+    check_training_config(config)
+    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
+    refused(config, "rng.te_rng_tracker")
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"cuda_graph_modules": "moe,moe_router"}, "cuda_graph_modules"),
+        ({"variable_seq_lengths": True}, "model.variable_seq_lengths"),
+        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
+        ({"impl": "full_iteration", "cuda_graph_modules": []}, "rerun_state_machine.check_for_nan_in_loss"),
+    ],
+)
+def test_language_model_graphs_that_cannot_work(config, fields, field):
+    refused(language_model_graphs(config, **fields), field)
+
+
+def test_full_iteration_of_a_model_that_takes_images(config):
+    config.rerun_state_machine.check_for_nan_in_loss = False
+    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
+    with pytest.raises(OptionError, match="takes images|reads sizes on the host"):
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"impl": "none", "cuda_graph_scope": ["mlp"]},
+        {"impl": "none", "cuda_graph_scope": ["full_iteration"]},
+        {"impl": "none", "cuda_graph_scope": "full"},
+        {"cuda_graph_modules": ["attn", "mamba"]},
+    ],
+)
+def test_what_upstream_runs_is_left_alone(config, fields):
+    language_model_graphs(config, **fields)
+    check_training_config(config)
+    kept = {own_name(config.model, name): value for name, value in fields.items() if name != "impl"}
+    assert all(getattr(config.model, name) == value for name, value in kept.items())
+
+
+def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
+    model = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=[], use_te_rng_tracker=False)
+    check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
+
+
+def test_a_broken_rotary_patch_stops_graphs_of_attention_only(active, config, monkeypatch):
+    patch = language_model.PATCHES[0]
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        layer = active[patch.module].TransformerLayer
+        changed.setattr(layer, "get_layer_static_inputs", lambda self, length, micro_batch_size: None)
+        bridge_cg_plugin.activate()
+        language_model_graphs(config, cuda_graph_modules=["mlp"])
+        check_training_config(config)
+        language_model_graphs(config, cuda_graph_modules=["attn"])
+        with pytest.raises(DriftError, match=f"{patch.name}: .*no longer takes seq_length"):
+            check_training_config(config)
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])
+def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from examples.photographs.training import Run, training_config
+
+    overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
+    config = training_config(Run(impl="transformer_engine", overrides=overrides))
+    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
+    config.validate()
+    found = read_options(config)
+    assert [m.name for m in found.language_model.modules] == ["attn", "mlp"] and found.vision.enabled
+    eager = training_config(Run(impl="none", overrides=overrides))
+    assert not read_options(eager).enabled

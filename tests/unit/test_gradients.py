@@ -1,8 +1,10 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.gradients import GradientSinks
+from bridge_cg_plugin.graphs.gradients import SMALL, GradientSinks, SmallGradients
 
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 
@@ -294,3 +296,33 @@ def test_a_zero_eager_gradient_beside_a_replay():
     (eager_loss(reference, toy_batch(TOO_LARGE)) * 0 + eager_loss(reference, toy_batch())).backward()
     (region_loss(region, toy_batch(TOO_LARGE)) * 0 + region_loss(region, toy_batch())).backward()
     assert_same(parallel.main_grads, reference.main_grads)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 1152, 4304]), max_size=9),
+    dtypes=st.sampled_from([(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16,) * 2]),
+)
+def test_small_gradients_round_as_if_added_alone(sizes, dtypes):
+    generator = torch.Generator().manual_seed(len(sizes))
+    gradients = [torch.randn(size, generator=generator).to(dtypes[1]) for size in sizes]
+    main_grads = [torch.randn(size, generator=generator).to(dtypes[0]) for size in sizes]
+    expected = [main.clone().add_(gradient) for main, gradient in zip(main_grads, gradients, strict=True)]
+    small = SmallGradients()
+    for main, gradient in zip(main_grads, gradients, strict=True):
+        small.keep(main, gradient)
+    small.add()
+    assert all(torch.equal(main, wanted) for main, wanted in zip(main_grads, expected, strict=True))
+    small.add()
+    assert all(torch.equal(main, wanted) for main, wanted in zip(main_grads, expected, strict=True))
+
+
+def test_gradients_of_every_size_reach_main_grad():
+    model = torch.nn.ParameterDict({name: torch.zeros(size) for name, size in (("bias", 8), ("weight", SMALL + 1))})
+    for parameter in model.values():
+        parameter.main_grad = torch.ones_like(parameter)
+    aliases = {p: torch.nn.Parameter(p.detach()) for p in model.values()}
+    sinks = GradientSinks(list(model.values()))
+    with sinks.attached(aliases):
+        loss = sum((alias * 3).sum() for alias in aliases.values())
+        torch.autograd.grad(loss, list(aliases.values()))
+    assert all((p.main_grad == 4).all() for p in model.values())

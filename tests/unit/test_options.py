@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.options import _PARSERS, PROVIDER_FIELDS, OptionError, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import PROVIDER_FIELDS, OptionError, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options.vision import _PARSERS
 
 
 class Scope(Enum):
@@ -44,7 +45,8 @@ def test_unset_fields_take_their_default():
 
 def test_upstreams_field_names_are_kept():
     assert PROVIDER_FIELDS["impl"] == "vision_cuda_graph_impl"
-    assert PROVIDER_FIELDS["modules"] == "vision_cuda_graph_scope"
+    assert PROVIDER_FIELDS["modules"] == "vision_cuda_graph_modules"
+    assert vision_options({"vision_cuda_graph_scope": "attn"}).modules == ("attn",)
     assert PROVIDER_FIELDS["max_seq_length"] == "max_vision_cuda_graph_seq_length"
 
 

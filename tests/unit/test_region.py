@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.slot import Arena
 
-from .toy import Toy, ToyProgram, assert_same, eager_results, loss_of, poison, toy_batch, toy_region
+from .toy import Toy, ToyProgram, assert_same, eager_results, evaluation, loss_of, poison, toy_batch, toy_region
 
 
 def replayed_results(region, batch):
@@ -196,7 +196,7 @@ def test_evaluation_replays_forward_only():
     region, batch = toy_region(), toy_batch((2, 4))
     expected = eager_results(region.program.model, batch)[0]
     poison(region, float("nan"))
-    with torch.no_grad():
+    with evaluation(region):
         outputs = region.run(batch)
     assert_same(outputs, expected)
     assert not any(o.requires_grad for o in outputs)
@@ -209,7 +209,7 @@ def test_evaluation_between_a_forward_and_its_backward():
     region, batch = toy_region(), toy_batch((2, 4))
     expected = eager_results(region.program.model, batch)[1]
     outputs = region.run(batch)
-    with torch.no_grad():
+    with evaluation(region):
         assert region.run(toy_batch((4,))) is None
     assert region.statistics.fallbacks == {"no_free_slot": 1}
     assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
@@ -217,10 +217,41 @@ def test_evaluation_between_a_forward_and_its_backward():
 
 def test_evaluation_not_asked_for_falls_back():
     region = toy_region(evaluation=False)
-    with torch.no_grad():
+    with evaluation(region):
         assert region.run(toy_batch()) is None
     assert region.statistics.fallbacks == {"evaluation_not_captured": 1}
     assert_equals_eager(region, toy_batch())
+
+
+def test_evaluation_draws_no_dropout():
+    region, batch = toy_region(Toy(dropout=0.5)), toy_batch((2, 4))
+    with evaluation(region):
+        assert_same(region.run(batch), region.program.model(batch.x, batch.offsets))
+
+
+def test_a_frozen_region_draws_dropout_in_training_only():
+    region, batch = toy_region(Toy(dropout=0.5).requires_grad_(False)), toy_batch((2, 4), requires_grad=False)
+    first, second = region.run(batch)[0], region.run(batch)[0]
+    assert not torch.equal(first, second)
+    with evaluation(region):
+        assert_same(region.run(batch), region.program.model(batch.x, batch.offsets))
+
+
+def test_recording_leaves_every_module_in_its_own_mode():
+    model = Toy(dropout=0.5)
+    model.drop.eval()
+    region, batch = toy_region(model), toy_batch((2, 4))
+    assert [m.training for m in (model, model.drop, model.mix)] == [True, False, True]
+    assert_same(region.run(batch), model(batch.x, batch.offsets))
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_mode_that_was_not_recorded_runs_eager(gradients):
+    region = toy_region()
+    region.program.model.train(not gradients)
+    with torch.set_grad_enabled(gradients):
+        assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"mode_not_captured": 1}
 
 
 def test_frozen_parameters_leave_the_input_gradient():
@@ -276,7 +307,7 @@ def test_parameter_object_replaced_after_capture_falls_back():
 def test_parameters_updated_in_place_are_seen():
     region = toy_region()
     assert_equals_eager(region, toy_batch())
-    with torch.no_grad():
+    with evaluation(region):
         for parameter in region.program.model.parameters():
             parameter.add_(0.1)
     assert_equals_eager(region, toy_batch())
@@ -376,7 +407,7 @@ def test_before_replay_runs_once_for_each_replay_only():
     assert calls == []
     assert_equals_eager(region, toy_batch())
     region.run(toy_batch((18,)))
-    with torch.no_grad():
+    with evaluation(region):
         region.run(toy_batch())
     assert len(calls) == 2
 

@@ -248,6 +248,7 @@ def test_training_after_evaluation():
 def test_evaluation_can_be_left_eager():
     model = new_tower()
     with graphs_on(model, evaluation=False) as graphs, torch.no_grad():
+        model.eval()
         forward(model, MIXED)
         assert graphs.statistics().fallbacks == {"evaluation_not_captured": 1}
 

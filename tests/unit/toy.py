@@ -1,5 +1,7 @@
 """A small piece of a model with packed segments, as a region program, and what tests need around it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +25,9 @@ class ToyBatch:
 class Toy(nn.Module):
     """Mixes tokens of a segment; the second output has half as many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout)
         self.mix = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.pair = nn.Linear(2 * WIDTH, 3, dtype=torch.float64)
@@ -35,7 +38,7 @@ class Toy(nn.Module):
         inside = token < offsets[-1]
         same = (segment[:, None] == segment[None, :]) & inside[:, None] & inside[None, :]
         weights = (same | torch.eye(len(x), dtype=torch.bool)).double()
-        hidden = torch.tanh(self.mix(x))
+        hidden = self.drop(torch.tanh(self.mix(x)))
         mean = weights @ hidden / weights.sum(1, keepdim=True)
         return self.out(hidden - mean), self.pair(mean.reshape(-1, 2 * WIDTH))
 
@@ -128,6 +131,17 @@ def toy_region(model: Toy | None = None, capacities=(4, 8, 16), **settings) -> R
     region = Region(ToyProgram(model or Toy()), executor, [Bucket(c) for c in capacities], **settings)
     region.capture()
     return region
+
+
+@contextmanager
+def evaluation(region: Region) -> Iterator[None]:
+    """Run what is inside as an evaluation does: without gradients, the model in evaluation mode."""
+    region.program.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        region.program.model.train()
 
 
 def toy_batch(lengths=(2, 4), seed: int = 0, requires_grad: bool = True) -> ToyBatch:

@@ -4,9 +4,9 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seams import Seam
-from . import engine, models, training
+from . import engine, language_model, models, training
 
-SEAMS: tuple[Seam, ...] = (*training.SEAMS, *models.SEAMS, *engine.SEAMS)
+SEAMS: tuple[Seam, ...] = (*training.SEAMS, *models.SEAMS, *language_model.SEAMS, *engine.SEAMS)
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 
 

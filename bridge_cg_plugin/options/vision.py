@@ -1,20 +1,15 @@
-"""The options users set, their defaults and their validation."""
+"""Options of vision-encoder graphs: their fields on a model provider, defaults and validation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .errors import OptionError
+from .values import is_unset, parse_choice, parse_flag, positive_number, whole_number, words
+
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
-
-
-class OptionError(ValueError):
-    """An option has a value that cannot work. The message names the field, the value, what is allowed, what to do."""
-
-    def __init__(self, field: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{field}={value!r}: allowed is {allowed}. {remedy}")
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +26,8 @@ class VisionGraphOptions:
         memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
         exact_below: Microbatches of up to this many tokens use a graph of exactly their size or none. Below it matrix
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
+        gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
+            they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -46,6 +43,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
+    gradient_accumulation_fusion: bool = True
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -63,10 +61,10 @@ class VisionGraphOptions:
         return not self.modules or set(self.modules) == set(MODULES)
 
 
-# Option -> field of a model provider. The first three are upstream's own.
+# Option -> field of a model provider. The first and the third are upstream's own.
 PROVIDER_FIELDS: dict[str, str] = {
     "impl": "vision_cuda_graph_impl",
-    "modules": "vision_cuda_graph_scope",
+    "modules": "vision_cuda_graph_modules",
     "max_seq_length": "max_vision_cuda_graph_seq_length",
     **{
         f.name: f"vision_cuda_graph_{f.name}"
@@ -74,6 +72,9 @@ PROVIDER_FIELDS: dict[str, str] = {
         if f.name not in ("impl", "modules", "max_seq_length")
     },
 }
+
+# Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
+SCOPE_FIELD = "vision_cuda_graph_scope"
 
 
 def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
@@ -91,44 +92,28 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
     )
     given = {option: get(field) for option, field in PROVIDER_FIELDS.items()}
     parsed = {
-        option: _PARSERS[option](PROVIDER_FIELDS[option], value) for option, value in given.items() if value is not None
+        option: _PARSERS[option](PROVIDER_FIELDS[option], value)
+        for option, value in given.items()
+        if not is_unset(value)
     }
+    scope = _parse_modules(SCOPE_FIELD, get(SCOPE_FIELD))
+    modules = parsed.setdefault("modules", scope)
+    if scope and set(scope) != set(modules):
+        raise OptionError(
+            SCOPE_FIELD, list(scope), f"{PROVIDER_FIELDS['modules']}={list(modules)} alone", f"Remove {SCOPE_FIELD}."
+        )
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit)
-        check_combinations(options)
     return options
 
 
-def check_combinations(options: VisionGraphOptions) -> None:
-    """Refuse options that each are fine and together are not.
-
-    Raises:
-        OptionError: A combination cannot work.
-    """
-    if options.check_interval and not options.whole_encoder:
-        raise OptionError(
-            PROVIDER_FIELDS["check_interval"],
-            options.check_interval,
-            f"0 with {PROVIDER_FIELDS['modules']}={list(options.modules)}",
-            "The check compares the whole encoder; use it with the whole encoder as one region.",
-        )
-
-
 def _parse_impl(field: str, value: Any) -> str:
-    name = _word(value)
-    if name not in IMPLEMENTATIONS:
-        raise OptionError(
-            field, value, " or ".join(IMPLEMENTATIONS), "Upstream's other implementations have no vision graphs."
-        )
-    return name
+    return parse_choice(field, value, IMPLEMENTATIONS, "Upstream's other implementations have no vision graphs.")
 
 
 def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
-    items = (
-        value.strip("[] ").split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
-    )
-    names = tuple(dict.fromkeys(_word(item) for item in items if _word(item) not in ("", "full")))
+    names = tuple(name for name in words(value) if name != "full")
     for name in names:
         if name not in MODULES:
             raise OptionError(field, value, "attn, mlp, both, or empty for the whole encoder", f"Remove {name!r}.")
@@ -152,63 +137,26 @@ def _parse_buckets(field: str, value: Any) -> tuple[int, ...] | str:
     return buckets
 
 
-def _whole_number(minimum: int, word: str | None = None) -> Callable[[str, Any], Any]:
-    allowed = f"a whole number of at least {minimum}" + (f' or "{word}"' if word else "")
-
-    def parse(field: str, value: Any) -> Any:
-        if word is not None and value == word:
-            return word
-        try:
-            number = int(str(value))
-        except ValueError:
-            number = None
-        if number is None or isinstance(value, bool) or number < minimum:
-            raise OptionError(field, value, allowed, "Change it in the model's configuration.")
-        return number
-
-    return parse
-
-
-def _positive_number(field: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if isinstance(value, bool) or not 0 < number < float("inf"):
-        raise OptionError(field, value, "a number above 0", "Change it in the model's configuration.")
-    return number
-
-
-def _parse_flag(field: str, value: Any) -> bool:
-    word = str(value).strip().lower()
-    if word not in ("true", "false", "1", "0"):
-        raise OptionError(field, value, "true or false", "Change it in the model's configuration.")
-    return word in ("true", "1")
-
-
 def _parse_action(field: str, value: Any) -> str:
     if value not in CHECK_ACTIONS:
         raise OptionError(field, value, " or ".join(CHECK_ACTIONS), "Change it in the model's configuration.")
     return value
 
 
-def _word(value: Any) -> str:
-    return str(getattr(value, "name", value)).strip().rsplit(".", 1)[-1].lower()
-
-
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "impl": _parse_impl,
     "modules": _parse_modules,
-    "max_seq_length": _whole_number(1),
+    "max_seq_length": whole_number(1),
     "buckets": _parse_buckets,
-    "slots": _whole_number(1, "auto"),
-    "max_frames": _whole_number(1, "auto"),
-    "memory_gb": _positive_number,
-    "exact_below": _whole_number(0),
-    "evaluation": _parse_flag,
-    "strict": _parse_flag,
-    "check_interval": _whole_number(0),
-    "check_tolerance": _positive_number,
+    "slots": whole_number(1, "auto"),
+    "max_frames": whole_number(1, "auto"),
+    "memory_gb": positive_number,
+    "exact_below": whole_number(0),
+    "gradient_accumulation_fusion": parse_flag,
+    "evaluation": parse_flag,
+    "strict": parse_flag,
+    "check_interval": whole_number(0),
+    "check_tolerance": positive_number,
     "check_action": _parse_action,
 }
 

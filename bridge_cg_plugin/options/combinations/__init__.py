@@ -1,0 +1,45 @@
+"""Combinations that each are fine alone and cannot work together, all in one place, each with its reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..facts import Facts
+from ..vision import VisionGraphOptions
+from .language_model import LANGUAGE_MODEL
+from .others import OFFLOAD, PACKED, VISION
+from .rule import Combination
+
+if TYPE_CHECKING:
+    from ..graph_options import GraphOptions
+
+__all__ = ["COMBINATIONS", "Combination", "check_combinations", "check_options"]
+
+COMBINATIONS = (*LANGUAGE_MODEL, *VISION, *PACKED, *OFFLOAD)
+
+
+def check_options(options: GraphOptions, facts: Facts | None = None, *, harmless: bool = True) -> None:
+    """Refuse options that cannot work together, or with the rest of a configuration.
+
+    Args:
+        options: The options.
+        facts: What else is known.
+        harmless: Whether combinations that upstream runs, as if the option had not been given, are refused too.
+
+    Raises:
+        OptionError: A combination cannot work.
+    """
+    for combination in COMBINATIONS:
+        if harmless or not combination.harmless:
+            combination.check(options, facts or Facts())
+
+
+def check_combinations(vision: VisionGraphOptions) -> None:
+    """Refuse vision options that each are fine and together are not.
+
+    Raises:
+        OptionError: A combination cannot work.
+    """
+    from ..graph_options import GraphOptions
+
+    check_options(GraphOptions(vision=vision))

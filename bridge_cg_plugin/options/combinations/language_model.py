@@ -1,0 +1,187 @@
+"""Combinations of language-model graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..facts import Facts
+from ..language_model import IMPL, INFERENCE, INFERENCE_SCOPES, MODULES, SCOPE, CudaGraphModule
+from ..migration import module_names
+from ..vision import PROVIDER_FIELDS
+from .rule import Combination
+
+if TYPE_CHECKING:
+    from ..graph_options import GraphOptions
+
+VISION_IMPL = PROVIDER_FIELDS["impl"]
+
+
+def _names(options: GraphOptions) -> str:
+    return ",".join(module_names(options.language_model.modules))
+
+
+def _has(options: GraphOptions, *names: str) -> bool:
+    lm = options.language_model
+    return lm.enabled and all(CudaGraphModule[name] in lm.modules for name in names)
+
+
+def _full(options: GraphOptions) -> bool:
+    return options.language_model.impl == "full_iteration"
+
+
+def _graphs(options: GraphOptions) -> str:
+    return f"{VISION_IMPL}=transformer_engine" if options.vision.enabled else f"{IMPL}={options.language_model.impl}"
+
+
+def _dropout_in_recompute(options: GraphOptions, facts: Facts) -> str | None:
+    lm, parts = options.language_model, facts.recompute_modules
+    if not lm.enabled or facts.recompute_granularity != "selective":
+        return None
+    captured = {m.name for m in CudaGraphModule if _full(options) or lm.captures(m)}
+    if facts.attention_dropout and "core_attn" in parts and "attn" in captured:
+        return "attention_dropout"
+    random = (("mlp", "mlp"), ("moe", "moe"))
+    if facts.hidden_dropout and any(part in parts and module in captured for part, module in random):
+        return "hidden_dropout"
+    return None
+
+
+def _modules_by_hand(options: GraphOptions, facts: Facts) -> bool:
+    lm = options.language_model
+    written = IMPL in facts.by_hand and not facts.by_hand.isdisjoint((MODULES, SCOPE))
+    return not lm.enabled and bool(lm.modules) and written
+
+
+_RANDOM = "Recomputed parts inside a graph must draw no random numbers: the replay would draw others"
+_LM = f"{IMPL}=none"
+
+LANGUAGE_MODEL = (
+    Combination(
+        "`full_iteration` with modules",
+        "One graph holds the whole step, so there are no parts to choose",
+        lambda o, f: _full(o) and o.language_model.modules,
+        lambda o, f: (MODULES, _names(o), f"empty with {IMPL}=full_iteration", "Remove the modules."),
+    ),
+    Combination(
+        "modules with `cuda_graph_impl=none`",
+        "Without an implementation nothing is captured",
+        _modules_by_hand,
+        lambda o, f: (MODULES, _names(o), f"empty with {_LM}", f"Set {IMPL}=transformer_engine or remove the modules."),
+        harmless=True,
+    ),
+    Combination(
+        "an inference scope that the implementation does not have",
+        "Only megatron-core's own graphs, impl local, run inference",
+        lambda o, f: o.language_model.inference_scope not in INFERENCE_SCOPES[o.language_model.impl],
+        lambda o, f: (
+            INFERENCE,
+            o.language_model.inference_scope.name,
+            f"{' or '.join(s.name for s in INFERENCE_SCOPES[o.language_model.impl])} "
+            f"with {IMPL}={o.language_model.impl}",
+            f"Remove it, or set {IMPL}=local for inference.",
+        ),
+    ),
+    Combination(
+        "`moe` with `moe_router`",
+        "The whole MoE layer contains its router",
+        lambda o, f: _has(o, "moe", "moe_router"),
+        lambda o, f: (MODULES, _names(o), "moe or moe_router", "Remove one of them."),
+    ),
+    Combination(
+        "`moe_preprocess` without `moe_router`",
+        "Preprocessing takes what the router computed inside the same graph",
+        lambda o, f: _has(o, "moe_preprocess") and not _has(o, "moe_router"),
+        lambda o, f: (MODULES, _names(o), "moe_router,moe_preprocess", "Add moe_router."),
+    ),
+    Combination(
+        "MoE modules on a model without MoE layers",
+        "There is nothing to capture",
+        lambda o, f: f.moe is False and (_has(o, "moe") or _has(o, "moe_router")),
+        lambda o, f: (MODULES, _names(o), "attn or mlp on this model", "Remove the MoE modules."),
+    ),
+    Combination(
+        "`mamba` on a model without Mamba layers",
+        "There is nothing to capture",
+        lambda o, f: f.mamba is False and _has(o, "mamba"),
+        lambda o, f: (MODULES, _names(o), "attn, mlp or MoE modules on this model", "Remove mamba."),
+        harmless=True,
+    ),
+    Combination(
+        "graphs without `te_rng_tracker`",
+        "Other random states cannot be captured",
+        lambda o, f: f.te_rng_tracker is False and o.enabled,
+        lambda o, f: (
+            "rng.te_rng_tracker",
+            False,
+            f"true with {_graphs(o)}",
+            "Set rng.te_rng_tracker=true and model.use_te_rng_tracker=true.",
+        ),
+    ),
+    Combination(
+        "full recompute with per-layer graphs",
+        "Recompute covers layers whose activations live in the graphs' memory",
+        lambda o, f: f.recompute_granularity == "full" and o.language_model.per_layer,
+        lambda o, f: (
+            "model.recompute_granularity",
+            "full",
+            f"null or selective with {IMPL}={o.language_model.impl}",
+            "Recompute parts outside the captured modules.",
+        ),
+    ),
+    Combination(
+        "recompute of `moe` with a captured `moe_router`",
+        "Recompute covers a part that is already captured",
+        lambda o, f: (
+            f.recompute_granularity == "selective"
+            and "moe" in f.recompute_modules
+            and o.language_model.impl == "transformer_engine"
+            and _has(o, "moe_router")
+        ),
+        lambda o, f: (
+            "model.recompute_modules",
+            list(f.recompute_modules),
+            "modules without moe",
+            "Remove one of both.",
+        ),
+    ),
+    Combination(
+        "recompute with dropout inside captured modules",
+        _RANDOM,
+        _dropout_in_recompute,
+        lambda o, f: (
+            f"model.{_dropout_in_recompute(o, f)}",
+            "above 0",
+            f"0 with {IMPL}={o.language_model.impl} and recompute of {','.join(f.recompute_modules)}",
+            "Set it to 0, or do not recompute that part.",
+        ),
+    ),
+    Combination(
+        "`variable_seq_lengths` with language-model graphs",
+        "A graph replays the shape it was captured with",
+        lambda o, f: f.variable_seq_lengths and o.language_model.enabled and not o.packed.enabled,
+        lambda o, f: (
+            "model.variable_seq_lengths",
+            True,
+            f"false with {IMPL}={o.language_model.impl}",
+            "Pad sequences to seq_length.",
+        ),
+    ),
+    Combination(
+        "NaN check of the loss with `full_iteration`",
+        "The check reads the loss on the host, which ends a capture",
+        lambda o, f: f.nan_check and _full(o),
+        lambda o, f: (
+            "rerun_state_machine.check_for_nan_in_loss",
+            True,
+            f"false with {IMPL}=full_iteration",
+            "Switch it off.",
+        ),
+    ),
+    Combination(
+        "`full_iteration` on a model that takes images",
+        "Bridge's Qwen3-VL step reads sizes on the host (sequence lengths, image grids, masks) and builds shapes from "
+        "them, so no capture of a whole step can succeed, and its images would not enter the graph as inputs",
+        lambda o, f: _full(o) and (f.images or o.vision.enabled),
+        lambda o, f: (IMPL, "full_iteration", "none or transformer_engine", f"Set {IMPL}=transformer_engine."),
+    ),
+)

@@ -1,0 +1,108 @@
+"""Combinations of vision graphs, packed sequences and offloading."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..facts import Facts
+from ..language_model import IMPL, MODULES
+from ..offload import OFFLOAD_FIELDS
+from ..packed import MAX_PACKED_SEQS
+from ..vision import PROVIDER_FIELDS
+from .rule import Combination
+
+if TYPE_CHECKING:
+    from ..graph_options import GraphOptions
+
+VISION_IMPL = PROVIDER_FIELDS["impl"]
+_LOCAL_OFFLOAD = {"expert_fc1", "moe_act", "fused_group_mlp"}
+
+
+def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
+    if not options.vision.enabled or facts.recompute_granularity is None:
+        return False
+    reaches = {"core_attn", "mlp", "layernorm"} & set(facts.recompute_modules)
+    return facts.recompute_granularity != "selective" or bool(reaches)
+
+
+VISION = (
+    Combination(
+        "vision graphs with Megatron-FSDP",
+        "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
+        lambda o, f: f.megatron_fsdp and o.vision.enabled,
+        lambda o, f: (
+            "ddp.use_megatron_fsdp",
+            True,
+            f"false with {VISION_IMPL}=transformer_engine",
+            "Use DDP with the distributed optimizer.",
+        ),
+    ),
+    Combination(
+        "vision graphs with recompute that reaches the vision encoder",
+        "Bridge applies recompute to the vision encoder too, whose activations live in the graph's memory",
+        _recompute_of_vision,
+        lambda o, f: (
+            "model.recompute_granularity",
+            f.recompute_granularity,
+            f"null with {VISION_IMPL}=transformer_engine",
+            f"Lower {PROVIDER_FIELDS['max_seq_length']} if memory is short.",
+        ),
+    ),
+    Combination(
+        "the run-time check with graphs of parts of layers",
+        "The check compares the whole encoder",
+        lambda o, f: o.vision.enabled and o.vision.check_interval and not o.vision.whole_encoder,
+        lambda o, f: (
+            PROVIDER_FIELDS["check_interval"],
+            o.vision.check_interval,
+            f"0 with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
+            "Use it with the whole encoder as one region.",
+        ),
+    ),
+)
+
+PACKED = (
+    Combination(
+        "packed-sequence graphs",
+        "No release of megatron-core up to 0.19.2 replays packed (thd) sequences, and this version of the plugin does "
+        "not either",
+        lambda o, f: o.packed.enabled,
+        lambda o, f: (MAX_PACKED_SEQS, o.packed.max_packed_seqs, "null", "Remove it."),
+    ),
+)
+
+OFFLOAD = (
+    Combination(
+        "offloading without modules",
+        "Nothing would be offloaded",
+        lambda o, f: o.offload.enabled and not o.offload.modules,
+        lambda o, f: (OFFLOAD_FIELDS["modules"], [], "at least one module", "Name what to offload."),
+    ),
+    Combination(
+        "offloading `attn_proj` without `core_attn`",
+        "The input of the projection is the output of core attention",
+        lambda o, f: o.offload.enabled and "attn_proj" in o.offload.modules and "core_attn" not in o.offload.modules,
+        lambda o, f: (OFFLOAD_FIELDS["modules"], list(o.offload.modules), "core_attn,attn_proj", "Add core_attn."),
+    ),
+    Combination(
+        "offloading with `local` graphs, apart from parts of MoE layers",
+        "megatron-core's own graphs offload parts of MoE layers only, outside what they capture",
+        lambda o, f: (
+            o.offload.enabled
+            and o.language_model.impl == "local"
+            and (not o.language_model.modules or not set(o.offload.modules) <= _LOCAL_OFFLOAD)
+        ),
+        lambda o, f: (
+            OFFLOAD_FIELDS["modules"],
+            list(o.offload.modules),
+            f"{', '.join(sorted(_LOCAL_OFFLOAD))}, with {MODULES} set",
+            f"Set {IMPL}=transformer_engine.",
+        ),
+    ),
+    Combination(
+        "offloading with `full_iteration` and no limit in flight",
+        "The whole step is one graph, which must bound the copies itself",
+        lambda o, f: o.offload.enabled and o.language_model.impl == "full_iteration" and o.offload.max_inflight is None,
+        lambda o, f: (OFFLOAD_FIELDS["max_inflight"], None, "a whole number of at least 0", "Set it, 1 for example."),
+    ),
+)

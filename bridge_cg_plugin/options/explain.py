@@ -1,0 +1,136 @@
+"""Graph options in words, as JSON, and the tables of docs/options.md."""
+
+from dataclasses import fields
+from typing import Any
+
+from .combinations import COMBINATIONS
+from .graph_options import GraphOptions
+from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule, LanguageModelGraphOptions
+from .migration import MIGRATIONS, module_names
+from .offload import OFFLOAD_FIELDS, OffloadOptions
+from .releases import RELEASES
+from .vision import VisionGraphOptions
+
+_PARTS = {
+    CudaGraphModule.attn: "attention",
+    CudaGraphModule.mlp: "MLP",
+    CudaGraphModule.moe: "MoE layers",
+    CudaGraphModule.moe_router: "the MoE router",
+    CudaGraphModule.moe_preprocess: "MoE preprocessing",
+    CudaGraphModule.mamba: "Mamba layers",
+}
+
+
+def as_json(options: GraphOptions) -> dict[str, Any]:
+    """Return options as plain values: language_model, vision, packed, offload and warnings."""
+    lm = options.language_model
+    return {
+        "language_model": {
+            "impl": lm.impl,
+            "modules": module_names(lm.modules),
+            "inference_scope": lm.inference_scope.name,
+        },
+        "vision": _plain(options.vision),
+        "packed": _plain(options.packed),
+        "offload": _plain(options.offload),
+        "warnings": list(options.warnings),
+    }
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def in_words(options: GraphOptions) -> str:
+    """Return options as lines for a person."""
+    packed = options.packed.max_packed_seqs
+    lines = [
+        f"language model: {_language_model(options.language_model)}",
+        f"vision: {_vision(options.vision)}",
+        f"packed sequences: {f'graphs for up to {packed} sequences' if packed else 'no graphs'}",
+        f"offload: {_offload(options.offload)}",
+        *(f"warning: {text}" for text in options.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _language_model(options: LanguageModelGraphOptions) -> str:
+    if options.impl == "none":
+        return "no graphs"
+    if options.impl == "full_iteration":
+        return "one graph of forward and backward of the whole step; inference eager"
+    parts = _listed([_PARTS[module] for module in options.modules]) if options.modules else "whole layers"
+    by = {"local": "megatron-core", "transformer_engine": "Transformer Engine"}[options.impl]
+    inference = {"none": "inference eager", "layer": "inference graphs per layer", "block": "one inference graph"}
+    return f"per-layer graphs of {parts} by {by}; {inference[options.inference_scope.name]}"
+
+
+def _vision(options: VisionGraphOptions) -> str:
+    if not options.enabled:
+        return "no graphs"
+    region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
+    if options.buckets == "auto":
+        longest = options.max_seq_length
+        buckets = "buckets chosen from what warm-up steps show" + (f", up to {longest} tokens" if longest else "")
+    else:
+        buckets = f"buckets of {_listed([str(b) for b in options.buckets])} tokens"
+    return f"one graph per bucket over {region}; {buckets}"
+
+
+def _offload(options: OffloadOptions) -> str:
+    return f"inputs of {_listed(list(options.modules))} to host memory" if options.enabled else "off"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def tables() -> dict[str, str]:
+    """Return the tables of docs/options.md, by the name that marks their place there."""
+    defaults = OffloadOptions()
+    return {
+        "migrations": table(
+            ("deprecated input", "becomes", "write instead"),
+            [(f"`{m.old}`", m.new, f"`{m.line}`") for m in MIGRATIONS],
+        ),
+        "inference": table(
+            ("`cuda_graph_impl`", "`inference_cuda_graph_scope`, the first is the default"),
+            [(f"`{impl}`", ", ".join(f"`{s.name}`" for s in INFERENCE_SCOPES[impl])) for impl in IMPLEMENTATIONS],
+        ),
+        "combinations": table(("refused", "reason"), [(c.what, c.reason) for c in COMBINATIONS]),
+        "offload": table(
+            ("field", "default", "option"),
+            [
+                (f"`{field}`", f"`{_plain(defaults)[name]}`", f"`offload.{name}`")
+                for name, field in OFFLOAD_FIELDS.items()
+            ],
+        ),
+        "releases": table(
+            (
+                "release",
+                "full_iteration is written",
+                "inference scope is written",
+                "local graphs of modules",
+                "offload fields it lacks",
+            ),
+            [_release_row(release) for release in RELEASES],
+        ),
+    }
+
+
+def _release_row(release: Any) -> tuple[str, ...]:
+    lacking = [f"`{name}`" for name in OFFLOAD_FIELDS.values() if name not in release.fields]
+    return (
+        release.name,
+        "`cuda_graph_impl`" if release.splits_scope else "`cuda_graph_impl=local`, in `cuda_graph_scope`",
+        "`inference_cuda_graph_scope`" if release.splits_scope else "`full_iteration_inference` in `cuda_graph_scope`",
+        "yes" if release.local_layers else "refused by Bridge",
+        ", ".join(lacking) or "none",
+    )

@@ -1,0 +1,106 @@
+"""What else of a configuration decides whether graph options can work."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import OptionError
+from .sources import Written
+from .values import is_unset, parse_flag, words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Settings beside the graph options; None is unknown, and what is unknown refuses nothing.
+
+    Attributes:
+        te_rng_tracker: Whether random states are Transformer Engine's.
+        megatron_fsdp: Whether Megatron-FSDP holds the parameters.
+        variable_seq_lengths: Whether sequences of different microbatches differ in length.
+        nan_check: Whether the loss is checked for NaN inside a step.
+        recompute_granularity: None, "selective" or "full".
+        recompute_modules: Parts that selective recompute covers.
+        attention_dropout: Whether attention uses random numbers.
+        hidden_dropout: Whether MLP and MoE use random numbers.
+        moe: Whether the model has mixture-of-experts layers.
+        mamba: Whether the model has Mamba layers.
+        images: Whether the model takes images through Bridge's Qwen3-VL step.
+        by_hand: Fields that a person wrote.
+    """
+
+    te_rng_tracker: bool | None = None
+    megatron_fsdp: bool | None = None
+    variable_seq_lengths: bool | None = None
+    nan_check: bool | None = None
+    recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] = ()
+    attention_dropout: bool | None = None
+    hidden_dropout: bool | None = None
+    moe: bool | None = None
+    mamba: bool | None = None
+    images: bool | None = None
+    by_hand: frozenset[str] = frozenset()
+
+
+def facts_of(written: Written) -> Facts:
+    """Return what the collected settings say.
+
+    Raises:
+        OptionError: A setting has no value of its kind.
+    """
+    settings = written.settings
+    modules = settings.get("recompute_modules")
+    granularity = settings.get("recompute_granularity")
+    experts = settings.get("num_moe_experts")
+    return Facts(
+        te_rng_tracker=_te_rng_tracker(settings),
+        megatron_fsdp=_flag(settings, "use_megatron_fsdp"),
+        variable_seq_lengths=_flag(settings, "variable_seq_lengths"),
+        nan_check=_flag(settings, "check_for_nan_in_loss"),
+        recompute_granularity=None if is_unset(granularity) else str(granularity),
+        recompute_modules=("core_attn",) if is_unset(modules) else words(modules),  # megatron-core's default
+        attention_dropout=_above_zero(settings, "attention_dropout"),
+        hidden_dropout=_above_zero(settings, "hidden_dropout"),
+        moe=None
+        if "num_moe_experts" not in settings
+        else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
+        mamba=_mamba(written),
+        images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
+        by_hand=written.by_hand,
+    )
+
+
+def _flag(settings: dict[str, Any], name: str) -> bool | None:
+    value = settings.get(name)
+    return None if is_unset(value) else parse_flag(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise OptionError(name, value, "a number", "Change it in the model's configuration.") from None
+
+
+def _above_zero(settings: dict[str, Any], name: str) -> bool | None:
+    value = settings.get(name)
+    return None if is_unset(value) else _number(name, value) > 0
+
+
+def _te_rng_tracker(settings: dict[str, Any]) -> bool | None:
+    given = [_flag(settings, name) for name in ("te_rng_tracker", "use_te_rng_tracker")]
+    if any(given):
+        return True
+    # Either of the two places is enough, so the model's alone does not say that it is off.
+    return given[0]
+
+
+def _mamba(written: Written) -> bool | None:
+    if _flag(written.settings, "is_hybrid_model"):
+        return True
+    patterns = [written.settings.get(name) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")]
+    if any(not is_unset(pattern) for pattern in patterns):
+        return any("M" in str(pattern) for pattern in patterns if not is_unset(pattern))
+    if written.model is None:
+        return None
+    names = " ".join(base.__name__ for base in type(written.model).__mro__).lower()
+    return False if "gptmodelprovider" in names else None

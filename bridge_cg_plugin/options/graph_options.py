@@ -1,0 +1,112 @@
+"""All graph options of a model as one typed value, from whatever a user wrote."""
+
+import warnings as python_warnings
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .combinations import check_options
+from .errors import GraphOptionWarning
+from .facts import facts_of
+from .language_model import IMPL, INFERENCE, MODULES, LanguageModelGraphOptions
+from .migration import Migration, language_model_options, module_names
+from .offload import OFFLOAD_FIELDS, OffloadOptions, offload_options
+from .packed import MAX_PACKED_SEQS, PackedOptions, packed_options
+from .sources import Written, collect
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """Everything that a user can say about CUDA graphs of a model.
+
+    Attributes:
+        language_model: Graphs of the language model.
+        vision: Graphs of the vision encoder.
+        packed: Packed (thd) sequences in language-model graphs.
+        offload: Activation offloading.
+        warnings: What the user should know: deprecated spellings, options without effect.
+    """
+
+    language_model: LanguageModelGraphOptions = field(default_factory=LanguageModelGraphOptions)
+    vision: VisionGraphOptions = field(default_factory=VisionGraphOptions)
+    packed: PackedOptions = field(default_factory=PackedOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any graphs are asked for."""
+        return self.language_model.enabled or self.vision.enabled
+
+
+def graph_options(*sources: Any) -> GraphOptions:
+    """Return what the sources say, normalized, typed and checked; warns once per deprecated spelling.
+
+    Args:
+        sources: Mappings, YAML, words, config objects or `GraphOptions`, later ones winning; see `sources.collect`.
+
+    Raises:
+        OptionError: A value or a combination cannot work.
+    """
+    options, written = normalize(*sources)
+    check_options(options, facts_of(written))
+    warn_once(options)
+    return options
+
+
+def normalize(*sources: Any) -> tuple[GraphOptions, Written]:
+    """Return what the sources say, normalized and typed, and what was written; combinations are not checked.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    if len(sources) == 1 and isinstance(sources[0], GraphOptions):
+        return sources[0], Written()
+    written = collect(*(Written(as_fields(s)) if isinstance(s, GraphOptions) else s for s in sources))
+    return options_of(written), written
+
+
+def options_of(written: Written) -> GraphOptions:
+    """Return the typed options of collected fields.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    language_model, warnings = language_model_options(written.fields, written.by_hand)
+    merge = written.settings.get("spatial_merge_size")
+    vision = vision_options(written.fields, merge**2 if isinstance(merge, int) and merge > 0 else 4)
+    if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
+        names = ",".join(vision.modules)
+        warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
+    return GraphOptions(
+        language_model=language_model,
+        vision=vision,
+        packed=packed_options(written.fields),
+        offload=offload_options(written.fields),
+        warnings=warnings,
+    )
+
+
+def warn_once(options: GraphOptions) -> None:
+    """Warn of what the options should tell the user, each sentence once in a process."""
+    for text in options.warnings:
+        if text not in _warned:
+            _warned.add(text)
+            python_warnings.warn(text, GraphOptionWarning, stacklevel=3)
+
+
+def as_fields(options: GraphOptions) -> dict[str, Any]:
+    """Return options as plain values under today's field names, from which `normalize` makes the same options."""
+    found: dict[str, Any] = {
+        IMPL: options.language_model.impl,
+        MODULES: module_names(options.language_model.modules),
+        INFERENCE: options.language_model.inference_scope.name,
+        MAX_PACKED_SEQS: options.packed.max_packed_seqs,
+    }
+    for part, names in ((options.vision, PROVIDER_FIELDS), (options.offload, OFFLOAD_FIELDS)):
+        for f in fields(part):
+            value = getattr(part, f.name)
+            found[names[f.name]] = list(value) if isinstance(value, tuple) else value
+    return found

@@ -1,0 +1,251 @@
+"""What a user wrote, collected from any source: mappings, YAML, command lines, Hydra-style words, config objects."""
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import OptionError
+from .language_model import IMPL, INFERENCE, MODULES, SCOPE
+from .migration import SWITCHES
+from .offload import OFFLOAD_FIELDS
+from .packed import MAX_PACKED_SEQS
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD
+
+LANGUAGE_MODEL_FIELDS = (IMPL, MODULES, INFERENCE, SCOPE, *SWITCHES)
+VISION_FIELDS = (*PROVIDER_FIELDS.values(), SCOPE_FIELD)
+FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, MAX_PACKED_SEQS, *OFFLOAD_FIELDS.values())
+# What else combinations depend on.
+SETTINGS = (
+    "te_rng_tracker",
+    "use_te_rng_tracker",
+    "use_megatron_fsdp",
+    "variable_seq_lengths",
+    "check_for_nan_in_loss",
+    "recompute_granularity",
+    "recompute_modules",
+    "attention_dropout",
+    "hidden_dropout",
+    "num_moe_experts",
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "spatial_merge_size",
+)
+# Upstream's other fields of similar names, which are none of this package's business.
+OTHER_FIELDS = (
+    "cuda_graph_warmup_steps",
+    "cuda_graph_use_single_mempool",
+    "cuda_graph_retain_backward_graph",
+    "moe_pad_experts_for_cuda_graph_inference",
+    "optimizer_cuda_graph",
+    "optimizer_offload_fraction",
+    "megatron_fsdp_cuda_graph_mode",
+)
+MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
+OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine")
+# Fields that say the same thing: what is written later replaces all of a group.
+_GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
+_ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Fields and settings as they were written, not parsed yet.
+
+    Attributes:
+        fields: Field of a model's configuration -> value.
+        by_hand: Fields that a person wrote; the others are those of a config object, defaults included.
+        settings: Other settings that combinations depend on.
+        model: The config object of the model, if there is one.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    by_hand: frozenset[str] = frozenset()
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+
+    def then(self, later: "Written") -> "Written":
+        """Return both, the later one winning."""
+        gone = {name for group in _GROUPS if not later.fields.keys().isdisjoint(group) for name in group}
+        if IMPL in gone and INFERENCE not in self.by_hand:
+            gone.add(INFERENCE)  # derived from the implementation that is replaced
+        kept = {name: value for name, value in self.fields.items() if name not in gone}
+        return Written(
+            {**kept, **later.fields},
+            (self.by_hand - gone) | later.by_hand,
+            {**self.settings, **later.settings},
+            self.model if later.model is None else later.model,
+        )
+
+
+def collect(*sources: Any) -> Written:
+    """Return what the sources say, later ones winning.
+
+    A source is a mapping, flat or nested as a configuration is; a path of a YAML file or its text; words of a command
+    line (`name=value`, `--name value`), as one string or a list; a model's config object or a whole configuration.
+
+    Raises:
+        OptionError: A source cannot be read, or has a field that looks like a graph option and is none.
+    """
+    found = Written()
+    for source in sources:
+        found = found.then(_one(source))
+    return found
+
+
+def _one(source: Any) -> Written:
+    if source is None:
+        return Written()
+    if isinstance(source, Written):
+        return source
+    if isinstance(source, Mapping):
+        return _from_mapping(source)
+    if isinstance(source, Path):
+        return _from_mapping(_load_yaml(source))
+    if isinstance(source, str):
+        return _from_text(source)
+    if isinstance(source, Sequence):
+        return _from_words(source)
+    return _from_object(source)
+
+
+def is_word(token: str) -> bool:
+    """Whether a token of a command line is an assignment, a flag or a YAML file."""
+    assigned = token.startswith("--") or _ASSIGNMENT.fullmatch(token) is not None
+    return assigned or token.lower().endswith((".yaml", ".yml"))
+
+
+def _from_text(text: str) -> Written:
+    if "\n" in text or re.match(r"\s*[\w.]+:(\s|$)", text):
+        return _from_mapping(_parse_yaml(text, "YAML text"))
+    try:
+        given = shlex.split(re.sub(r",\s+", ",", text))
+    except ValueError as error:
+        raise OptionError("words", text, "name=value, --name value or a YAML file", f"{error}.") from None
+    return _from_words(given)
+
+
+def _from_words(given: Sequence[Any]) -> Written:
+    found, together = Written(), []
+    position = 0
+    while position < len(given):
+        token = str(given[position])
+        assignment = _ASSIGNMENT.fullmatch(token.removeprefix("--"))
+        position += 1
+        if assignment:
+            together.append(assignment.groups())
+        elif token.startswith("--"):
+            end = position
+            while end < len(given) and not is_word(str(given[end])):
+                end += 1
+            value = ",".join(map(str, given[position:end])) if end > position else True
+            together.append((token.removeprefix("--"), value))
+            position = end
+        elif is_word(token):
+            found = found.then(_assigned(together)).then(_from_mapping(_load_yaml(Path(token))))
+            together = []
+        else:
+            raise OptionError(
+                "argument", token, "name=value, --name value, a YAML file or a recipe's name", "Correct or remove it."
+            )
+    return found.then(_assigned(together))
+
+
+def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
+    leaves, settings = [], {}
+    for name, value in pairs:
+        *path, leaf = name.replace("-", "_").split(".")
+        if not path or path[-1] in MODEL_SECTIONS:
+            leaves.append((leaf, value))
+        elif leaf in FIELDS:
+            raise OptionError(name, value, f"model.{leaf}", "Graph options are fields of the model.")
+        elif leaf in SETTINGS:
+            settings[leaf] = value
+    found = _from_leaves(leaves)
+    return Written(found.fields, found.by_hand, {**found.settings, **settings})
+
+
+def _from_mapping(source: Mapping[str, Any]) -> Written:
+    saved = "_target_" in source or any(isinstance(v, Mapping) and "_target_" in v for v in source.values())
+    leaves, settings = [], {}
+    for section, name, value in _walk(source):
+        if section in (None, *MODEL_SECTIONS):
+            leaves.append((name, value))
+        elif section in OTHER_SECTIONS and name in SETTINGS:
+            settings[name] = value
+    found = _from_leaves(leaves, check=not saved)
+    settings = {**found.settings, **settings}
+    return Written(found.fields, frozenset() if saved else found.by_hand, settings)
+
+
+def _walk(source: Mapping[str, Any], section: str | None = None, depth: int = 0) -> Iterator[tuple]:
+    for key, value in source.items():
+        *path, name = str(key).replace("-", "_").split(".")
+        inside = path[-1] if path else section
+        if isinstance(value, Mapping) and depth < _DEPTH and name in MODEL_SECTIONS + OTHER_SECTIONS:
+            yield from _walk(value, name, depth + 1)
+        else:
+            yield inside, name, value
+
+
+def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Written:
+    fields, settings = {}, {}
+    for name, value in leaves:
+        if name in FIELDS:
+            fields[name] = value
+        elif name in SETTINGS:
+            settings[name] = value
+        elif check:
+            _refuse_lookalike(name, value)
+    return Written(fields, frozenset(fields), settings)
+
+
+def _refuse_lookalike(name: str, value: Any) -> None:
+    known = (*FIELDS, *OTHER_FIELDS)
+    if name in known:
+        return
+    graph = "cuda_graph" in name or "cudagraph" in name
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if graph else 0.88)
+    if near or graph:
+        allowed = f"{near[0]}" if near else "a field of the options table"
+        raise OptionError(name, value, allowed, "There is no such option; see docs/options.md.")
+
+
+def _from_object(source: Any) -> Written:
+    model = getattr(source, "model", None)
+    model = source if model is None else model
+    sections = [model, *(getattr(source, name, None) for name in OTHER_SECTIONS if model is not source)]
+    settings: dict[str, Any] = {}
+    for section in sections:
+        for name in SETTINGS:
+            if hasattr(section, name) and not settings.get(name):
+                settings[name] = getattr(section, name)
+    fields = {name: getattr(model, name) for name in FIELDS if hasattr(model, name)}
+    return Written(fields, frozenset(), settings, model)
+
+
+def _load_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise OptionError("file", str(path), "a readable YAML file", f"{error}.") from None
+    return _parse_yaml(text, str(path))
+
+
+def _parse_yaml(text: str, name: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise OptionError("YAML", name, "a mapping of fields", f"It does not parse: {error}.") from None
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise OptionError("YAML", name, "a mapping of fields", f"It holds {type(found).__name__}.")
+    return found

@@ -1,0 +1,97 @@
+"""Parsing of single values, whatever they were written as."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from .errors import OptionError
+
+_ENUM_REPR = re.compile(r"<[\w.]*?(\w+):[^<>]*>")
+_CHANGE_IT = "Change it in the model's configuration."
+
+
+def is_unset(value: Any) -> bool:
+    """Whether a value means that nothing was chosen: None, or YAML's spellings of it as text."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("null", "~"))
+
+
+def word(value: Any) -> str:
+    """Return the name that a value stands for: a string, an enum of any release, its text, or its saved YAML form."""
+    if isinstance(value, Mapping):
+        value = value.get("_name_", value)
+    text = str(getattr(value, "name", value)).strip().strip("'\"")
+    return _ENUM_REPR.sub(r"\1", text).rsplit(".", 1)[-1].lower()
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """Return the distinct names of a list, however it was written; order is kept, empty entries are dropped."""
+    if is_unset(value):
+        return ()
+    if isinstance(value, str):
+        items: Any = re.split(r"[,\s]+", _ENUM_REPR.sub(r"\1", value).strip("[]() "))
+    elif isinstance(value, AbstractSet):
+        items = sorted(value, key=word)
+    else:
+        items = value if isinstance(value, Sequence) else [value]
+    return tuple(dict.fromkeys(name for name in map(word, items) if name))
+
+
+def parse_choice(field: str, value: Any, choices: Sequence[str], remedy: str = _CHANGE_IT) -> str:
+    """Return one of `choices`.
+
+    Raises:
+        OptionError: It is none of them.
+    """
+    name = word(value)
+    if name not in choices:
+        raise OptionError(field, value, " or ".join(choices), remedy)
+    return name
+
+
+def whole_number(minimum: int, alternative: str | None = None) -> Callable[[str, Any], Any]:
+    """Return a parser of whole numbers of at least `minimum`, or the word `alternative`."""
+    allowed = f"a whole number of at least {minimum}" + (f' or "{alternative}"' if alternative else "")
+
+    def parse(field: str, value: Any) -> Any:
+        if alternative is not None and value == alternative:
+            return alternative
+        try:
+            number = int(str(value))
+        except ValueError:
+            number = None
+        if number is None or isinstance(value, bool) or number < minimum:
+            raise OptionError(field, value, allowed, _CHANGE_IT)
+        return number
+
+    return parse
+
+
+def real_number(allowed: str, accepts: Callable[[float], bool]) -> Callable[[str, Any], float]:
+    """Return a parser of numbers that `accepts` accepts; `allowed` says which in words."""
+
+    def parse(field: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if isinstance(value, bool) or not accepts(number):
+            raise OptionError(field, value, allowed, _CHANGE_IT)
+        return number
+
+    return parse
+
+
+positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
+
+
+def parse_flag(field: str, value: Any) -> bool:
+    """Return a truth value written as true, false, 1 or 0.
+
+    Raises:
+        OptionError: It is none of these.
+    """
+    name = str(value).strip().lower()
+    if name not in ("true", "false", "1", "0"):
+        raise OptionError(field, value, "true or false", _CHANGE_IT)
+    return name in ("true", "1")

@@ -1,0 +1,102 @@
+"""Faster kernels in megatron-core's and Transformer Engine's layers while a region is recorded."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MLP = "megatron.core.transformer.mlp"
+TE_EXTENSION = "transformer_engine_torch"
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or object; what it was, absent included, comes back."""
+    namespace = vars(owner)
+    absent, before = name not in namespace, namespace.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers add biases together with what follows, and LayerNorm's backward run as the plugin's kernel."""
+    extension = importlib.import_module(TE_EXTENSION)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(extension, "layernorm_bwd", _layernorm_backward(extension.layernorm_bwd)))
+        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+            for name in ("self_attn_bda", "mlp_bda"):
+                if callable(getattr(module, name, None)) and name in vars(module):
+                    stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
+            if _adds_bias_before_gelu(module):
+                stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))
+        yield
+
+
+def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ..vision.kernels.layernorm import layernorm_backward
+
+    def layernorm_bwd(
+        gradient: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        sm_margin: int,
+        zero_centered_gamma: bool,
+    ) -> Any:
+        fits = x.dim() == 2 and x.is_contiguous() and gradient.is_contiguous() and gradient.dtype == x.dtype
+        if not fits:
+            return original(gradient, x, mean, rstd, weight, sm_margin, zero_centered_gamma)
+        return layernorm_backward(gradient, x, mean, rstd, weight, zero_centered_gamma)
+
+    return layernorm_bwd
+
+
+def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ..vision.kernels.bias import bias_residual
+
+    def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+            x, bias = x_with_bias
+            dropped = training and prob > 0
+            if dropped or bias is None or x.dtype != residual.dtype or not residual.is_contiguous():
+                return original(training, fused)(x_with_bias, residual, prob)
+            return bias_residual(x, bias, residual)
+
+        return bias_dropout_add
+
+    return get_bias_dropout_add
+
+
+def _adds_bias_before_gelu(module: nn.Module) -> bool:
+    """Whether a module is megatron-core's MLP in the form `fc2(gelu(fc1(x) + bias))` with the tanh approximation."""
+    mlp = sys.modules.get(MLP)
+    if mlp is None or type(module).forward is not mlp.MLP.forward:
+        return False
+    config, activation = module.config, module.activation_func
+    others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
+    plain = not any(getattr(config, name, True) for name in others)
+    is_tanh_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
+    return plain and is_tanh_gelu and activation.keywords == {"approximate": "tanh"}
+
+
+def _mlp_forward(mlp: nn.Module, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+    from ..vision.kernels.bias import bias_gelu
+
+    if per_token_scale is not None:
+        return type(mlp).forward(mlp, hidden_states, per_token_scale, **kwargs)
+    x, bias = mlp.linear_fc1(hidden_states)
+    x = mlp.activation_func(x) if bias is None else bias_gelu(x, bias)
+    return mlp.linear_fc2(x)

@@ -1,0 +1,51 @@
+"""What recording needs of Transformer Engine's modules."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from .registry.engine import TE_ATTENTION
+
+
+def forget_attention_selection() -> None:
+    """Drop Transformer Engine's cached choice of attention kernel if comparing with it would read the device.
+
+    Bridge's eager vision forward passes `max_seqlen` as a device tensor, and the cache keeps it. A recorded forward
+    with the same value would compare against it, which waits for the device and ends a capture.
+    """
+    module = sys.modules.get(TE_ATTENTION)
+    cache = getattr(module, "_attention_backends", None)
+    cached = cache.get("attention_params") if isinstance(cache, dict) else None
+    if cached is not None and any(isinstance(value, Tensor) for value in vars(cached).values()):
+        cache["attention_params"] = None
+
+
+@contextmanager
+def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let linear modules add weight gradients to `main_grad` inside their GEMM while a region is recorded.
+
+    The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
+    comes back.
+    """
+    changed: list[tuple[nn.Module, dict[str, bool]]] = []
+    for module in (m for root in modules for m in root.modules()):
+        weight = module._parameters.get("weight")
+        fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
+        if not fusable or getattr(weight, "main_grad", None) is None:
+            continue
+        # A first microbatch overwrites main_grad; a recording serves every microbatch.
+        wanted = {"fuse_wgrad_accumulation": True, "is_first_microbatch": False}
+        changed.append((module, {name: getattr(module, name) for name in wanted if hasattr(module, name)}))
+        for name, value in wanted.items():
+            setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, before in changed:
+            for name in ("fuse_wgrad_accumulation", "is_first_microbatch"):
+                if name in before:
+                    setattr(module, name, before[name])
+                else:
+                    delattr(module, name)

@@ -1,0 +1,145 @@
+"""Bias with what follows it, in one kernel each way: `residual + (x + bias)` and `gelu(x + bias)`.
+
+Forward rounds where eager rounds, so it equals eager to the last bit. The bias gradient is added up in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from triton.language.extra import libdevice
+
+from .reduction import COLUMNS, ROWS, TILES, add_partials, column_sum, row_programs
+
+
+@triton.jit
+def _bias_residual(x_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    kind = out_ptr.dtype.element_ty
+    bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind)
+    residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (residual + x.to(tl.float32)).to(kind), mask=inside)
+
+
+@triton.jit
+def _tanh_argument(x):
+    # PyTorch's tanh approximation of GELU: sqrt(2 / pi) * (x + 0.044715 x^3), the sum as one multiply-add.
+    return 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
+
+
+@triton.jit
+def _bias_gelu(x_ptr, bias_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    kind = out_ptr.dtype.element_ty
+    bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind).to(tl.float32)
+    tl.store(out_ptr + place, (0.5 * x * (1.0 + libdevice.tanh(_tanh_argument(x)))).to(kind), mask=inside)
+
+
+@triton.jit
+def _bias_gelu_backward(
+    gradient_ptr,
+    x_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    kind = out_ptr.dtype.element_ty
+    bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for tile in range(TILES):
+        row = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind).to(tl.float32)
+        gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        tanh = libdevice.tanh(_tanh_argument(x))
+        slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+        result = (gradient * (0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope)).to(kind)
+        tl.store(out_ptr + place, result, mask=inside)
+        total += tl.where(inside, result.to(tl.float32), 0.0)
+    tl.store(partial_ptr + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=column < columns)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS)
+
+
+class _BiasResidual(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        out = torch.empty_like(residual)
+        flat = x.reshape(-1, x.shape[-1])
+        _bias_residual[_grid(flat)](flat, bias, residual, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS)
+        ctx.dtype = bias.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        gradient = gradient.contiguous()
+        bias = None
+        if ctx.needs_input_grad[1]:
+            bias = column_sum(gradient.view(-1, gradient.shape[-1]), ctx.dtype)
+        return gradient, bias, gradient
+
+
+class _BiasGelu(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        flat = x.view(-1, x.shape[-1])
+        _bias_gelu[_grid(flat)](flat, bias, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS)
+        ctx.save_for_backward(x, bias)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        x, bias = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        rows, columns = gradient.view(-1, gradient.shape[-1]).shape
+        out = torch.empty_like(x)
+        partials = torch.empty((row_programs(rows), columns), dtype=torch.float32, device=x.device)
+        grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
+        _bias_gelu_backward[grid](
+            gradient, x, bias, out, partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES
+        )
+        return out, add_partials(partials, bias.dtype) if ctx.needs_input_grad[1] else None
+
+
+def bias_residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """Return `residual + (x + bias)`.
+
+    Args:
+        x: `[..., width]`.
+        bias: `[width]` of x's dtype.
+        residual: Like x, contiguous.
+    """
+    return _BiasResidual.apply(x, bias, residual)
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """Return `gelu(x + bias, approximate="tanh")`.
+
+    Args:
+        x: `[..., width]`.
+        bias: `[width]` of x's dtype.
+    """
+    return _BiasGelu.apply(x, bias)

@@ -1,0 +1,331 @@
+"""Options on the config objects of the release that comes first on the path, whichever of the supported ones it is."""
+
+import importlib
+import itertools
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.transformer import enums
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from bridge_cg_plugin.options import (
+    CudaGraphModule,
+    GraphOptions,
+    LanguageModelGraphOptions,
+    OffloadOptions,
+    OptionError,
+    VisionGraphOptions,
+    graph_options,
+    normalize,
+)
+from bridge_cg_plugin.options.releases import RELEASES, field_values
+from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.graph_fields import (
+    apply_options,
+    describe_release,
+    graph_options_overridden,
+    inference_graphs,
+    read_options,
+)
+
+SPLIT = hasattr(enums, "CudaGraphModule")
+MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
+ABSENT = object()
+
+
+def core_config(**fields):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(**MODEL, **fields)
+
+
+@pytest.fixture
+def provider(active):
+    module = importlib.import_module("megatron.bridge.models.qwen_vl.qwen3_vl_provider")
+    return module.Qwen3VLModelProvider(
+        num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128, use_te_rng_tracker=False
+    )
+
+
+@pytest.fixture
+def container(provider):
+    config = importlib.import_module("megatron.bridge.training.config")
+    return SimpleNamespace(model=provider, rng=config.RNGConfig())
+
+
+OLD = enums.CudaGraphScope
+NAMES = ["attn", "attn,mlp", "moe_router", "moe_router,moe_preprocess", "moe_preprocess", "mamba", "moe", "bogus"]
+WORDS = ["", "full", "full,attn", "full_iteration", "full_iteration_inference", "attn,full_iteration_inference"]
+SPELLED = [
+    *NAMES,
+    *WORDS,
+    "full_iteration,full_iteration_inference",
+    *([name.split(",") for name in NAMES + WORDS if name]),
+    [],
+    None,
+    ["attn", "attn"],
+    [OLD.attn, OLD.mlp],
+    OLD.mlp,
+    OLD.full_iteration,
+    [OLD.full_iteration],
+    [OLD.attn, OLD.full_iteration_inference],
+    *([[enums.CudaGraphModule.attn, "mlp"], enums.CudaGraphModule.mlp] if SPLIT else []),
+    3,
+]
+INPUTS = [
+    {name: value for name, value in fields.items() if value is not ABSENT}
+    for impl, (field, spelled), scope, switches in itertools.product(
+        [ABSENT, "none", "local", "transformer_engine", "full_iteration", "cuda"],
+        [("cuda_graph_modules", ABSENT), *itertools.product(["cuda_graph_modules", "cuda_graph_scope"], SPELLED)],
+        [ABSENT, None, "none", "layer", "block"],
+        [{}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
+    )
+    for fields in [{"cuda_graph_impl": impl, field: spelled, "inference_cuda_graph_scope": scope, **switches}]
+]
+
+
+def modules_of(fields):
+    value = fields.get("cuda_graph_modules", fields.get("cuda_graph_scope"))
+    items = value if isinstance(value, list) else [value]
+    return [part for item in items for part in str(getattr(item, "name", item)).split(",")]
+
+
+def correction(fields):
+    """Return which of the listed corrections an input is, if any."""
+    named, impl = modules_of(fields), fields.get("cuda_graph_impl")
+    switched = "enable_cuda_graph" in fields or "external_cuda_graph" in fields
+    if impl == "none" and switched:
+        return "a switch beside impl none is refused"
+    inert = {"full_iteration"} if SPLIT else {"full_iteration", "full_iteration_inference"}
+    if impl == "none" and inert & set(named):
+        return "full_iteration with impl none stays off"
+    if impl is None and not switched and {"full_iteration", "full_iteration_inference"} & set(named):
+        return "the old scope without an implementation chooses one"
+    if {"full_iteration", "full_iteration_inference"} <= set(named):
+        return "two old words at once are refused"
+    if "full_iteration_inference" in named and (impl == "transformer_engine" or "external_cuda_graph" in fields):
+        return "full_iteration_inference without impl local is refused"
+    if len(set(named)) < len(named):
+        return "a repeated module counts once"
+    return None
+
+
+def accepted():
+    for fields in INPUTS:
+        try:
+            yield fields, core_config(**fields)
+        except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+
+
+def as_core_says(config):
+    modules = config.cuda_graph_modules if SPLIT else config.cuda_graph_scope
+    scope = config.inference_cuda_graph_scope.name if SPLIT else None
+    return config.cuda_graph_impl, [m.name for m in modules], scope
+
+
+def as_we_say(fields, release):
+    told = field_values(normalize(fields)[0], release)
+    modules = told["cuda_graph_modules"] if SPLIT else told["cuda_graph_scope"]
+    return told["cuda_graph_impl"], modules, told.get("inference_cuda_graph_scope")
+
+
+def test_agreement_with_megatron_cores_own_normalization():
+    release = next(r for r in RELEASES if r.splits_scope == SPLIT and r.local_layers)
+    compared = 0
+    for fields, config in accepted():
+        if correction(fields) is None:
+            assert as_we_say(fields, release) == as_core_says(config), fields
+            compared += 1
+    assert compared > (300 if SPLIT else 50)
+
+
+def test_every_correction_is_met_by_an_input_that_core_accepts():
+    met = {correction(fields) for fields, _ in accepted()} - {None}
+    expected = {
+        "a switch beside impl none is refused",
+        "full_iteration with impl none stays off",
+        "the old scope without an implementation chooses one",
+        "a repeated module counts once",
+    }
+    older = {"two old words at once are refused", "full_iteration_inference without impl local is refused"}
+    assert met == (expected if SPLIT else expected | older)
+
+
+def test_correction_full_iteration_with_impl_none_stays_off():
+    found = graph_options({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"})
+    assert not found.enabled
+    assert core_config(cuda_graph_impl="none", cuda_graph_scope="full_iteration").cuda_graph_impl == (
+        "full_iteration" if SPLIT else "none"
+    )
+
+
+def test_correction_the_old_scope_without_an_implementation_chooses_one():
+    assert graph_options({"cuda_graph_scope": "full_iteration"}).language_model.impl == "full_iteration"
+    inference = graph_options({"cuda_graph_scope": "full_iteration_inference"}).language_model
+    assert (inference.impl, inference.inference_scope.name) == ("local", "block")
+    assert core_config(cuda_graph_scope="full_iteration_inference").cuda_graph_impl == "none"
+
+
+def test_correction_a_switch_beside_impl_none_is_refused():
+    with pytest.raises(OptionError, match="cuda_graph_impl=none"):
+        graph_options({"enable_cuda_graph": True, "cuda_graph_impl": "none"})
+    assert core_config(enable_cuda_graph=True, cuda_graph_impl="none").cuda_graph_impl == "local"
+
+
+def test_correction_a_repeated_module_counts_once():
+    given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "attn"]}
+    assert graph_options(given).language_model.modules == (CudaGraphModule.attn,)
+    assert len(as_core_says(core_config(**given))[1]) == 2
+
+
+def test_correction_full_iteration_inference_without_impl_local_is_refused():
+    given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full_iteration_inference"}
+    with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
+        graph_options(given)
+    if not SPLIT:  # a flag that silently does nothing
+        assert core_config(**given).cuda_graph_impl == "transformer_engine"
+
+
+def test_correction_two_old_words_at_once_are_refused():
+    with pytest.raises(OptionError, match="full_iteration_inference"):
+        graph_options({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration", "full_iteration_inference"]})
+
+
+def test_the_table_of_releases_is_what_the_installed_one_has():
+    found = describe_release(core_config())
+    # Bridge's provider has the tracker's field where megatron-core's config has none.
+    table = next(r for r in RELEASES if r.name == found.name)
+    assert table.fields - {"use_te_rng_tracker"} == found.fields - {"use_te_rng_tracker"}
+    assert (table.local_layers, table.offload_modules) == (found.local_layers, found.offload_modules)
+
+
+def te(*modules):
+    return LanguageModelGraphOptions(impl="transformer_engine", modules=tuple(CudaGraphModule[m] for m in modules))
+
+
+OPTIONS = [
+    GraphOptions(),
+    GraphOptions(language_model=te()),
+    GraphOptions(language_model=te("attn", "mlp")),
+    graph_options("cuda_graph_impl=full_iteration"),
+    graph_options("cuda_graph_impl=local"),
+    graph_options("cuda_graph_impl=local inference_cuda_graph_scope=block"),
+    GraphOptions(language_model=te("attn"), offload=OffloadOptions(enabled=True, modules=("qkv_linear",))),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_apply_then_read_back(options, provider):
+    for config in (core_config(), provider):
+        apply_options(options, config)
+        assert read_options(config) == options
+        if SPLIT:
+            assert all(type(m) is enums.CudaGraphModule for m in config.cuda_graph_modules)
+            assert type(config.inference_cuda_graph_scope) is enums.InferenceCudaGraphScope
+        else:
+            assert all(type(m) is enums.CudaGraphScope for m in config.cuda_graph_scope)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_upstreams_own_steps_change_nothing_that_was_applied(options, provider):
+    apply_options(options, provider)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        provider.finalize()
+    assert read_options(provider) == options
+    assert not [w for w in caught if "cuda_graph" in str(w.message) and "deprecated" in str(w.message)]
+
+
+def test_vision_options_reach_the_provider(provider):
+    vision = VisionGraphOptions(impl="transformer_engine", modules=("attn",), max_seq_length=4096, strict=True)
+    apply_options(GraphOptions(vision=vision), provider)
+    assert read_options(provider).vision == vision
+    assert provider.vision_cuda_graph_scope == provider.vision_cuda_graph_modules == ["attn"]
+    with pytest.raises(OptionError, match="Qwen3-VL family"):
+        apply_options(GraphOptions(vision=vision), core_config())
+
+
+def test_graphs_switch_the_random_state_tracker_on_in_both_places(container):
+    apply_options(GraphOptions(), container)
+    assert not container.rng.te_rng_tracker and not container.model.use_te_rng_tracker
+    apply_options(GraphOptions(language_model=te()), container)
+    assert container.rng.te_rng_tracker and container.model.use_te_rng_tracker
+
+
+def test_a_refused_apply_sets_nothing(provider):
+    before = dict(vars(provider))
+    wrong = GraphOptions(language_model=te("moe", "moe_router"), vision=VisionGraphOptions(impl="transformer_engine"))
+    with pytest.raises(OptionError, match="moe"):
+        apply_options(wrong, provider)
+    assert vars(provider) == before
+
+
+def test_an_override_restores_every_field_it_touched(container):
+    apply_options(GraphOptions(language_model=te("attn")), container)
+    del container.model.__dict__["cuda_graph_scope"]
+    before = [dict(vars(container.model)), dict(vars(container.rng))]
+    with graph_options_overridden(container, "cuda_graph_impl=none") as options:
+        assert not options.enabled
+        assert container.model.cuda_graph_impl == "none"
+        assert "cuda_graph_scope" in vars(container.model)
+    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
+
+
+def test_an_override_restores_after_an_exception(container):
+    before = [dict(vars(container.model)), dict(vars(container.rng))]
+    container.rng.te_rng_tracker = True
+    with (
+        pytest.raises(RuntimeError, match="rollout"),
+        graph_options_overridden(container, {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}),
+    ):
+        container.model.vision_cuda_graph_impl = "transformer_engine"
+        raise RuntimeError("rollout")
+    container.rng.te_rng_tracker = before[1]["te_rng_tracker"]
+    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
+
+
+def test_an_override_that_is_refused_changes_nothing(container):
+    before = dict(vars(container.model))
+    with (
+        pytest.raises(OptionError),
+        graph_options_overridden(container, "cuda_graph_impl=full_iteration cuda_graph_modules=attn"),
+    ):
+        pass
+    assert dict(vars(container.model)) == before
+
+
+def inference_engine(config):
+    """Return what the engine's constructor takes from the configuration, and nothing that a warm-up pass needs."""
+    names = ("cuda_graph_impl", "inference_cuda_graph_scope", "cuda_graph_scope")
+    return SimpleNamespace(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+
+
+def test_inference_with_full_iteration_makes_no_warm_up_passes():
+    module = importlib.import_module("megatron.core.inference.engines.dynamic_engine")
+    create = module.DynamicInferenceEngine.create_cuda_graphs
+    config = core_config()
+    apply_options(graph_options("cuda_graph_impl=full_iteration"), config)
+    if not SPLIT:  # this release goes on to passes whose graphs it never captures
+        with pytest.raises(AttributeError, match="context"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            create(inference_engine(config))
+    with inference_graphs(config) as options:
+        assert not options.language_model.enabled
+        assert create(inference_engine(config)) is None
+    assert read_options(config).language_model.impl == "full_iteration"
+
+
+def test_inference_keeps_graphs_of_impl_local():
+    config = core_config()
+    apply_options(graph_options("cuda_graph_impl=local inference_cuda_graph_scope=block"), config)
+    with inference_graphs(config) as options:
+        assert options.language_model.inference_scope.name == "block"
+
+
+def test_every_field_of_upstream_is_known_or_not_ours(provider):
+    """No field that upstream has is refused as a misspelled option."""
+    for config in (core_config(), provider):
+        names = {name for name in vars(config) if name not in FIELDS and isinstance(name, str)}
+        normalize({"model": {name: None for name in names if not name.startswith("_")}})

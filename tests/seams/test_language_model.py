@@ -1,0 +1,125 @@
+"""What upstream leaves out of per-layer graphs of a vision-language model's language model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer import cuda_graphs, transformer_layer
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import language_model
+
+SEQUENCE, MICRO_BATCH = 32, 2
+
+
+def layer_config(**fields):
+    values = {
+        "hidden_size": 16,
+        "kv_channels": 8,
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "multi_latent_attention": False,
+        "position_embedding_type": "mrope",
+        "cuda_graph_modules": [],
+        "cuda_graph_scope": [],
+    }
+    return SimpleNamespace(**{**values, **fields})
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+def layer_of(config):
+    layer = object.__new__(transformer_layer.TransformerLayer)
+    torch.nn.Module.__init__(layer)
+    layer.config, layer.self_attention = config, torch.nn.Linear(2, 2)
+    return layer
+
+
+def captured(config, microbatches=1):
+    """Return the keyword arguments that upstream's helper captures for one layer, per microbatch."""
+    layer = layer_of(config)
+    chunk = SimpleNamespace(
+        decoder=SimpleNamespace(layers=[layer]),
+        position_embedding_type=config.position_embedding_type,
+        rotary_pos_emb=None,
+    )
+    helper = object.__new__(cuda_graphs.TECudaGraphHelper)
+    helper.config, helper.seq_length, helper.micro_batch_size = config, SEQUENCE, MICRO_BATCH
+    helper.num_model_chunks, helper.num_microbatches, helper.num_layers_per_chunk = 1, microbatches, [1]
+    helper.chunks_with_decoder, helper.callables_per_chunk, helper.flattened_callables = [chunk], [[layer]], [layer]
+    order = [1] * microbatches + [-1] * microbatches
+    return helper._get_sample_arguments(order)[1]
+
+
+def test_graphs_of_a_multimodal_language_model_contain_its_rotary_embedding(active, on_cpu):
+    (kwargs,) = captured(layer_config())
+    assert kwargs["rotary_pos_emb"].shape == (SEQUENCE, MICRO_BATCH, 1, 8)
+    assert kwargs["rotary_pos_emb"].dtype == torch.float32
+
+
+def test_upstream_alone_captures_them_without(active, on_cpu):
+    """Why the patch is there; once this fails upstream has mended it."""
+    import bridge_cg_plugin
+
+    bridge_cg_plugin.deactivate()
+    (kwargs,) = captured(layer_config())
+    assert "attention_mask" in kwargs and "rotary_pos_emb" not in kwargs
+
+
+def test_microbatches_in_flight_do_not_share_the_embedding(active, on_cpu):
+    first, second = captured(layer_config(), microbatches=2)
+    assert first["rotary_pos_emb"].data_ptr() != second["rotary_pos_emb"].data_ptr()
+
+
+def test_the_stand_in_has_the_shape_that_the_model_computes(active, monkeypatch):
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    group = SimpleNamespace(size=lambda: 1)
+    rope = Qwen3VLMultimodalRotaryEmbedding(kv_channels=8, cp_group=group)
+    real = rope(torch.zeros(3, MICRO_BATCH, SEQUENCE, dtype=torch.long), [2, 1, 1])
+    made = language_model.rotary_stand_in(layer_config(), SEQUENCE, MICRO_BATCH, "cpu")
+    assert (made.shape, made.dtype) == (real.shape, real.dtype)
+
+
+def test_the_stand_in_follows_context_parallelism_and_partial_rotation():
+    config = layer_config(context_parallel_size=2, rotary_percent=0.5)
+    assert language_model.rotary_stand_in(config, SEQUENCE, 1, "cpu").shape == (16, 1, 1, 4)
+
+
+def test_other_layers_are_captured_as_upstream_does(active, on_cpu):
+    attention = "cuda_graph_modules" if hasattr(transformer_layer, "CudaGraphModule") else "cuda_graph_scope"
+    enum = getattr(transformer_layer, "CudaGraphModule", None) or transformer_layer.CudaGraphScope
+    mlp_alone = layer_of(layer_config(**{attention: [enum.mlp]}))
+    assert set(mlp_alone.get_layer_static_inputs(SEQUENCE, MICRO_BATCH)) == {"hidden_states"}
+    rope = layer_of(layer_config(position_embedding_type="rope"))
+    assert "rotary_pos_emb" not in rope.get_layer_static_inputs(SEQUENCE, MICRO_BATCH)
+
+
+def batch(length):
+    return (torch.ones(2, length), torch.ones(2, length), torch.ones(2, length), None, None, {"pixel_values": 1})
+
+
+@pytest.mark.parametrize("impl, expected", [("transformer_engine", SEQUENCE), ("none", 20)])
+def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, expected):
+    padding = language_model._at_fixed_length(lambda iterator, cfg, **_: batch(20))
+    config = SimpleNamespace(model=SimpleNamespace(cuda_graph_impl=impl, seq_length=SEQUENCE))
+    tokens, labels, loss_mask, _, _, images = padding(None, config, is_first_pp_stage=True)
+    assert tokens.shape == labels.shape == loss_mask.shape == (2, expected)
+    if impl != "none":
+        assert tokens[:, 20:].eq(0).all() and labels[:, 20:].eq(-100).all() and loss_mask[:, 20:].eq(0).all()
+    assert tokens[:, :20].eq(1).all() and images == {"pixel_values": 1}
+
+
+def test_a_sequence_above_the_length_is_refused(active):
+    with pytest.raises(OptionError, match=r"model\.seq_length=16: allowed is at least 20"):
+        language_model.padded(batch(20), 16)
+
+
+def test_bridges_step_uses_the_padded_batch(active):
+    step = active[language_model.STEP]
+    assert step.get_batch.__wrapped__ is not None

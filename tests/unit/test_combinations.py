@@ -1,0 +1,162 @@
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_plugin.options import (
+    CudaGraphModule,
+    Facts,
+    GraphOptions,
+    LanguageModelGraphOptions,
+    OptionError,
+    check_options,
+    facts_of,
+    graph_options,
+    normalize,
+)
+from bridge_cg_plugin.options.combinations import COMBINATIONS
+
+TE, LOCAL, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "local", "full_iteration"))
+VISION = "vision_cuda_graph_impl=transformer_engine"
+OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
+
+# The combination -> what a user wrote, and the field that the refusal names.
+REFUSED = {
+    "`full_iteration` with modules": (f"{FULL} cuda_graph_modules=attn", "cuda_graph_modules"),
+    "modules with `cuda_graph_impl=none`": ("cuda_graph_impl=none cuda_graph_scope=attn", "cuda_graph_modules"),
+    "an inference scope that the implementation does not have": (
+        f"{TE} inference_cuda_graph_scope=layer",
+        "inference_cuda_graph_scope",
+    ),
+    "`moe` with `moe_router`": (f"{TE} cuda_graph_modules=moe,moe_router", "cuda_graph_modules"),
+    "`moe_preprocess` without `moe_router`": (f"{TE} cuda_graph_modules=moe_preprocess", "cuda_graph_modules"),
+    "MoE modules on a model without MoE layers": (
+        f"{TE} cuda_graph_modules=moe_router num_moe_experts=null",
+        "cuda_graph_modules",
+    ),
+    "`mamba` on a model without Mamba layers": (
+        f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=**--",
+        "cuda_graph_modules",
+    ),
+    "graphs without `te_rng_tracker`": (f"{TE} rng.te_rng_tracker=false", "rng.te_rng_tracker"),
+    "full recompute with per-layer graphs": (f"{TE} recompute_granularity=full", "model.recompute_granularity"),
+    "recompute of `moe` with a captured `moe_router`": (
+        f"{TE} cuda_graph_modules=moe_router recompute_granularity=selective recompute_modules=moe",
+        "model.recompute_modules",
+    ),
+    "recompute with dropout inside captured modules": (
+        f"{TE} recompute_granularity=selective recompute_modules=mlp hidden_dropout=0.1",
+        "model.hidden_dropout",
+    ),
+    "`variable_seq_lengths` with language-model graphs": (
+        f"{TE} variable_seq_lengths=true",
+        "model.variable_seq_lengths",
+    ),
+    "NaN check of the loss with `full_iteration`": (
+        f"{FULL} rerun_state_machine.check_for_nan_in_loss=true",
+        "rerun_state_machine.check_for_nan_in_loss",
+    ),
+    "`full_iteration` on a model that takes images": (f"{FULL} {VISION}", "cuda_graph_impl"),
+    "vision graphs with Megatron-FSDP": (f"{VISION} ddp.use_megatron_fsdp=true", "ddp.use_megatron_fsdp"),
+    "vision graphs with recompute that reaches the vision encoder": (
+        f"{VISION} recompute_granularity=selective",
+        "model.recompute_granularity",
+    ),
+    "the run-time check with graphs of parts of layers": (
+        f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
+        "vision_cuda_graph_check_interval",
+    ),
+    "packed-sequence graphs": (f"{TE} cuda_graph_max_packed_seqs=64", "cuda_graph_max_packed_seqs"),
+    "offloading without modules": ("fine_grained_activation_offloading=true", "offload_modules"),
+    "offloading `attn_proj` without `core_attn`": (f"{OFFLOAD}attn_proj", "offload_modules"),
+    "offloading with `local` graphs, apart from parts of MoE layers": (
+        f"{OFFLOAD}core_attn {LOCAL}",
+        "offload_modules",
+    ),
+    "offloading with `full_iteration` and no limit in flight": (
+        f"{OFFLOAD}core_attn {FULL}",
+        "fine_grained_offloading_max_inflight_offloads",
+    ),
+}
+
+
+def test_every_combination_has_a_case():
+    assert set(REFUSED) == {c.what for c in COMBINATIONS}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.what)
+def test_refused_with_the_reason(combination):
+    words, field = REFUSED[combination.what]
+    with pytest.raises(OptionError, match=re.escape(combination.reason)) as caught:
+        graph_options(words)
+    assert caught.value.field == field
+    assert "allowed is" in str(caught.value)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.what)
+def test_refused_by_one_check_alone(combination):
+    """No case passes because of another combination that it happens to be as well."""
+    options, written = normalize(REFUSED[combination.what][0])
+    found = [c.what for c in COMBINATIONS if c.finds(options, facts_of(written))]
+    assert found == [combination.what]
+
+
+ACCEPTED = [
+    "",
+    TE,
+    f"{TE} cuda_graph_modules=attn,mlp",
+    f"{TE} cuda_graph_modules=moe_router,moe_preprocess num_moe_experts=8",
+    f"{TE} cuda_graph_modules=mamba",
+    f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M-",
+    f"{TE} rng.te_rng_tracker=true",
+    f"{TE} rng.te_rng_tracker=false model.use_te_rng_tracker=true",
+    f"{TE} recompute_granularity=selective recompute_modules=core_attn",
+    f"{TE} cuda_graph_modules=attn recompute_granularity=selective recompute_modules=mlp hidden_dropout=0.1",
+    f"{TE} recompute_granularity=selective recompute_modules=mlp hidden_dropout=0.0",
+    f"{TE} variable_seq_lengths=false",
+    "variable_seq_lengths=true",
+    FULL,
+    f"{FULL} recompute_granularity=full",
+    f"{FULL} rerun_state_machine.check_for_nan_in_loss=false",
+    f"{TE} rerun_state_machine.check_for_nan_in_loss=true",
+    f"{LOCAL} cuda_graph_modules=moe_preprocess",
+    f"{LOCAL} inference_cuda_graph_scope=block",
+    f"{TE} {VISION} cuda_graph_modules=attn,mlp",
+    f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
+    f"{OFFLOAD}core_attn,attn_proj {TE}",
+    f"{OFFLOAD}moe_act {LOCAL} cuda_graph_modules=attn",
+    f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",
+]
+
+
+@pytest.mark.parametrize("words", ACCEPTED)
+def test_what_can_work_passes(words):
+    graph_options(words)
+
+
+def test_local_takes_router_and_preprocessing_as_one():
+    found = graph_options(f"{LOCAL} cuda_graph_modules=moe_preprocess").language_model
+    assert found.modules == (CudaGraphModule.moe_preprocess, CudaGraphModule.moe_router)
+
+
+def test_modules_of_a_recipe_with_graphs_off_are_not_refused():
+    recipe = SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["mlp"])
+    found = graph_options(recipe)
+    assert not found.enabled and "has no effect" in found.warnings[-1]
+    graph_options(recipe, "cuda_graph_impl=none")
+
+
+def test_what_upstream_runs_is_refused_on_request_only():
+    modules = LanguageModelGraphOptions(impl="transformer_engine", modules=(CudaGraphModule.mamba,))
+    options, facts = GraphOptions(language_model=modules), Facts(mamba=False)
+    check_options(options, facts, harmless=False)
+    with pytest.raises(OptionError, match="mamba"):
+        check_options(options, facts)
+
+
+@pytest.mark.parametrize(
+    "words", ["attention_dropout=much", "num_moe_experts=[8]", "variable_seq_lengths=often", "rng.te_rng_tracker=maybe"]
+)
+def test_settings_of_the_wrong_kind(words):
+    with pytest.raises(OptionError, match=re.escape(words.split("=")[0].split(".")[-1])):
+        graph_options(f"{TE} {words}")

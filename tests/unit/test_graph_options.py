@@ -1,0 +1,534 @@
+"""Every spelling of graph options, against what each release can be told."""
+
+import dataclasses
+import enum
+import json
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bridge_cg_plugin.options as options_package
+from bridge_cg_plugin.options import (
+    OFFLOAD_FIELDS,
+    CudaGraphModule,
+    GraphOptions,
+    GraphOptionWarning,
+    InferenceCudaGraphScope,
+    LanguageModelGraphOptions,
+    OffloadOptions,
+    OptionError,
+    PackedOptions,
+    VisionGraphOptions,
+    as_fields,
+    check_deprecated_beside_new,
+    graph_options,
+    normalize,
+    normalize_cuda_graph_modules,
+    normalize_inference_cuda_graph_scope,
+)
+from bridge_cg_plugin.options import graph_options as make
+from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES, MODULE_NAMES
+from bridge_cg_plugin.options.releases import RELEASES, field_values
+from bridge_cg_plugin.options.sources import FIELDS
+
+NEW, MIDDLE, OLD = RELEASES
+M, S = CudaGraphModule, InferenceCudaGraphScope
+
+
+class CudaGraphScope(enum.Enum):
+    """Upstream's old enum, with its own numbers."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    full_iteration_inference = 8
+
+
+def lm(impl="none", modules=(), scope=S.none):
+    return LanguageModelGraphOptions(impl=impl, modules=modules, inference_scope=scope)
+
+
+# What a user writes, what it means, what release 0.4.2 is told (0.5.1 and 0.6.2 have a field per meaning).
+SPELLINGS = [
+    ({}, lm(), "none", []),
+    ({"cuda_graph_impl": None, "cuda_graph_modules": None}, lm(), "none", []),
+    ({"enable_cuda_graph": True}, lm("local", (), S.layer), "local", []),
+    ({"enable_cuda_graph": "true", "cuda_graph_impl": "local"}, lm("local", (), S.layer), "local", []),
+    ({"external_cuda_graph": True}, lm("transformer_engine"), "transformer_engine", []),
+    ({"enable_cuda_graph": False, "external_cuda_graph": 0}, lm(), "none", []),
+    ({"cuda_graph_impl": "local"}, lm("local", (), S.layer), "local", []),
+    ({"cuda_graph_impl": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
+    ({"cuda_graph_scope": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
+    ({"cuda_graph_modules": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
+    ({"cuda_graph_scope": [CudaGraphScope.full_iteration]}, lm("full_iteration"), "local", ["full_iteration"]),
+    (
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+        lm("full_iteration"),
+        "local",
+        ["full_iteration"],
+    ),
+    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, lm(), "none", []),
+    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration_inference"}, lm(), "none", []),
+    (
+        {"cuda_graph_scope": "full_iteration_inference"},
+        lm("local", (), S.block),
+        "local",
+        ["full_iteration_inference"],
+    ),
+    (
+        {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"},
+        lm("local", (), S.block),
+        "local",
+        ["full_iteration_inference"],
+    ),
+    (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,mlp"},
+        lm("transformer_engine", (M.attn, M.mlp)),
+        "transformer_engine",
+        ["attn", "mlp"],
+    ),
+    (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": CudaGraphScope.mlp},
+        lm("transformer_engine", (M.mlp,)),
+        "transformer_engine",
+        ["mlp"],
+    ),
+    (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "[attn, moe_router]"},
+        lm("transformer_engine", (M.attn, M.moe_router)),
+        "transformer_engine",
+        ["attn", "moe_router"],
+    ),
+    (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", M.attn, "CudaGraphModule.mlp"]},
+        lm("transformer_engine", (M.attn, M.mlp)),
+        "transformer_engine",
+        ["attn", "mlp"],
+    ),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"}, lm("transformer_engine"), None, []),
+    ({"cuda_graph_impl": " Transformer_Engine "}, lm("transformer_engine"), "transformer_engine", []),
+    (
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [{"_target_": "x", "_name_": "attn"}]},
+        lm("transformer_engine", (M.attn,)),
+        "transformer_engine",
+        ["attn"],
+    ),
+    (
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_scope": "attn,mlp",
+            "cuda_graph_modules": ["mlp", "attn"],
+        },
+        lm("transformer_engine", (M.mlp, M.attn)),
+        "transformer_engine",
+        ["mlp", "attn"],
+    ),
+]
+
+
+def as_words(fields):
+    return [f"model.{name}={','.join(map(str, v)) if isinstance(v, list) else v}" for name, v in fields.items()]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.name.split()[1])
+@pytest.mark.parametrize("fields, expected, old_impl, old_scope", SPELLINGS, ids=str)
+def test_spellings(fields, expected, old_impl, old_scope, release):
+    found = make(fields)
+    assert found.language_model == expected
+    assert make(SimpleNamespace(**fields)).language_model == expected
+    values = field_values(found, release)
+    if release is OLD:
+        assert values["cuda_graph_scope"] == old_scope
+        assert values["cuda_graph_impl"] == (old_impl or expected.impl)
+        assert "cuda_graph_modules" not in values and "inference_cuda_graph_scope" not in values
+    else:
+        assert values["cuda_graph_impl"] == expected.impl
+        assert values["cuda_graph_modules"] == [m.name for m in expected.modules]
+        assert values["inference_cuda_graph_scope"] == expected.inference_scope.name
+        assert values["cuda_graph_scope"] is None
+    assert values["enable_cuda_graph"] is False and values["external_cuda_graph"] is False
+    assert normalize(SimpleNamespace(**values))[0].language_model == expected
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (f, e)
+        for f, e, *_ in SPELLINGS
+        if all(isinstance(v, str | list | bool) for v in f.values()) and "_name_" not in str(f)
+    ],
+    ids=str,
+)
+def test_words_flags_and_yaml_mean_the_same(fields, expected):
+    plain = {name: [str(getattr(x, "name", x)) for x in v] if isinstance(v, list) else v for name, v in fields.items()}
+    assert make(as_words(plain)).language_model == expected
+    assert make(" ".join(as_words(plain)).replace("= ", "=")).language_model == expected
+    flags = [
+        part
+        for name, v in plain.items()
+        for part in (f"--{name.replace('_', '-')}", *(v if isinstance(v, list) else [str(v)]))
+    ]
+    assert make(flags).language_model == expected
+    assert make(json.dumps({"model": plain}) + "\n").language_model == expected
+
+
+DISAGREE = [
+    ({"enable_cuda_graph": True, "cuda_graph_impl": "transformer_engine"}, "enable_cuda_graph", "cuda_graph_impl"),
+    ({"enable_cuda_graph": True, "cuda_graph_impl": "none"}, "enable_cuda_graph", "cuda_graph_impl"),
+    ({"external_cuda_graph": True, "cuda_graph_impl": "local"}, "external_cuda_graph", "cuda_graph_impl"),
+    ({"external_cuda_graph": True, "enable_cuda_graph": True}, "enable_cuda_graph", "external_cuda_graph"),
+    ({"cuda_graph_scope": "attn", "cuda_graph_modules": "mlp"}, "cuda_graph_scope", "cuda_graph_modules"),
+    ({"cuda_graph_scope": "attn", "cuda_graph_modules": []}, "cuda_graph_scope", "cuda_graph_modules"),
+    (
+        {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "transformer_engine"},
+        "cuda_graph_scope",
+        "cuda_graph_impl",
+    ),
+    (
+        {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "full_iteration"},
+        "cuda_graph_scope",
+        "cuda_graph_impl",
+    ),
+    (
+        {"cuda_graph_scope": "full_iteration_inference", "inference_cuda_graph_scope": "layer"},
+        "cuda_graph_scope",
+        "inference_cuda_graph_scope",
+    ),
+    (
+        {"cuda_graph_scope": "full_iteration", "inference_cuda_graph_scope": S.block},
+        "cuda_graph_scope",
+        "inference_cuda_graph_scope",
+    ),
+    ({"cuda_graph_scope": "full_iteration,full_iteration_inference"}, "cuda_graph_scope", "full_iteration_inference"),
+    (
+        {"vision_cuda_graph_scope": "attn", "vision_cuda_graph_modules": "mlp"},
+        "vision_cuda_graph_scope",
+        "vision_cuda_graph_modules",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, deprecated, new", DISAGREE, ids=str)
+def test_a_deprecated_and_a_new_value_that_disagree(fields, deprecated, new):
+    for source in (fields, as_words({k: getattr(v, "name", v) for k, v in fields.items()})):
+        with pytest.raises(OptionError) as caught:
+            make(source)
+        assert deprecated in str(caught.value) and new in str(caught.value)
+
+
+REFUSED = [
+    ("cuda_graph_impl", "cuda"),
+    ("cuda_graph_impl", ""),
+    ("cuda_graph_impl", True),
+    ("cuda_graph_impl", 3),
+    ("cuda_graph_modules", "none"),
+    ("cuda_graph_modules", "full,attn"),
+    ("cuda_graph_modules", ["attn", None]),
+    ("cuda_graph_modules", 3),
+    ("cuda_graph_modules", "router"),
+    ("inference_cuda_graph_scope", "model"),
+    ("enable_cuda_graph", "perhaps"),
+    ("cuda_graph_max_packed_seqs", 0),
+    ("cuda_graph_max_packed_seqs", "many"),
+    ("offload_modules", "router"),
+    ("activation_offload_fraction", 1.5),
+    ("min_offloaded_tensor_size", -1),
+]
+
+
+@pytest.mark.parametrize("field, value", REFUSED)
+def test_refused_values_name_their_field(field, value):
+    with pytest.raises(OptionError) as caught:
+        make({field: value})
+    assert caught.value.field == field and "allowed is" in str(caught.value)
+
+
+@pytest.mark.parametrize("impl", INFERENCE_SCOPES)
+@pytest.mark.parametrize("scope", S)
+def test_inference_scopes_of_each_implementation(impl, scope):
+    allowed = {"local": (S.layer, S.block)}.get(impl, (S.none,))
+    given = {"cuda_graph_impl": impl, "inference_cuda_graph_scope": scope.name}
+    if scope in allowed:
+        assert make(given).language_model.inference_scope is scope
+    else:
+        with pytest.raises(OptionError, match="inference_cuda_graph_scope"):
+            make(given)
+
+
+def test_scope_full_iteration_with_graphs_off_stays_off_and_says_so():
+    found = make("cuda_graph_impl=none cuda_graph_scope=full_iteration")
+    assert not found.enabled
+    assert "cuda_graph_impl=none keeps graphs off" in found.warnings[0]
+
+
+def test_each_migration_warns_once_with_the_line_to_write():
+    code = (
+        "import warnings; warnings.simplefilter('always')\n"
+        "from bridge_cg_plugin.options import graph_options\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(3): graph_options({'enable_cuda_graph': True})\n"
+        "    for _ in range(3): graph_options({'cuda_graph_scope': 'full_iteration'})\n"
+        "print([str(w.message) for w in caught])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.count("write cuda_graph_impl=local instead") == 1
+    assert out.count("write cuda_graph_impl=full_iteration instead") == 1
+
+
+@pytest.mark.parametrize(
+    "fields, line",
+    [
+        ({"enable_cuda_graph": True}, "cuda_graph_impl=local"),
+        ({"external_cuda_graph": True}, "cuda_graph_impl=transformer_engine"),
+        ({"cuda_graph_scope": "full_iteration"}, "cuda_graph_impl=full_iteration"),
+        ({"cuda_graph_scope": "full_iteration_inference"}, "cuda_graph_impl=local inference_cuda_graph_scope=block"),
+        ({"cuda_graph_scope": "attn,mlp", "cuda_graph_impl": "transformer_engine"}, "cuda_graph_modules=attn,mlp"),
+        ({"vision_cuda_graph_scope": ["attn"]}, "vision_cuda_graph_modules=attn"),
+        ({"cuda_graph_modules": "full"}, "cuda_graph_modules=[]"),
+    ],
+)
+def test_the_line_to_write_instead_means_the_same_without_a_warning(fields, line):
+    old = make(fields)
+    assert any(f"write {line} instead" in text for text in old.warnings)
+    rest = [f"cuda_graph_impl={fields['cuda_graph_impl']}"] if "cuda_graph_impl" in fields else []
+    new = make([*line.split(), *rest])
+    assert new == old and new.warnings == ()
+
+
+def test_the_old_enum_is_the_new_one_and_says_so():
+    with pytest.warns(GraphOptionWarning, match="CudaGraphModule"):
+        assert options_package.CudaGraphScope is CudaGraphModule
+
+
+def test_the_defaults_of_a_config_object_are_no_choice():
+    """A provider always has cuda_graph_impl; its "none" does not contradict enable_cuda_graph."""
+    config = SimpleNamespace(cuda_graph_impl="none", cuda_graph_modules="full", cuda_graph_scope=None)
+    assert make(config) == GraphOptions() and make(config).warnings == ()
+    config.enable_cuda_graph = True
+    assert make(config).language_model.impl == "local"
+
+
+def test_later_sources_win_over_what_a_recipe_says_in_old_words():
+    recipe = SimpleNamespace(model=SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["full_iteration"]))
+    found = make(recipe, ["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=attn"])
+    assert found.language_model == lm("transformer_engine", (M.attn,))
+    off = make(found, "cuda_graph_impl=none")
+    assert not off.enabled and off.language_model.modules == (M.attn,)
+
+
+def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
+    finalized = SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="layer")
+    assert make(finalized, "cuda_graph_impl=transformer_engine").language_model == lm("transformer_engine")
+    with pytest.raises(OptionError, match="inference_cuda_graph_scope"):
+        make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
+
+
+def test_a_saved_configuration_is_no_choice_by_hand(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model:\n  _target_: x.Provider\n  cuda_graph_impl: none\n  enable_cuda_graph: false\n"
+        "  cuda_graph_modules:\n  - {_args_: [1], _call_: true, _name_: attn, _target_: x.CudaGraphModule}\n"
+        "rng:\n  te_rng_tracker: false\n"
+    )
+    assert make(path) == make(str(path))
+    assert make(path).language_model == lm(modules=(M.attn,))
+
+
+LOOKALIKES = [
+    ("cuda_graph_iml", "cuda_graph_impl"),
+    ("vision_cuda_grph_impl", "vision_cuda_graph_impl"),
+    ("cuda_graphs_modules", "cuda_graph_modules"),
+    ("offload_module", "offload_modules"),
+    ("cudagraph_scope", "cuda_graph_scope"),
+]
+
+
+@pytest.mark.parametrize("wrong, nearest", LOOKALIKES)
+def test_unknown_graph_options_name_the_nearest(wrong, nearest):
+    for source in ({wrong: "attn"}, f"model.{wrong}=attn", ["--" + wrong.replace("_", "-"), "attn"]):
+        with pytest.raises(OptionError, match=rf"{wrong}.*allowed is {nearest}\b"):
+            make(source)
+
+
+def test_other_words_are_none_of_our_business():
+    assert (
+        make("train.train_iters=5 optimizer.optimizer_cuda_graph=true --steps 3 model.num_layers=2") == GraphOptions()
+    )
+
+
+def test_a_graph_option_in_the_wrong_section():
+    with pytest.raises(OptionError, match=r"model\.cuda_graph_impl"):
+        make("train.cuda_graph_impl=local")
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", "a.yaml", "\0.yaml", "'", "model: [", "- 1\n- 2\n", "x: !!python/name:os.x\n"]
+)
+def test_sources_that_cannot_be_read(text):
+    with pytest.raises(OptionError):
+        make(text)
+
+
+def test_normalizers_alone():
+    assert normalize_cuda_graph_modules("attn,full_iteration") == ((M.attn,), ("full_iteration",), False)
+    assert normalize_cuda_graph_modules("full") == ((), (), True)
+    assert normalize_inference_cuda_graph_scope(None, "local") is S.layer
+    assert normalize_inference_cuda_graph_scope(None, "full_iteration") is S.none
+    assert normalize_inference_cuda_graph_scope("InferenceCudaGraphScope.block", "local") is S.block
+    check_deprecated_beside_new(("full_iteration",), None, None)
+    with pytest.raises(OptionError, match="transformer_engine"):
+        check_deprecated_beside_new(("full_iteration",), "transformer_engine", None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"impl": "cuda"}, {"modules": ("attn",)}, {"modules": [M.attn]}, {"inference_scope": "none"}]
+)
+def test_typed_options_hold_typed_values_only(wrong):
+    with pytest.raises(OptionError):
+        LanguageModelGraphOptions(**wrong)
+
+
+def test_values_that_a_release_cannot_do_name_the_release_that_can():
+    local = make("cuda_graph_impl=local cuda_graph_modules=attn")
+    with pytest.raises(OptionError, match=r"0\.5\.1.*0\.4\.2"):
+        field_values(local, NEW)
+    assert field_values(local, OLD)["cuda_graph_scope"] == ["attn"]
+    offload = GraphOptions(offload=OffloadOptions(enabled=True, modules=("qkv_linear",), max_inflight=1))
+    with pytest.raises(OptionError, match=r"0\.6\.2.*0\.5\.1"):
+        field_values(offload, OLD)
+    fused = GraphOptions(offload=OffloadOptions(enabled=True, modules=("fused_group_mlp",)))
+    with pytest.raises(OptionError, match=r"Use megatron-bridge 0\.6\.2"):
+        field_values(fused, MIDDLE)
+    for release in RELEASES:
+        with pytest.raises(OptionError, match="no such field"):
+            field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), release)
+        with pytest.raises(OptionError, match="No supported release can"):
+            field_values(GraphOptions(packed=PackedOptions(max_packed_seqs=64)), release)
+
+
+texts = st.one_of(
+    st.text(max_size=20),
+    st.text("attnmlpoefu_i,[] =.:-{}\n\"'<>0123456789", max_size=30),
+    st.lists(st.sampled_from([*MODULE_NAMES, "full", "full_iteration", "none", "local", ""]), max_size=3).map(",".join),
+)
+
+
+def typed(found):
+    assert type(found) is GraphOptions
+    lm_options = found.language_model
+    assert type(lm_options.impl) is str and lm_options.impl in INFERENCE_SCOPES
+    assert type(lm_options.modules) is tuple and all(type(m) is CudaGraphModule for m in lm_options.modules)
+    assert type(lm_options.inference_scope) is InferenceCudaGraphScope
+    assert type(found.packed.max_packed_seqs) in (int, type(None))
+    kinds = {"enabled": bool, "modules": tuple, "delay_until_cuda_graph": bool, "fraction": float}
+    for f in dataclasses.fields(OffloadOptions):
+        value = getattr(found.offload, f.name)
+        assert type(value) is kinds.get(f.name, int) or (f.name == "max_inflight" and value is None)
+
+
+@given(texts)
+def test_no_text_leads_to_an_untyped_value_or_another_exception(text):
+    try:
+        typed(make(text))
+    except OptionError:
+        return
+
+
+@given(st.lists(texts, max_size=3))
+def test_no_command_line_leads_to_an_untyped_value_or_another_exception(words):
+    try:
+        typed(make(words))
+    except OptionError:
+        return
+
+
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, st.lists(texts, max_size=3))
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
+def test_no_value_leads_to_an_untyped_value_or_another_exception(fields):
+    try:
+        typed(make(fields))
+    except OptionError:
+        return
+
+
+impls = st.sampled_from([None, "none", "local", "transformer_engine", "full_iteration"])
+modules = st.lists(st.sampled_from([*MODULE_NAMES, "full_iteration", "full_iteration_inference"]), max_size=3)
+likely = st.fixed_dictionaries(
+    {},
+    optional={
+        "cuda_graph_impl": impls,
+        "cuda_graph_modules": modules.map(",".join),
+        "cuda_graph_scope": modules,
+        "inference_cuda_graph_scope": st.sampled_from([None, "none", "layer", "block"]),
+        "enable_cuda_graph": st.booleans(),
+        "external_cuda_graph": st.booleans(),
+        "vision_cuda_graph_impl": st.sampled_from(["none", "transformer_engine"]),
+        "vision_cuda_graph_scope": st.lists(st.sampled_from(["attn", "mlp"])),
+        "offload_modules": st.lists(st.sampled_from(["qkv_linear", "moe_act"])),
+        "fine_grained_activation_offloading": st.booleans(),
+        "activation_offload_fraction": st.floats(0, 1),
+    },
+)
+
+
+@given(likely)
+def test_normalizing_twice_is_normalizing_once(fields):
+    try:
+        once = normalize(fields)[0]
+    except OptionError:
+        return
+    assert normalize(once)[0] is once
+    again, _ = normalize(as_fields(once))
+    assert again == once
+    assert normalize(json.dumps(as_fields(once)) + "\n")[0] == once
+
+
+@given(likely, st.sampled_from(RELEASES))
+def test_what_a_release_is_told_reads_back_the_same(fields, release):
+    try:
+        wanted = make({**fields, "vision_cuda_graph_impl": None, "vision_cuda_graph_scope": None})
+        told = field_values(wanted, release)
+    except OptionError:
+        return
+    assert normalize(SimpleNamespace(**told))[0] == wanted
+
+
+def test_offload_fields_are_read_and_written():
+    given_fields = dict(
+        zip(OFFLOAD_FIELDS.values(), (True, "qkv_linear,core_attn", "2048", "true", 5, "0.5", 2), strict=True)
+    )
+    found = make(given_fields).offload
+    assert found == OffloadOptions(
+        enabled=True,
+        modules=("qkv_linear", "core_attn"),
+        min_tensor_size=2048,
+        delay_until_cuda_graph=True,
+        delta_bytes_across_pp_ranks=5,
+        fraction=0.5,
+        max_inflight=2,
+    )
+    assert make(as_fields(GraphOptions(offload=found))).offload == found
+
+
+def test_importing_the_options_imports_no_torch_and_no_megatron():
+    code = (
+        "import sys, bridge_cg_plugin.options, bridge_cg_plugin.options.explain, bridge_cg_plugin.options.releases\n"
+        "print([n for n in sys.modules if n.split('.')[0] in ('torch', 'megatron')])\n"
+        "print([n for n in sys.modules if n.startswith('bridge_cg_plugin.') and '.options' not in n])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split("\n")[:2] == ["[]", "['bridge_cg_plugin.plugin']"]
+
+
+def test_graph_options_warns_of_nothing_it_was_not_given():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph_options({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]})

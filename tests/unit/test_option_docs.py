@@ -1,0 +1,45 @@
+"""docs/options.md against the code. `python -m tests.unit.test_option_docs` writes its tables."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bridge_cg_plugin.options import OFFLOAD_FIELDS, PROVIDER_FIELDS
+from bridge_cg_plugin.options.explain import tables
+from bridge_cg_plugin.options.sources import FIELDS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+
+
+def place(name):
+    return re.compile(rf"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", tables())
+def test_tables_are_the_codes(name):
+    assert place(name).search(PAGE.read_text())[2].strip() == tables()[name]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_on_the_page(field):
+    assert f"`{field}" in PAGE.read_text()
+
+
+def test_the_vision_table_has_every_option():
+    text = PAGE.read_text()
+    for option, field in PROVIDER_FIELDS.items():
+        assert re.search(rf"^\| `{field}` \|.*\| `{option}` \|$", text, re.MULTILINE), field
+    assert all(f"`{field}`" in text for field in OFFLOAD_FIELDS.values())
+
+
+def write():
+    """Write the tables into the page."""
+    text = PAGE.read_text()
+    for name, table in tables().items():
+        text = place(name).sub(lambda found, table=table: f"{found[1]}{table}\n{found[3]}", text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    write()
