@@ -7,20 +7,34 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 1 where `doctor` found a problem, 2 for input that is refused."""
+    """Run a command; returns the exit status.
+
+    1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
+    """
     parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
+    audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
+    audit.add_argument(
+        "sources",
+        nargs="*",
+        default=["installed"],
+        metavar="WHEEL|FOLDER|installed",
+        help="together one release (megatron-bridge and megatron-core); what is installed if left out",
+    )
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
-    explain.add_argument("--json", action="store_true", help="print one JSON object")
     explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    for command in (doctor, audit, explain):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if args.command == "explain":
         return run_explain(_words(arguments), args.json)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return run_doctor(args.json)
+    if args.command == "audit":
+        return run_audit(args.sources, args.json)
+    return run_doctor(args.json, not args.no_gpu)
 
 
 def _words(arguments: Sequence[str] | None) -> list[str]:
@@ -28,13 +42,26 @@ def _words(arguments: Sequence[str] | None) -> list[str]:
     return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
 
 
-def run_doctor(as_json: bool) -> int:
+def run_doctor(as_json: bool, wants_gpu: bool = True) -> int:
     """Print the findings; returns 1 if there are problems, else 0."""
     from .doctor import diagnose, render
 
-    found = diagnose()
+    found = diagnose(wants_gpu)
     print(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.problems else 0
+
+
+def run_audit(sources: Sequence[str], as_json: bool) -> int:
+    """Print the drift; returns 1 if there is any, 2 if a source cannot be read, else 0."""
+    from .audit import AuditError, audit, render
+
+    try:
+        found = audit(sources)
+    except AuditError as error:
+        print(f"bridge-cg audit: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.as_dict()) if as_json else render(found))
+    return 1 if found.drift else 0
 
 
 def run_explain(words: Sequence[str], as_json: bool) -> int:

@@ -1,22 +1,47 @@
 """What the plugin finds on this machine and what to do about it."""
 
+import ctypes
 import importlib
 import importlib.metadata
 import os
+import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from . import plugin
 
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "triton", "wrapt")
+GROUP = "torch.backends"
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
+    TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
     "NCCL_GRAPH_REGISTER",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
 )
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        what: What was found.
+        remedy: What to do about it.
+    """
+
+    what: str
+    remedy: str
 
 
 @dataclass(slots=True)
@@ -25,37 +50,49 @@ class Diagnosis:
 
     Attributes:
         versions: Package -> version, None where it is not installed.
-        entry_points: Names of this plugin's entry points that load with PyTorch.
+        known_release: Whether the plugin was checked against this series of megatron-bridge.
+        entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
-        patches: Patch -> state, reason and purpose.
-        gpu: Name, memory in GiB and driver's CUDA version, None without a GPU.
+        seams: Seam -> state ("active", "native", "broken", "off", "waiting"), reason, purpose and place.
+        gpu: Facts of the GPU, its driver and libraries; None without one.
         environment: Variables that matter for graphs and are set.
         problems: What is wrong, each with what to do.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
+    known_release: bool = False
     entry_points: list[str] = field(default_factory=list)
     active: bool = False
-    patches: dict[str, dict[str, str]] = field(default_factory=dict)
+    seams: dict[str, dict[str, str]] = field(default_factory=dict)
     gpu: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
 
 
-def diagnose() -> Diagnosis:
-    """Look at versions, entry points, patches, GPU and environment. Imports the upstream modules that are patched."""
+def diagnose(wants_gpu: bool = True) -> Diagnosis:
+    """Look at versions, entry points, seams, GPU and environment. Imports the upstream modules that are patched.
+
+    Args:
+        wants_gpu: Whether it is a problem that there is no GPU.
+    """
     found = Diagnosis()
     found.versions = {name: _version(name) for name in PACKAGES}
     found.environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     found.entry_points = [
-        entry.value for entry in importlib.metadata.entry_points(group="torch.backends") if entry.name == __package__
+        entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == __package__
     ]
-    _look_at_patches(found)
-    _look_at_gpu(found)
+    missing = [name for name in ("torch", "megatron-core", "megatron-bridge") if found.versions[name] is None]
+    if missing:
+        found.problems.append(Problem(f"{', '.join(missing)} not installed", "install requirements/stack.txt"))
+    else:
+        _look_at_autoload(found)
+        _look_at_seams(found)
+    if found.versions["torch"] is not None:
+        _look_at_gpu(found, wants_gpu)
     _look_at_environment(found)
     return found
 
@@ -67,47 +104,87 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _look_at_patches(found: Diagnosis) -> None:
-    missing = [name for name in ("torch", "megatron-core", "megatron-bridge") if found.versions[name] is None]
-    if missing:
-        found.problems.append(f"{', '.join(missing)} not installed: install the stack of requirements/stack.txt")
-        return
-    if not found.entry_points:
-        found.problems.append("the plugin is not installed as a package, so it does not load itself: pip install it")
+def _look_at_autoload(found: Diagnosis) -> None:
     import torch  # noqa: F401  loads the entry point, as every training process does
 
-    for name in plugin.PATCHED_MODULES:
+    found.active = plugin.status()["active"]
+    if not found.entry_points:
+        found.problems.append(Problem("the plugin is not installed, so it does not load itself", "pip install it"))
+    if found.environment.get(TORCH_AUTOLOAD) == "0":
+        found.problems.append(
+            Problem(f"{TORCH_AUTOLOAD}=0: PyTorch loads no plugins", "unset it or call bridge_cg_plugin.activate()")
+        )
+    if not found.active:
+        found.problems.append(
+            Problem("the plugin is off", f"unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
+        )
+
+
+def _look_at_seams(found: Diagnosis) -> None:
+    from .upstream.releases import RELEASES, is_known
+
+    for name in plugin.PATCHED:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not name.startswith(str(error.name)):
-                found.problems.append(f"{name} does not import: {error}")
-    state = plugin.status()
-    found.active, found.patches = state["active"], state["patches"]
-    if not found.active:
-        found.problems.append(f"the plugin is off: unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
+                found.problems.append(Problem(f"{name} does not import: {error}", "install what is missing"))
+    states = plugin.seam_states()
+    found.seams = {
+        name: {"state": s.state, "reason": s.reason, "purpose": s.seam.purpose, "place": s.seam.place}
+        for name, s in states.items()
+    }
     release = found.versions["megatron-bridge"]
+    found.known_release = is_known(release)
+    table = ", ".join(r.bridge for r in RELEASES)
     found.problems += [
-        f"patch {name} does not fit megatron-bridge {release}: {reason}; use a release of the version table"
-        for name, reason in plugin.broken_patches().items()
+        Problem(
+            f"seam {name} does not fit megatron-bridge {release}: {s.reason}",
+            f"vision graphs are refused there; use a release of the version table ({table}), or port the seam",
+        )
+        for name, s in states.items()
+        if s.state == "broken"
     ]
 
 
-def _look_at_gpu(found: Diagnosis) -> None:
-    if found.versions["torch"] is None:
-        return
+def _look_at_gpu(found: Diagnosis, wanted: bool) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        found.problems.append("no NVIDIA GPU is visible: graphs are captured on a GPU only")
+        if wanted:
+            found.problems.append(
+                Problem(
+                    "no NVIDIA GPU is visible: graphs are captured on one", "--no-gpu where that is as it should be"
+                )
+            )
         return
     properties = torch.cuda.get_device_properties(0)
     found.gpu = {
         "name": properties.name,
         "count": torch.cuda.device_count(),
+        "capability": f"{properties.major}.{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "cuda": torch.version.cuda,
+        "free_gib": round(torch.cuda.mem_get_info()[0] / 2**30, 1),
+        "driver": _driver(),
+        "driver_cuda": _driver_cuda(),
+        "torch_cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
     }
+
+
+def _driver() -> str | None:
+    match = re.search(r"(\d+\.\d+(\.\d+)?)", DRIVER.read_text()) if DRIVER.is_file() else None
+    return match.group(1) if match else None
+
+
+def _driver_cuda() -> str | None:
+    """Return the newest CUDA version that the driver runs."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _look_at_environment(found: Diagnosis) -> None:
@@ -117,19 +194,22 @@ def _look_at_environment(found: Diagnosis) -> None:
     try:
         check_process()
     except OptionError as error:
-        found.problems.append(str(error))
+        what, _, remedy = str(error).rpartition(". ")
+        found.problems.append(Problem(what, remedy))
 
 
 def render(found: Diagnosis) -> str:
     """Return the findings as text."""
     lines = ["versions"]
     lines += [f"  {name:20} {version or 'not installed'}" for name, version in found.versions.items()]
+    if not found.known_release:
+        lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
-    lines.append("patches")
-    for name, patch in sorted(found.patches.items()):
-        lines.append(f"  {patch['state']:8} {name:34} {patch['reason'] or patch['purpose']}")
-    lines.append(f"GPU: {found.gpu or 'none'}")
+    lines.append("seams")
+    for name, seam in sorted(found.seams.items()):
+        lines.append(f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}")
+    lines.append(f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}")
     lines.append(f"environment: {found.environment or 'nothing that matters is set'}")
     lines.append("problems" if found.problems else "no problems")
-    lines += [f"  {problem}" for problem in found.problems]
+    lines += [f"  {problem.what}\n    -> {problem.remedy}" for problem in found.problems]
     return "\n".join(lines)

@@ -10,8 +10,9 @@ from typing import Any
 LOGGER = logging.getLogger("bridge_cg_plugin")
 SWITCH = "BRIDGE_CG_PLUGIN"
 
-# Upstream module -> modules of this package that patch it when it is imported.
-_PATCHED: dict[str, tuple[str, ...]] = {
+# Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
+# checks; it is not imported here because that would take half of what loading the plugin takes.
+PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.train": ("train_loop",),
     "megatron.bridge.training.config": ("training_config",),
     "megatron.bridge.training.vlm_step": ("batches",),
@@ -19,13 +20,14 @@ _PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.transformer_layer": ("language_model",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
     "megatron.bridge.recipes": ("recipe_names",),
     "megatron.bridge.recipes.qwen_vl": ("recipe_names",),
 }
-PATCHED_MODULES = tuple(_PATCHED)
-_on = False
-_hooked = False
+# A reload of this module changes nothing.
+_on: bool = globals().get("_on", False)
+_hooked: bool = globals().get("_hooked", False)
 
 
 def autoload() -> None:
@@ -39,17 +41,20 @@ def autoload() -> None:
 
 
 def activate() -> None:
-    """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing."""
+    """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing.
+
+    After another plugin replaced a patched attribute, or upstream's module was reloaded, it patches what is there now.
+    """
     global _on, _hooked
     _on = True
     if not _hooked:
         from wrapt import register_post_import_hook
 
-        for name in _PATCHED:
+        for name in PATCHED:
             register_post_import_hook(_patch_module, name)
         _hooked = True
         return
-    for name in _PATCHED:
+    for name in PATCHED:
         if name in sys.modules:
             _patch_module(sys.modules[name])
 
@@ -62,40 +67,50 @@ def deactivate() -> None:
     if helper is not None:
         for active in helper.active_helpers():
             active.delete_cuda_graphs()
-    for patch in _loaded_patches():
+    for patch in reversed(_loaded_patches()):
         patch.revert()
 
 
 def status() -> dict[str, Any]:
-    """Return whether the plugin is on and the state of every patch known so far."""
+    """Return whether the plugin is on and the state of every patch whose upstream module was imported."""
+    patches = _loaded_patches()
+    for patch in patches:
+        patch.look()
     return {
         "active": _on,
-        "patches": {p.name: {"state": p.state, "reason": p.reason, "purpose": p.purpose} for p in _loaded_patches()},
+        "patches": {p.name: {"state": p.state, "reason": p.reason, "purpose": p.seam.purpose} for p in patches},
     }
 
 
-def broken_patches() -> dict[str, str]:
-    """Return the patches that do not fit the installed release, with what was found."""
-    return {patch.name: patch.reason for patch in _loaded_patches() if patch.state == "broken"}
+def seam_states() -> dict[str, Any]:
+    """Return the `SeamState` of every seam by name. Imports nothing of upstream: its sources are read."""
+    from .upstream.states import seam_states as states_with
+
+    return states_with(_loaded_patches(), _on)
+
+
+def broken_seams() -> dict[str, str]:
+    """Return the seams that do not fit the installed release, with what was found."""
+    return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
 
 
 def _patch_module(module: ModuleType) -> None:
     # A hook that raises would fail upstream's import.
     if not _on:
         return
-    for name in _PATCHED[module.__name__]:
+    for name in PATCHED[module.__name__]:
         try:
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             for patch in patches:
                 if patch.module == module.__name__:
                     patch.apply(module)
-                    if patch.state == "broken":
-                        LOGGER.warning("patch %s is not applied: %s", patch.name, patch.reason)
+                    level = logging.WARNING if patch.state == "broken" else logging.DEBUG
+                    LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
 
 
 def _loaded_patches() -> list[Any]:
-    names = dict.fromkeys(name for group in _PATCHED.values() for name in group)
+    names = dict.fromkeys(name for group in PATCHED.values() for name in group)
     modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

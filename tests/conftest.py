@@ -2,6 +2,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .upstream_sources import changes, fingerprints, installed_folders
+
 settings.register_profile(
     "suite",
     deadline=None,
@@ -13,6 +15,18 @@ settings.register_profile(
 settings.load_profile("suite")
 # The tensors are tiny: a second thread only adds waiting.
 torch.set_num_threads(1)
+
+
+def pytest_sessionstart(session):
+    session.upstream_sources = fingerprints(installed_folders())
+
+
+def pytest_sessionfinish(session):
+    """Fail a run that changed a file of the installed upstream packages."""
+    changed = changes(session.upstream_sources, fingerprints(installed_folders()))
+    if changed:
+        print(f"\nthe run changed {len(changed)} of upstream's files: {', '.join(changed[:5])}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)

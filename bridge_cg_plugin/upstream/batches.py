@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .helper import GRIDS
 from .patches import Patch
+from .registry import SEAMS
 
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw")
 
@@ -46,15 +47,4 @@ def _with_host_grids(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     return get_batch_from_iterator
 
 
-PATCHES = tuple(
-    Patch(
-        name=f"host_grids.{module.rpartition('.')[2]}",
-        module=module,
-        target="get_batch_from_iterator",
-        make=_with_host_grids,
-        purpose="replays know the images' sizes without waiting for the device",
-        parameters=("data_iterator",),
-        optional=True,
-    )
-    for module in ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "megatron.bridge.training.vlm_step")
-)
+PATCHES = tuple(Patch(entry, _with_host_grids) for entry in SEAMS if entry.patched_by == "batches")

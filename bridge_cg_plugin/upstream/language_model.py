@@ -15,9 +15,9 @@ import torch
 
 from ..options import OptionError
 from .patches import Patch
+from .registry import seam
+from .registry.language_model import STEP
 
-LAYER = "megatron.core.transformer.transformer_layer"
-STEP = "megatron.bridge.models.qwen_vl.qwen3_vl_step"
 ROTARY_PATCH = "language_model_rotary"
 PATCH_NAMES = (ROTARY_PATCH, "language_model_length")
 
@@ -89,21 +89,6 @@ def padded(batch: tuple, length: int) -> tuple:
 
 
 PATCHES = (
-    Patch(
-        name=ROTARY_PATCH,
-        module=LAYER,
-        target="TransformerLayer.get_layer_static_inputs",
-        make=_with_rotary,
-        purpose="per-layer graphs of a model with multimodal rotary embedding contain it",
-        parameters=("self", "seq_length", "micro_batch_size"),
-    ),
-    Patch(
-        name="language_model_length",
-        module=STEP,
-        target="get_batch",
-        make=_at_fixed_length,
-        purpose="sequences have the one length that language-model graphs replay",
-        parameters=("data_iterator", "cfg"),
-        optional=True,
-    ),
+    Patch(seam(ROTARY_PATCH), _with_rotary),
+    Patch(seam("language_model_length"), _at_fixed_length),
 )

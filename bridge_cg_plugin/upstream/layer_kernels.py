@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..vision.buckets import deterministic
+from .registry.engine import EXTENSIONS, MLP
 
-MLP = "megatron.core.transformer.mlp"
-TE_LAYERS = "megatron.core.extensions.transformer_engine"
 TE_EXTENSION = "transformer_engine_torch"
 
 
@@ -92,7 +91,7 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_te_attention(module: nn.Module) -> bool:
-    extensions = sys.modules.get(TE_LAYERS)
+    extensions = sys.modules.get(EXTENSIONS)
     return extensions is not None and type(module) is extensions.TEDotProductAttention
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from ..options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
 from .patches import Patch
+from .registry import seam
+from .registry.models import PROVIDERS
 
 DEFAULTS = {
     **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
@@ -50,18 +52,7 @@ def _patches(module: str, provider: str) -> tuple[Patch, ...]:
         present = getattr(sys.modules[module], provider).__dataclass_fields__
         return accepting_init(old, missing_fields(present))
 
-    purpose = "vision graph options can be set, overridden and saved with the model's configuration"
-    return (
-        Patch(f"{provider}.init", module, f"{provider}.__init__", make_init, purpose, optional=True),
-        Patch(
-            f"{provider}.fields", module, f"{provider}.__dataclass_fields__", extended_fields, purpose, optional=True
-        ),
-    )
+    return Patch(seam(f"{provider}.init"), make_init), Patch(seam(f"{provider}.fields"), extended_fields)
 
 
-PATCHES = (
-    *_patches("megatron.bridge.models.qwen_vl.qwen3_vl_provider", "Qwen3VLModelProvider"),
-    *_patches("megatron.bridge.models.qwen_vl.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
-    *_patches("megatron.bridge.models.qwen_vl.qwen35_vl_provider", "Qwen35VLModelProvider"),
-    *_patches("megatron.bridge.models.qwen_vl.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
-)
+PATCHES = tuple(patch for module, provider in PROVIDERS for patch in _patches(module, provider))

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
 from .patches import Patch
+from .registry import seam
+from .registry.models import ATTENTION
 from .transformer_engine import forget_attention_selection, fused_accumulation
 
-MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
-ATTENTION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention"
-ROTARY = "apply_rotary_pos_emb_absolute"
+ROTARY = seam("rotary_kernel").target
 WRAPPER_DEPTH = 8
+PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
 
 
 def pack_segments(offsets: Tensor, largest: int) -> Any:
@@ -127,22 +129,51 @@ def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Modul
     return None
 
 
-def _never_pads(_old: Callable[..., bool]) -> Callable[..., bool]:
-    def _uses_vision_cuda_graph(self) -> bool:
-        """Upstream's own padding and masking for graphs is never used: it drops the attention boundaries."""
-        return False
+def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
 
-    return _uses_vision_cuda_graph
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[PADDING_SWITCH] = _no
+        try:
+            return old(self, *args, **kwargs)
+        finally:
+            del vars(self)[PADDING_SWITCH]
+
+    return forward
+
+
+def _no() -> bool:
+    return False
+
+
+def _may_pad(old: Callable[..., Any]) -> bool:
+    return PADDING_SWITCH in getattr(getattr(old, "__code__", None), "co_names", ())
+
+
+def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
+    def get_vision_model_config(hf_config: Any, megatron_config: Any = None) -> Any:
+        config = old(hf_config, megatron_config)
+        if getattr(megatron_config, PROVIDER_FIELDS["impl"], "none") != "none":
+            options = vision_options(megatron_config, config.spatial_merge_size**2)
+            config.cuda_graph_impl = options.impl
+            config.cuda_graph_scope = _scopes(options.modules)
+            config.max_vision_cuda_graph_seq_length = options.max_seq_length
+        return config
+
+    return get_vision_model_config
+
+
+def _scopes(modules: Sequence[str]) -> list[Any]:
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    return [CudaGraphScope[name] for name in modules]
+
+
+def _carries_nothing(old: Callable[..., Any]) -> bool:
+    return PROVIDER_FIELDS["impl"] not in getattr(getattr(old, "__code__", None), "co_consts", ())
 
 
 PATCHES = (
-    Patch(
-        name="vision_padding",
-        module=MODEL,
-        target="Qwen3VLVisionModel._uses_vision_cuda_graph",
-        make=_never_pads,
-        purpose="warm-up and eager steps keep attention inside each image",
-        parameters=("self",),
-        optional=True,
-    ),
+    Patch(seam("vision_padding"), _never_pads, needed=_may_pad),
+    Patch(seam("vision_config"), _says_graphs, needed=_carries_nothing),
 )

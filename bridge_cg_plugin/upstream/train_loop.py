@@ -1,18 +1,32 @@
 """Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from .helper import VisionTECudaGraphHelper, active_helpers, get_vision_cuda_graph_seq_length
+from .own_loop import OwnLoop
 from .patches import Patch
+from .registry import seam
+from .registry.training import TRAIN
 
-TRAIN = "megatron.bridge.training.train"
+OWN_LOOP = OwnLoop()
+
+
+def drives_vision_graphs() -> bool:
+    """Whether this release's train loop makes a vision helper itself."""
+    return hasattr(sys.modules.get(TRAIN), seam("train_helper").target)
 
 
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = _argument(old)
+
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        if not drives_vision_graphs():
+            OWN_LOOP.before_step(argument("model", args, kwargs), argument("global_state", args, kwargs))
         for helper in active_helpers():
             helper.graphs.begin_step()
         return old(*args, **kwargs)
@@ -21,16 +35,28 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = _argument(old)
+
     @functools.wraps(old)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         result = old(*args, **kwargs)
-        state = kwargs.get("global_state", args[11] if len(args) > 11 else None)
+        state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
             for helper in active_helpers():
                 write_metrics(state, helper.graphs.metrics())
         return result
 
     return training_log
+
+
+def _argument(function: Callable[..., Any]) -> Callable[[str, tuple, dict], Any]:
+    """Return a lookup of an argument by its name, however the caller passed it; None where it did not."""
+    order = {name: index for index, name in enumerate(inspect.signature(function).parameters)}
+
+    def find(name: str, args: tuple, kwargs: dict) -> Any:
+        return kwargs[name] if name in kwargs else args[order[name]] if order[name] < len(args) else None
+
+    return find
 
 
 def write_metrics(state: Any, values: dict[str, float]) -> None:
@@ -48,50 +74,16 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
+        OWN_LOOP.end()
         old(*args, **kwargs)
 
     return _delete_cuda_graphs
 
 
 PATCHES = (
-    Patch(
-        name="train_helper",
-        module=TRAIN,
-        target="VisionTECudaGraphHelper",
-        make=lambda old: VisionTECudaGraphHelper,
-        purpose="the train loop drives the plugin's vision graphs",
-        parameters=("model", "vision_config", "vision_seq_length", "micro_batch_size", "num_microbatches"),
-        optional=True,
-    ),
-    Patch(
-        name="train_seq_length",
-        module=TRAIN,
-        target="get_vision_cuda_graph_seq_length",
-        make=lambda old: get_vision_cuda_graph_seq_length,
-        purpose="the log line names the largest bucket",
-        parameters=("vision_config",),
-        optional=True,
-    ),
-    Patch(
-        name="train_step",
-        module=TRAIN,
-        target="train_step",
-        make=_with_steps,
-        purpose="the run-time check counts steps",
-    ),
-    Patch(
-        name="train_log",
-        module=TRAIN,
-        target="training_log",
-        make=_with_metrics,
-        purpose="graph statistics reach TensorBoard and W&B",
-        parameters=("loss_dict", "global_state"),
-    ),
-    Patch(
-        name="train_end",
-        module=TRAIN,
-        target="_delete_cuda_graphs",
-        make=_with_deletion,
-        purpose="graphs are reported and freed when training ends",
-    ),
+    Patch(seam("train_helper"), lambda old: VisionTECudaGraphHelper),
+    Patch(seam("train_seq_length"), lambda old: get_vision_cuda_graph_seq_length),
+    Patch(seam("train_step"), _with_steps),
+    Patch(seam("train_log"), _with_metrics),
+    Patch(seam("train_end"), _with_deletion),
 )

@@ -1,6 +1,5 @@
 """Configurations that graphs cannot work with, refused before the model is built."""
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,19 +18,20 @@ from ..options.graph_options import options_of, warn_once
 from ..options.language_model import IMPL
 from ..options.migration import SWITCHES
 from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
-from ..plugin import broken_patches
+from ..plugin import broken_seams
 from .environment import check_process
 from .language_model import PATCH_NAMES
-from .patches import DriftError, Patch
+from .patches import DriftError, Patch, bridge_release
+from .registry import seam
 
 
-def check_patches(options: GraphOptions) -> None:
-    """Refuse graphs where a part of the plugin that they need could not be put in place.
+def check_seams(options: GraphOptions) -> None:
+    """Refuse graphs where upstream does not look as the plugin relies on for them.
 
     Raises:
-        DriftError: Upstream does not look as a patch expects; names the patch and what was found.
+        DriftError: Names the seams, the release and what was found.
     """
-    broken = broken_patches()
+    broken = broken_seams()
     asked = PROVIDER_FIELDS["impl"]
     if not options.vision.enabled:
         asked = IMPL
@@ -39,10 +39,9 @@ def check_patches(options: GraphOptions) -> None:
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
-        version = importlib.metadata.version("megatron-bridge")
         raise DriftError(
-            f"{asked}=transformer_engine needs parts of the plugin that do not fit megatron-bridge "
-            f"{version} ({found}). Set {asked}=none or install a release from the version table."
+            f"{asked}=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
+            f"{bridge_release()} ({found}). Set {asked}=none or use a release of the version table."
         )
 
 
@@ -61,7 +60,7 @@ def check_training_config(config: Any) -> None:
         return
     if options.vision.enabled:
         check_process()
-    check_patches(options)
+    check_seams(options)
     # megatron-core checks offloading itself, each release what it can do.
     check_options(replace(options, offload=OffloadOptions()), _facts(written, options), harmless=False)
     warn_once(options)
@@ -93,13 +92,4 @@ def _checked(old: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
-PATCHES = (
-    Patch(
-        name="config_check",
-        module="megatron.bridge.training.config",
-        target="ConfigContainer.validate",
-        make=_checked,
-        purpose="options that cannot work are refused before the model is built",
-        parameters=("self",),
-    ),
-)
+PATCHES = (Patch(seam("config_check"), _checked),)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+from .registry.engine import TE_ATTENTION
 
 
 def forget_attention_selection() -> None:

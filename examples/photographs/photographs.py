@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.training.config import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from PIL import Image
 from torch import Tensor

@@ -30,7 +30,8 @@ def origin(records: list[dict[str, Any]]) -> str:
     first = records[0]
     versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
     commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
-    return f"{first['gpu']}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
+    gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
+    return f"{gpu}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
 
 
 def speed(records: list[dict[str, Any]]) -> str:
@@ -94,6 +95,16 @@ def training(records: list[dict[str, Any]]) -> str:
     return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
 
 
+def autoload(records: list[dict[str, Any]]) -> str:
+    """Return what loading the plugin adds to processes that import PyTorch only."""
+    rows = [[r["mode"], f"{r['ms']:.0f}", r["load_ms"], r["load_cpu_ms"], r.get("added_ms", "")] for r in records]
+    columns = table(["plugin", "whole process ms", "PyTorch's loading of plugins ms", "its CPU ms", "added ms"], rows)
+    return (
+        "Processes that import PyTorch and never Bridge, with the plugin off (`BRIDGE_CG_PLUGIN=0`) and on in turn,\n"
+        f"medians. {origin(records)}\n\n{columns}\n"
+    )
+
+
 def share_of_spread(spread: Spread) -> str:
     """Return the largest distance as a share of the eager runs' spread."""
     return f"{spread.worst * FACTOR:.2f}"
@@ -101,8 +112,8 @@ def share_of_spread(spread: Spread) -> str:
 
 def main() -> int:
     """Write both files."""
-    bench, mixes, runs = (
-        read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain")
+    bench, mixes, runs, loading = (
+        read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
     body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients
 accumulated into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
@@ -122,7 +133,7 @@ own spread up to that step. {origin(runs)}
 """
     notes = (FOLDER / "notes.md").read_text()
     (FOLDER / "README.md").write_text(
-        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{notes}"
+        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{autoload(loading)}\n{notes}"
     )
     readme = ROOT / "README.md"
     text = readme.read_text()

@@ -10,7 +10,7 @@ from bridge_cg_plugin import plugin
 def upstream():
     """Every patched module of upstream, imported, by name."""
     bridge_cg_plugin.activate()
-    return {name: importlib.import_module(name) for name in plugin._PATCHED}
+    return {name: importlib.import_module(name) for name in plugin.PATCHED}
 
 
 @pytest.fixture

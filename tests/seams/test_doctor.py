@@ -1,57 +1,126 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
+import bridge_cg_plugin
 from bridge_cg_plugin import doctor, plugin
 from bridge_cg_plugin.cli import main
 from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.registry import SEAMS
+from bridge_cg_plugin.upstream.registry.training import TRAIN
+
+pytestmark = pytest.mark.usefixtures("active")
 
 
-@pytest.fixture(autouse=True)
-def one_gpu(active, monkeypatch):
-    """Pretend that there is a GPU, the one thing that CI lacks."""
-    monkeypatch.setattr(doctor, "_look_at_gpu", lambda found: None)
+def diagnose():
+    return doctor.diagnose(wants_gpu=False)
+
+
+def problems():
+    return [f"{p.what} -> {p.remedy}" for p in diagnose().problems]
 
 
 def test_a_good_installation_has_no_problems(capsys):
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--no-gpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
-    assert found["active"] is True
+    assert found["active"] is True and found["known_release"] is True
     assert found["entry_points"] == ["bridge_cg_plugin.plugin:autoload"]
     assert found["versions"]["megatron-bridge"] is not None
-    assert found["patches"]["train_helper"]["state"] == "active"
+    assert found["seams"]["train_step"]["state"] == "active"
+    assert found["seams"]["train_step"]["place"] == f"{TRAIN}.train_step"
 
 
-def test_every_patch_is_known_to_the_doctor():
-    known = set(doctor.diagnose().patches)
-    assert {p.name for p in train_loop.PATCHES} <= known
-    assert all(patch["state"] in ("active", "native") for patch in doctor.diagnose().patches.values())
+def test_every_seam_has_a_state_and_the_right_one():
+    found = diagnose().seams
+    assert set(found) == {seam.name for seam in SEAMS}
+    for seam in SEAMS:
+        allowed = ("active", "native") if seam.patched_by else ("native",) if seam.packaged else ("off",)
+        assert found[seam.name]["state"] in allowed, (seam.name, found[seam.name])
+    assert sum(seam["state"] == "active" for seam in found.values()) >= 15
 
 
-def test_a_broken_patch_is_a_problem(monkeypatch, capsys):
-    patch = train_loop.PATCHES[0]
-    monkeypatch.setattr(patch, "state", "broken")
-    monkeypatch.setattr(patch, "reason", "it no longer takes model")
-    assert main(["doctor"]) == 1
+def test_a_renamed_parameter_is_named(monkeypatch, active, capsys):
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        changed.setattr(active[TRAIN], "training_log", lambda losses, global_state: None)
+        bridge_cg_plugin.activate()
+        assert main(["doctor", "--no-gpu"]) == 1
     out = capsys.readouterr().out
-    assert f"patch {patch.name} does not fit megatron-bridge" in out
-    assert "it no longer takes model" in out
+    assert "seam train_log does not fit megatron-bridge" in out
+    assert "training_log no longer takes loss_dict; it takes losses, global_state" in out
+    assert "use a release of the version table" in out
 
 
 def test_variables_that_do_not_go_together_are_a_problem(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    found = doctor.diagnose()
-    assert found.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert any("NCCL_GRAPH_REGISTER" in problem for problem in found.problems)
+    assert diagnose().environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert any("NCCL_GRAPH_REGISTER" in p and "-> Export NCCL_GRAPH_REGISTER=0" in p for p in problems())
 
 
 def test_a_missing_package_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "megatron-bridge" else "1")
-    assert "megatron-bridge not installed" in doctor.diagnose().problems[0]
+    assert "megatron-bridge not installed" in problems()[0]
 
 
-def test_a_plugin_that_is_off_is_a_problem(monkeypatch):
-    monkeypatch.setattr(plugin, "_on", False)
-    assert any("the plugin is off" in problem for problem in doctor.diagnose().problems)
+def test_a_plugin_that_is_off_is_a_problem():
+    bridge_cg_plugin.deactivate()
+    found = diagnose()
+    assert any("the plugin is off" in p.what for p in found.problems)
+    assert {found.seams[p.name]["state"] for p in train_loop.PATCHES} == {"off"}
+
+
+def test_a_pytorch_that_loads_no_plugins_is_a_problem(monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert any("TORCH_DEVICE_BACKEND_AUTOLOAD=0" in p for p in problems())
+
+
+def test_an_uninstalled_plugin_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+    assert any("is not installed" in p and "pip install" in p for p in problems())
+
+
+def test_no_gpu_is_a_problem_unless_told(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert any("no NVIDIA GPU" in p.what for p in doctor.diagnose().problems)
+    assert diagnose().problems == [] and diagnose().gpu is None
+
+
+def test_facts_of_a_gpu(monkeypatch, tmp_path):
+    properties = SimpleNamespace(name="Made up", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (40 * 2**30, 80 * 2**30))
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    found = doctor.diagnose()
+    assert found.problems == []
+    assert (found.gpu["name"], found.gpu["count"], found.gpu["capability"]) == ("Made up", 2, "9.0")
+    assert (found.gpu["memory_gib"], found.gpu["free_gib"], found.gpu["driver"]) == (80.0, 40.0, "580.95.05")
+    assert found.gpu["torch_cuda"] and "driver_cuda" in found.gpu
+    assert "Made up" in doctor.render(found)
+
+
+def test_an_unknown_release_is_said(monkeypatch):
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "9.9" if name == "megatron-bridge" else version(name))
+    found = diagnose()
+    assert not found.known_release
+    assert "not in the version table" in doctor.render(found)
+
+
+def test_the_text_has_every_part():
+    text = doctor.render(diagnose())
+    for part in (
+        "versions",
+        "entry points: bridge_cg_plugin.plugin:autoload",
+        "seams",
+        "GPU",
+        "environment",
+        "problems",
+    ):
+        assert part in text
+    assert plugin.status()["active"]

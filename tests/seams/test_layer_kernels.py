@@ -150,7 +150,7 @@ def test_other_attention_stays_upstreams(params):
 
 
 def test_transformer_engines_attention_takes_these_arguments():
-    extensions = importlib.import_module(layer_kernels.TE_LAYERS)
+    extensions = importlib.import_module(layer_kernels.EXTENSIONS)
     parent = extensions.TEDotProductAttention.__mro__[1]
     names = inspect.signature(parent.forward).parameters
     wanted = ["qkv_format", "attn_mask_type", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"]

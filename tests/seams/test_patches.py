@@ -5,15 +5,38 @@ from types import ModuleType
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream import batches, provider_fields, qwen3_vl, train_loop, training_config
-from bridge_cg_plugin.upstream.patches import Patch
+from bridge_cg_plugin.upstream import (
+    batches,
+    language_model,
+    patches,
+    provider_fields,
+    qwen3_vl,
+    recipe_names,
+    train_loop,
+    training_config,
+)
+from bridge_cg_plugin.upstream.patches import Patch, bridge_release
+from bridge_cg_plugin.upstream.registry import SEAMS
+from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
+from bridge_cg_plugin.upstream.seams import Seam
 
-GROUPS = (train_loop, training_config, batches, provider_fields, qwen3_vl)
+GROUPS = (language_model, train_loop, training_config, batches, provider_fields, qwen3_vl)
 PATCHES = [patch for group in GROUPS for patch in group.PATCHES]
 ABSENT = object()
-CYCLES = 20
+CYCLES = 100
 
 every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
+
+
+def fresh(patch):
+    return Patch(patch.seam, patch.make, patch.needed)
+
+
+def made_up(target, make, module="m", kind="function", **changes):
+    changes.setdefault("since", "0.4.2")
+    return Patch(
+        Seam(name="p", module=module, target=target, kind=kind, touch="replaced", purpose="for a test", **changes), make
+    )
 
 
 def owner_of(patch, module):
@@ -39,15 +62,34 @@ def fake_module(patch, value):
     return module
 
 
+def callable_with(kind, parameters):
+    """A function, or a class with a constructor, that takes these parameters."""
+    scope: dict = {}
+    exec(f"def drifted({', '.join(parameters)}): pass", scope)
+    if kind == "function":
+        return scope["drifted"]
+    names = ("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs")
+    return type("Drifted", (), {**dict.fromkeys(names, lambda self: None), "__init__": scope["drifted"]})
+
+
 @every_patch
 def test_every_patch_fits_the_installed_bridge(active, patch):
     assert patch.state in ("active", "native"), patch.reason
     assert bridge_cg_plugin.status()["patches"][patch.name]["state"] == patch.state
-    assert patch.purpose
 
 
-def test_names_are_distinct():
-    assert len({p.name for p in PATCHES}) == len(PATCHES)
+def test_what_this_release_lacks_is_what_the_table_says(active):
+    lacking = {p.name for p in PATCHES if p.state == "native" and "came with" in p.reason}
+    assert lacking == {p.name for p in PATCHES if not p.seam.expected_in(bridge_release())}
+    carries = bool({"train_helper"} - lacking)
+    assert {p.name: p.state for p in PATCHES}["vision_config"] == ("native" if carries else "active")
+
+
+def test_every_patched_seam_has_one_patch():
+    every = [*PATCHES, *recipe_names.PATCHES]
+    assert sorted(p.name for p in every) == sorted(s.name for s in SEAMS if s.patched_by)
+    for patch in every:
+        assert patch.seam in SEAMS
 
 
 @every_patch
@@ -62,6 +104,21 @@ def test_apply_and_revert_leave_the_same_object(active, patch):
         patch.revert()
         assert patch.state == "off"
         assert raw(patch, module) is original
+
+
+def test_a_hundred_times_on_and_off_leave_every_owner_as_it_was(active):
+    bridge_cg_plugin.deactivate()
+    owners = {
+        id(o): o for p in PATCHES for o in [owner_of(p, active[p.module])] if p.seam.expected_in(bridge_release())
+    }
+    before = {key: dict(vars(owner)) for key, owner in owners.items()}
+    for _ in range(CYCLES):
+        bridge_cg_plugin.activate()
+        bridge_cg_plugin.deactivate()
+    for key, owner in owners.items():
+        after = dict(vars(owner))
+        assert list(after) == list(before[key]), owner
+        assert [n for n in after if after[n] is not before[key][n]] == [], owner
 
 
 @every_patch
@@ -89,36 +146,46 @@ def test_applying_twice_is_applying_once(active, patch):
     assert raw(patch, module) is once
 
 
-@pytest.mark.parametrize("patch", [p for p in PATCHES if p.parameters], ids=lambda p: p.name)
+@pytest.mark.parametrize("patch", [p for p in PATCHES if p.seam.parameters], ids=lambda p: p.name)
 def test_a_target_that_lost_a_parameter_is_left_alone(patch):
-    for lost in patch.parameters:
-        kept = [p for p in patch.parameters if p != lost]
-        scope: dict = {}
-        exec(f"def drifted({', '.join(kept)}): pass", scope)
-        fresh, module = replace(patch), fake_module(patch, scope["drifted"])
-        fresh.apply(module)
-        assert fresh.state == "broken"
-        assert lost in fresh.reason and patch.target in fresh.reason
-        assert raw(patch, module) is scope["drifted"]
-        fresh.revert()
-        assert raw(patch, module) is scope["drifted"]
+    for lost in patch.seam.parameters:
+        kept = [p for p in patch.seam.parameters if p != lost]
+        drifted = callable_with(patch.seam.kind, [*(["self"] if patch.seam.kind == "class" else []), *kept])
+        other, module = fresh(patch), fake_module(patch, drifted)
+        other.apply(module)
+        assert other.state == "broken"
+        assert lost in other.reason and patch.target in other.reason
+        assert raw(patch, module) is drifted
+        other.revert()
+        assert raw(patch, module) is drifted
+
+
+def test_a_target_of_another_kind_is_left_alone():
+    patch = next(p for p in PATCHES if p.name == "train_helper")
+    other, module = fresh(patch), fake_module(patch, callable_with("function", patch.seam.parameters))
+    other.apply(module)
+    assert other.state == "broken" and "is a function, not a class" in other.reason
 
 
 # Every class has some `__init__`.
 @pytest.mark.parametrize("patch", [p for p in PATCHES if not p.target.endswith("__init__")], ids=lambda p: p.name)
-def test_a_target_that_is_gone_is_left_alone(patch):
-    fresh, module = replace(patch), fake_module(patch, ABSENT)
-    fresh.apply(module)
-    assert fresh.state == ("native" if patch.optional else "broken")
-    assert fresh.reason
+@pytest.mark.parametrize("release", ["0.4.2", "0.5.1", "0.6.2", "0.9.0", ""])
+def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release, monkeypatch):
+    monkeypatch.setattr(patches, "bridge_release", lambda: release)
+    other, module = fresh(patch), fake_module(patch, ABSENT)
+    other.apply(module)
+    came_later = release == "0.4.2" and patch.seam.since == VISION_LOOP
+    assert other.state == ("native" if came_later else "broken")
+    assert other.reason
     assert raw(patch, module) is ABSENT
-    fresh.revert()
+    other.revert()
     assert raw(patch, module) is ABSENT
 
 
-def test_an_owner_that_is_gone():
-    for optional, state in ((True, "native"), (False, "broken")):
-        patch = Patch("p", "m", "Gone.method", lambda old: 1, "for a test", optional=optional)
+def test_an_owner_that_is_gone(monkeypatch):
+    monkeypatch.setattr(patches, "bridge_release", lambda: "0.4.2")
+    for since, state in (("0.5.1", "native"), ("0.4.2", "broken")):
+        patch = made_up("Gone.method", lambda old: 1, since=since)
         patch.apply(ModuleType("m"))
         assert patch.state == state
 
@@ -130,7 +197,7 @@ def test_an_inherited_attribute_is_absent_again_after_revert():
 
     module = ModuleType("m")
     module.Derived = type("Derived", (Base,), {})
-    patch = Patch("p", "m", "Derived.method", lambda old: lambda self: "patched " + old(self), "for a test")
+    patch = made_up("Derived.method", lambda old: lambda self: "patched " + old(self))
     patch.apply(module)
     assert module.Derived().method() == "patched base"
     patch.revert()
@@ -146,7 +213,7 @@ def test_a_class_or_static_method_comes_back_as_it_was():
 
     module = ModuleType("m")
     module.Owner, before = Owner, vars(Owner)["method"]
-    patch = Patch("p", "m", "Owner.method", lambda old: staticmethod(lambda: old() + 1), "for a test")
+    patch = made_up("Owner.method", lambda old: staticmethod(lambda: old() + 1))
     patch.apply(module)
     assert Owner.method() == 2
     patch.revert()
@@ -156,18 +223,36 @@ def test_a_class_or_static_method_comes_back_as_it_was():
 def test_a_maker_that_raises_leaves_upstream_alone():
     module = ModuleType("m")
     module.function = before = lambda: 1
-    patch = Patch("p", "m", "function", lambda old: 1 / 0, "for a test")
+    patch = made_up("function", lambda old: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         patch.apply(module)
     assert module.function is before and patch.state == "off"
 
 
+def test_a_release_that_needs_no_patch_is_left_alone():
+    module = ModuleType("m")
+    module.function = before = lambda: 1
+    patch = replace(made_up("function", lambda old: None), needed=lambda old: old is not before)
+    patch.apply(module)
+    assert module.function is before and patch.state == "native"
+
+
+def test_the_replacement_of_a_function_keeps_its_signature_and_name(active):
+    for patch in PATCHES:
+        value = raw(patch, active[patch.module])
+        if patch.state == "active" and inspect.isfunction(value):
+            original = inspect.unwrap(value)
+            assert inspect.signature(value) == inspect.signature(original), patch.name
+            assert value.__qualname__ == original.__qualname__, patch.name
+
+
 def test_deactivate_reverts_and_activate_applies_again(active):
-    raws = {p.name: raw(p, active[p.module]) for p in PATCHES}
+    raws = {p.name: raw(p, active[p.module]) for p in PATCHES if p.state == "active"}
     bridge_cg_plugin.deactivate()
     status = bridge_cg_plugin.status()
     assert not status["active"] and {p["state"] for p in status["patches"].values()} == {"off"}
     for patch in PATCHES:
-        assert raw(patch, active[patch.module]) is not raws[patch.name], patch.name
+        if patch.name in raws:
+            assert raw(patch, active[patch.module]) is not raws[patch.name], patch.name
     bridge_cg_plugin.activate()
     assert all(p.state in ("active", "native") for p in PATCHES)

@@ -19,6 +19,7 @@ from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
 from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.recipe_names import AddedNames
+from bridge_cg_plugin.upstream.seams import Seam
 
 from .qwen_configs import write_configs
 
@@ -304,7 +305,7 @@ def test_the_names_have_a_state(active, patch):
     assert bridge_cg_plugin.status()["patches"][patch.name] == {
         "state": "active",
         "reason": "",
-        "purpose": patch.purpose,
+        "purpose": patch.seam.purpose,
     }
     patch.apply(active[patch.module])
     patch.revert()
@@ -312,33 +313,51 @@ def test_the_names_have_a_state(active, patch):
     assert patch.state == "off"
 
 
+A, B = list(RECIPES)[:2]
+SEAM = Seam(name="names", module="m", target="", kind="module", touch="extended", purpose="for a test")
+
+
 def test_names_that_upstream_has_stay_upstreams():
-    module = SimpleNamespace(taken="upstream's")
-    names = AddedNames("names", "m", {"taken": print, "free": len}, "for a test")
+    module = SimpleNamespace(base=len, **{A: "upstream's"})
+    names = AddedNames(SEAM, {A: "base", B: "base"})
     names.apply(module)
-    assert vars(module) == {"taken": "upstream's", "free": len}
-    assert names.state == "active" and "taken" in names.reason and "free" not in names.reason
+    assert vars(module) == {"base": len, A: "upstream's", B: RECIPES[B]}
+    assert names.state == "active" and A in names.reason and B not in names.reason
     names.revert()
-    assert vars(module) == {"taken": "upstream's"}
+    assert vars(module) == {"base": len, A: "upstream's"}
 
 
 def test_what_somebody_put_in_a_names_place_stays():
-    module = SimpleNamespace()
-    names = AddedNames("names", "m", {"a": len, "b": len}, "for a test")
+    module = SimpleNamespace(base=len)
+    names = AddedNames(SEAM, {A: "base", B: "base"})
     names.apply(module)
-    module.a = print
+    setattr(module, A, print)
+    names.look()
+    assert names.state == "broken" and A in names.reason
     names.revert()
-    assert vars(module) == {"a": print}
+    assert vars(module) == {"base": len, A: print}
 
 
 def test_a_star_import_of_the_family_leaves_nothing_behind():
     """The package imports the family's names; a copy of ours must go as well."""
-    module = SimpleNamespace(a=len)
-    names = AddedNames("names", "m", {"a": len}, "for a test")
+    module = SimpleNamespace(base=len, **{A: RECIPES[A]})
+    names = AddedNames(SEAM, {A: "base"})
     names.apply(module)
     assert names.reason == ""
     names.revert()
-    assert vars(module) == {}
+    assert vars(module) == {"base": len}
+
+
+def test_a_release_without_the_recipe_does_without_the_preset():
+    module = SimpleNamespace(base=len)
+    names = AddedNames(SEAM, {A: "base", B: "newer"})
+    names.apply(module)
+    assert vars(module) == {"base": len, A: RECIPES[A]}
+    assert names.state == "active"
+    names = AddedNames(SEAM, {B: "newer"})
+    names.apply(module)
+    assert names.state == "native" and names.reason
+    assert B not in vars(module)
 
 
 def test_a_preset_needs_the_plugin(bridge):

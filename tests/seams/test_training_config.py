@@ -1,12 +1,16 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import language_model, train_loop
+from bridge_cg_plugin.upstream import language_model, states, train_loop
 from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.graph_fields import read_options
-from bridge_cg_plugin.upstream.patches import DriftError
+from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.registry.training import TRAIN
 from bridge_cg_plugin.upstream.training_config import check_training_config
 
 
@@ -103,15 +107,59 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
         config.validate()
 
 
-def test_a_broken_patch_stops_training_with_vision_graphs_only(config, monkeypatch):
-    patch = train_loop.PATCHES[0]
-    monkeypatch.setattr(patch, "state", "broken")
-    monkeypatch.setattr(patch, "reason", "made to look broken")
-    with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
+@pytest.fixture
+def renamed(active, monkeypatch):
+    """Bridge's training_log with a renamed parameter; the plugin is switched on again over it."""
+    patch, module = next(p for p in train_loop.PATCHES if p.name == "train_log"), active[TRAIN]
+
+    def training_log(losses, global_state):
+        return "upstream's"
+
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        changed.setattr(module, "training_log", training_log)
+        bridge_cg_plugin.activate()
+        yield patch
+        assert module.training_log is training_log
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
+    assert patch.state == "active"
+
+
+def test_a_renamed_parameter_stops_training_with_vision_graphs_only(renamed, config):
+    assert renamed.state == "broken"
+    with pytest.raises(DriftError) as caught:
+        config.validate()
+    message = str(caught.value)
+    assert "train_log: " in message and "no longer takes loss_dict" in message
+    assert f"megatron-bridge {bridge_release()}" in message
+    config.model.vision_cuda_graph_impl = "none"
+    check_training_config(config)
+
+
+def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):
+    patch = next(p for p in train_loop.PATCHES if p.name == "train_end")
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        changed.setattr(patch, "make", lambda old: 1 / 0)
+        bridge_cg_plugin.activate()
+        assert f"could not patch {TRAIN}" in caplog.text
+        with pytest.raises(DriftError, match="train_end: the plugin failed to replace"):
+            check_training_config(config)
+    config.model.vision_cuda_graph_impl = "none"
+    check_training_config(config)
+
+
+def test_a_relied_on_part_that_is_gone_stops_training_with_vision_graphs_only(config, monkeypatch):
+    lost = replace(seam("vision_parts"), attributes=("patch_embed", "patch_embedding_of_old"))
+    monkeypatch.setattr(states, "SEAMS", (*(s for s in SEAMS if s.name != lost.name), lost))
+    states.installed_states.cache_clear()
+    with pytest.raises(DriftError, match="vision_parts: .*no longer has patch_embedding_of_old"):
         check_training_config(config)
     config.model.vision_cuda_graph_impl = "none"
     check_training_config(config)
     monkeypatch.undo()
+    states.installed_states.cache_clear()
     config.model.vision_cuda_graph_impl = "transformer_engine"
     check_training_config(config)
 
@@ -121,10 +169,15 @@ def test_a_check_of_layer_graphs(config):
     refused(config, "vision_cuda_graph_check_interval")
 
 
+def own_name(model, name):
+    """The name that this release has for a field: 0.4 knows modules as cuda_graph_scope only."""
+    return "cuda_graph_scope" if name == "cuda_graph_modules" and not hasattr(model, name) else name
+
+
 def language_model_graphs(config, impl="transformer_engine", **fields):
     config.model.vision_cuda_graph_impl = "none"
     for name, value in {"cuda_graph_impl": impl, **fields}.items():
-        setattr(config.model, name, value)
+        setattr(config.model, own_name(config.model, name), value)
     return config
 
 
@@ -135,10 +188,12 @@ def test_the_vision_modules_are_set_under_the_name_that_bridge_reads(config):
 
 
 def test_language_model_graphs_beside_vision_graphs(config):
-    config.model.cuda_graph_impl, config.model.cuda_graph_modules = "transformer_engine", "attn,mlp"
+    modules = own_name(config.model, "cuda_graph_modules")
+    config.model.cuda_graph_impl = "transformer_engine"
+    setattr(config.model, modules, "attn,mlp")
     check_training_config(config)
     config.model.finalize()
-    assert [m.name for m in config.model.cuda_graph_modules] == ["attn", "mlp"]
+    assert [m.name for m in getattr(config.model, modules)] == ["attn", "mlp"]
 
 
 def test_language_model_graphs_without_the_tracker(config):
@@ -180,7 +235,8 @@ def test_full_iteration_of_a_model_that_takes_images(config):
 def test_what_upstream_runs_is_left_alone(config, fields):
     language_model_graphs(config, **fields)
     check_training_config(config)
-    assert all(getattr(config.model, name) == value for name, value in fields.items() if name != "impl")
+    kept = {own_name(config.model, name): value for name, value in fields.items() if name != "impl"}
+    assert all(getattr(config.model, name) == value for name, value in kept.items())
 
 
 def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
@@ -188,15 +244,18 @@ def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
     check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
 
 
-def test_a_broken_rotary_patch_stops_graphs_of_attention_only(config, monkeypatch):
+def test_a_broken_rotary_patch_stops_graphs_of_attention_only(active, config, monkeypatch):
     patch = language_model.PATCHES[0]
-    monkeypatch.setattr(patch, "state", "broken")
-    monkeypatch.setattr(patch, "reason", "made to look broken")
-    language_model_graphs(config, cuda_graph_modules=["mlp"])
-    check_training_config(config)
-    config.model.cuda_graph_modules = ["attn"]
-    with pytest.raises(DriftError, match=f"{patch.name}: made to look broken"):
+    bridge_cg_plugin.deactivate()
+    with monkeypatch.context() as changed:
+        layer = active[patch.module].TransformerLayer
+        changed.setattr(layer, "get_layer_static_inputs", lambda self, length, micro_batch_size: None)
+        bridge_cg_plugin.activate()
+        language_model_graphs(config, cuda_graph_modules=["mlp"])
         check_training_config(config)
+        language_model_graphs(config, cuda_graph_modules=["attn"])
+        with pytest.raises(DriftError, match=f"{patch.name}: .*no longer takes seq_length"):
+            check_training_config(config)
 
 
 @pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])

@@ -1,0 +1,57 @@
+"""Vision graphs for a train loop that drives none: made and captured at the start of its steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..options import PROVIDER_FIELDS
+from .helper import VisionTECudaGraphHelper
+from .qwen3_vl import find_vision_model
+
+
+class OwnLoop:
+    """Drives one helper from `train_step`, as the train loops of later releases do from their own code.
+
+    The helper is made before the first step of a model that asks for graphs, and captures before the step that
+    follows `cuda_graph_warmup_steps` steps. Every way into training comes through `train_step`, which gets the model
+    and the state as arguments; a training callback would have to be handed over by the user's script.
+    """
+
+    def __init__(self) -> None:
+        self._helper: VisionTECudaGraphHelper | None = None
+        self._vision_model: nn.Module | None = None
+        self._steps = 0
+
+    def before_step(self, model: Sequence[nn.Module], state: Any) -> None:
+        """Make the helper or capture, if it is time.
+
+        Raises:
+            OptionError: An option cannot work.
+            CaptureError: Capturing failed and `vision_cuda_graph_strict` is set.
+        """
+        provider = state.cfg.model
+        if getattr(provider, PROVIDER_FIELDS["impl"], "none") in (None, "none"):
+            return
+        found = find_vision_model(model)
+        if found is None:
+            return
+        if found[0] is not self._vision_model or self._helper is None or self._helper.graphs is None:
+            self._start(model, found[0])
+        if self._steps == provider.cuda_graph_warmup_steps and not self._helper.graphs_created():
+            self._helper.create_cudagraphs()
+        self._steps += 1
+
+    def end(self) -> None:
+        """Forget the helper; whoever ends training has reported and freed its graphs."""
+        self._helper = self._vision_model = None
+
+    def _start(self, model: Sequence[nn.Module], vision_model: nn.Module) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        if self._helper is not None:  # left behind by a run that ended with an error
+            self._helper.delete_cuda_graphs()
+        self._steps, self._vision_model = 0, vision_model
+        self._helper = VisionTECudaGraphHelper(
+            list(model), vision_model.config, num_microbatches=get_num_microbatches()
+        )

@@ -1,0 +1,169 @@
+"""Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
+
+from ..seams import Seam
+
+CORE = "megatron.core"
+LAYER = f"{CORE}.transformer.transformer_layer"
+DDP = f"{CORE}.distributed.distributed_data_parallel"
+TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
+MLP = f"{CORE}.transformer.mlp"
+EXTENSIONS = f"{CORE}.extensions.transformer_engine"
+RECORDED = "put back when the recording ends"
+DETACHED = "the end of training and deactivate() take the layer's own attribute off"
+
+SEAMS = (
+    Seam(
+        name="layer_attention",
+        module=LAYER,
+        target="TransformerLayer._forward_attention",
+        kind="function",
+        touch="instance",
+        purpose="the attention part of a layer replays a graph",
+        undo=DETACHED,
+        parameters=("hidden_states", "attention_mask", "context", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        name="layer_mlp",
+        module=LAYER,
+        target="TransformerLayer._forward_mlp",
+        kind="function",
+        touch="instance",
+        purpose="the MLP part of a layer replays a graph",
+        undo=DETACHED,
+        parameters=("hidden_states",),
+    ),
+    Seam(
+        name="layer_parts",
+        module=LAYER,
+        target="TransformerLayer",
+        kind="class",
+        touch="read",
+        purpose="the modules whose parameters a layer's region owns",
+        attributes=("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "layer_number", "config"),
+    ),
+    Seam(
+        name="layer_residuals",
+        module=LAYER,
+        target="TransformerLayer",
+        kind="class",
+        touch="instance",
+        purpose="biases are added together with the residual while work is recorded",
+        undo=RECORDED,
+        attributes=("self_attn_bda", "mlp_bda"),
+    ),
+    Seam(
+        name="mlp_forward",
+        module=MLP,
+        target="MLP.forward",
+        kind="function",
+        touch="instance",
+        purpose="the bias is added together with the activation while work is recorded",
+        undo=RECORDED,
+        parameters=("hidden_states", "per_token_scale"),
+    ),
+    Seam(
+        name="packed_segments",
+        module=f"{CORE}.packed_seq_params",
+        target="PackedSeqParams",
+        kind="class",
+        touch="called",
+        purpose="attention inside segments given by cu_seqlens",
+        attributes=("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+    ),
+    Seam(
+        name="parameter_gather",
+        module=DDP,
+        target="DistributedDataParallel",
+        kind="class",
+        touch="read",
+        purpose="a replay waits for the parameters that eager's module hooks wait for",
+        attributes=("param_to_bucket_group", "remove_forward_pre_hook_handles", "ddp_config"),
+    ),
+    Seam(
+        name="finish_param_sync",
+        module=f"{CORE}.distributed.param_and_grad_buffer",
+        target="_ParamAndGradBucketGroup.finish_param_sync",
+        kind="function",
+        touch="called",
+        purpose="waits for a bucket of parameters",
+        parameters=("skip_next_bucket_dispatch",),
+    ),
+    Seam(
+        name="gradient_hook",
+        module=DDP,
+        target="DistributedDataParallel._make_backward_post_hook",
+        kind="function",
+        touch="read",
+        purpose="a gradient that is in main_grad already is not added again",
+        uses=("grad_added_to_main_grad",),
+    ),
+    Seam(
+        name="ddp_config",
+        module=f"{CORE}.distributed.distributed_data_parallel_config",
+        target="DistributedDataParallelConfig",
+        kind="class",
+        touch="read",
+        purpose="how parameters are gathered",
+        attributes=("align_param_gather", "overlap_param_gather", "use_megatron_fsdp"),
+    ),
+    Seam(
+        name="microbatches",
+        module=f"{CORE}.num_microbatches_calculator",
+        target="get_num_microbatches",
+        kind="function",
+        touch="called",
+        purpose="bounds the slots where the train loop does not say how many microbatches a step has",
+    ),
+    Seam(
+        name="attention_forward",
+        module=EXTENSIONS,
+        target="TEDotProductAttention.forward",
+        kind="function",
+        touch="instance",
+        purpose="one segment attends unpacked while work is recorded",
+        undo=RECORDED,
+        parameters=("query", "key", "value", "attention_mask", "packed_seq_params"),
+    ),
+    Seam(
+        name="te_attention",
+        module=TE_ATTENTION,
+        target="DotProductAttention.forward",
+        kind="function",
+        touch="called",
+        purpose="attention of one segment",
+        parameters=("qkv_format", "attn_mask_type", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+    ),
+    Seam(
+        name="layernorm_backward",
+        module=TE_LAYERNORM_LINEAR,
+        target="_LayerNormLinear.backward",
+        kind="function",
+        touch="replaced",
+        purpose="vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
+        undo=RECORDED,
+        uses=("tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",),
+    ),
+    *(
+        Seam(
+            name=f"weight_gradients.{name}",
+            module=f"transformer_engine.pytorch.module.{module}",
+            target=name,
+            kind="class",
+            touch="instance",
+            purpose="weight gradients are added to main_grad inside the GEMM while work is recorded",
+            undo=RECORDED,
+            attributes=("fuse_wgrad_accumulation",),
+        )
+        for module, name in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear"))
+    ),
+    Seam(
+        name="attention_selection",
+        module=TE_ATTENTION,
+        target="_attention_backends",
+        kind="value",
+        touch="read",
+        purpose="a cached choice of kernel that would read the device during a capture is dropped",
+        undo="Transformer Engine chooses again",
+    ),
+)

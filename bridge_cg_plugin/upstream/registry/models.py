@@ -1,0 +1,176 @@
+"""Seams of Bridge's Qwen3-VL family: providers and vision model."""
+
+from ..seams import Seam
+from .training import RESTORED, VISION_LOOP
+
+QWEN_VL = "megatron.bridge.models.qwen_vl"
+PROVIDERS = (
+    (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLModelProvider"),
+    (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
+    (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLModelProvider"),
+    (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
+)
+MODELLING = f"{QWEN_VL}.modelling_qwen3_vl"
+MODEL, VISION_MODEL = f"{MODELLING}.model", f"{MODELLING}.vision_model"
+ATTENTION, BLOCK, PARTS = f"{MODELLING}.attention", f"{MODELLING}.transformer_block", f"{MODELLING}.utils"
+VISION_CONFIG = f"{MODELLING}.transformer_config"
+OPTIONS = "vision graph options can be set, overridden and saved with the model's configuration"
+
+
+def _provider(module: str, provider: str) -> tuple[Seam, ...]:
+    return (
+        Seam(
+            name=f"{provider}.init",
+            module=module,
+            target=f"{provider}.__init__",
+            kind="function",
+            touch="extended",
+            purpose=OPTIONS,
+            undo=RESTORED,
+            patched_by="provider_fields",
+        ),
+        Seam(
+            name=f"{provider}.fields",
+            module=module,
+            target=f"{provider}.__dataclass_fields__",
+            kind="value",
+            touch="extended",
+            purpose=OPTIONS,
+            undo=RESTORED,
+            patched_by="provider_fields",
+        ),
+        Seam(
+            name=f"{provider}.config",
+            module=module,
+            target=provider,
+            kind="class",
+            touch="read",
+            purpose="the vision encoder's configuration and what the check reads",
+            attributes=("vision_config", "provide", "cuda_graph_warmup_steps", "use_te_rng_tracker"),
+        ),
+    )
+
+
+SEAMS = (
+    *(entry for module, provider in PROVIDERS for entry in _provider(module, provider)),
+    Seam(
+        name="vision_config",
+        module=MODEL,
+        target="get_vision_model_config",
+        kind="function",
+        touch="extended",
+        purpose="the vision encoder's configuration says that it is on graphs",
+        undo=RESTORED,
+        parameters=("hf_config", "megatron_config"),
+        patched_by="qwen3_vl",
+    ),
+    Seam(
+        name="vision_padding",
+        module=VISION_MODEL,
+        target="Qwen3VLVisionModel.forward",
+        kind="function",
+        touch="extended",
+        purpose="warm-up and eager steps keep attention inside each image",
+        undo=RESTORED,
+        parameters=("self",),
+        patched_by="qwen3_vl",
+    ),
+    Seam(
+        name="vision_padding_switch",
+        module=VISION_MODEL,
+        target="Qwen3VLVisionModel._uses_vision_cuda_graph",
+        kind="function",
+        touch="instance",
+        purpose="says no while forward runs, so that upstream's own padding is not used",
+        undo="taken off when forward returns",
+        parameters=("self",),
+        since=VISION_LOOP,
+    ),
+    Seam(
+        name="vision_forward",
+        module=VISION_MODEL,
+        target="Qwen3VLVisionModel.forward",
+        kind="function",
+        touch="instance",
+        purpose="a whole encoder's microbatch replays a graph",
+        undo="the end of training and deactivate() take the instance's own forward off",
+        parameters=("hidden_states", "grid_thw", "inference_params", "extra_block_kwargs"),
+    ),
+    Seam(
+        name="vision_parts",
+        module=VISION_MODEL,
+        target="Qwen3VLVisionModel",
+        kind="class",
+        touch="called",
+        purpose="the parts that a recorded region runs in place of the encoder's forward",
+        attributes=("patch_embed", "pos_embed", "rotary_pos_emb", "decoder", "merger", "config"),
+    ),
+    Seam(
+        name="vision_block",
+        module=BLOCK,
+        target="Qwen3VLVisionTransformerBlock.forward",
+        kind="function",
+        touch="called",
+        purpose="the layers, with packed segments and rotary angles as arguments",
+        parameters=("hidden_states", "attention_mask", "inference_params", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        name="vision_block_parts",
+        module=BLOCK,
+        target="Qwen3VLVisionTransformerBlock",
+        kind="class",
+        touch="read",
+        purpose="layers that become regions of their own; deepstack features are further outputs",
+        attributes=("layers", "deepstack_merger_list"),
+    ),
+    Seam(
+        name="patch_embedding",
+        module=PARTS,
+        target="Qwen3VLVisionPatchEmbed",
+        kind="class",
+        touch="read",
+        purpose="pixels enter a graph in the type of its weight",
+        attributes=("proj",),
+    ),
+    Seam(
+        name="rotary_frequencies",
+        module=PARTS,
+        target="Qwen3VLVisionRotaryEmbedding.forward",
+        kind="function",
+        touch="called",
+        purpose="the first call makes the buffer inv_freq",
+        parameters=("seqlen",),
+        uses=("register_buffer('inv_freq'",),
+    ),
+    Seam(
+        name="vision_configuration",
+        module=VISION_CONFIG,
+        target="Qwen3VLTransformerConfig",
+        kind="class",
+        touch="read",
+        purpose="patch, merge and head sizes",
+        attributes=(
+            *("spatial_merge_size", "temporal_patch_size", "patch_size", "in_channels", "num_position_embeddings"),
+            *("hidden_size", "kv_channels"),
+        ),
+    ),
+    Seam(
+        name="vlm_parts",
+        module=MODEL,
+        target="Qwen3VLModel",
+        kind="class",
+        touch="read",
+        purpose="the vision model and the provider are found through the model that holds them",
+        attributes=("vision_model", "config"),
+    ),
+    Seam(
+        name="rotary_kernel",
+        module=ATTENTION,
+        target="apply_rotary_pos_emb_absolute",
+        kind="function",
+        touch="replaced",
+        purpose="one kernel in its place while work is recorded",
+        undo="put back when the recording ends",
+        parameters=("t", "freqs", "config", "cu_seqlens"),
+    ),
+)

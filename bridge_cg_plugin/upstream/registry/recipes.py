@@ -1,0 +1,19 @@
+"""Seams of Bridge's recipe packages, where launchers look recipes up by name."""
+
+from ..seams import Seam
+
+RECIPES = "megatron.bridge.recipes"
+
+SEAMS = tuple(
+    Seam(
+        name=name,
+        module=module,
+        target="",
+        kind="module",
+        touch="extended",
+        purpose="presets are found by name where Bridge's own recipes are",
+        undo="deactivate() takes the names off",
+        patched_by="recipe_names",
+    )
+    for name, module in (("recipe_names", RECIPES), ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl"))
+)

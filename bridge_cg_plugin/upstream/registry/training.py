@@ -1,0 +1,166 @@
+"""Seams of Bridge's train loop, configuration and batch steps."""
+
+from ..seams import Seam
+
+TRAIN = "megatron.bridge.training.train"
+CONFIG = "megatron.bridge.training.config"
+CALLBACKS = "megatron.bridge.training.callbacks"
+STATE = "megatron.bridge.training.state"
+VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
+STEPS = ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "megatron.bridge.training.vlm_step")
+RESTORED = "deactivate() puts the same object back"
+VISION_LOOP = "0.5.1"  # the first release whose train loop drives vision graphs
+
+SEAMS = (
+    Seam(
+        name="train_helper",
+        module=TRAIN,
+        target="VisionTECudaGraphHelper",
+        kind="class",
+        touch="replaced",
+        purpose="the train loop drives the plugin's vision graphs",
+        undo=RESTORED,
+        parameters=("model", "vision_config", "vision_seq_length", "micro_batch_size", "num_microbatches"),
+        attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
+        since=VISION_LOOP,
+        patched_by="train_loop",
+    ),
+    Seam(
+        name="train_seq_length",
+        module=TRAIN,
+        target="get_vision_cuda_graph_seq_length",
+        kind="function",
+        touch="replaced",
+        purpose="the log line names the largest bucket",
+        undo=RESTORED,
+        parameters=("vision_config",),
+        since=VISION_LOOP,
+        patched_by="train_loop",
+    ),
+    Seam(
+        name="train_step",
+        module=TRAIN,
+        target="train_step",
+        kind="function",
+        touch="extended",
+        purpose="steps are counted; a train loop without vision graphs gets them here",
+        undo=RESTORED,
+        parameters=("model", "global_state"),
+        patched_by="train_loop",
+    ),
+    Seam(
+        name="train_log",
+        module=TRAIN,
+        target="training_log",
+        kind="function",
+        touch="extended",
+        purpose="graph statistics reach TensorBoard and W&B",
+        undo=RESTORED,
+        parameters=("loss_dict", "global_state"),
+        patched_by="train_loop",
+    ),
+    Seam(
+        name="train_end",
+        module=TRAIN,
+        target="_delete_cuda_graphs",
+        kind="function",
+        touch="extended",
+        purpose="graphs are reported and freed when training ends",
+        undo=RESTORED,
+        patched_by="train_loop",
+    ),
+    Seam(
+        name="train_loop",
+        module=TRAIN,
+        target="train",
+        kind="function",
+        touch="read",
+        purpose="the loop looks these functions up in its module, so replacing them there reaches it",
+        uses=("train_step", "training_log(", "_delete_cuda_graphs("),
+    ),
+    Seam(
+        name="train_loop_vision",
+        module=TRAIN,
+        target="train",
+        kind="function",
+        touch="read",
+        purpose="the loop makes the helper, captures after warm-up and needs no more of it",
+        uses=(
+            "VisionTECudaGraphHelper(",
+            "vision_cuda_graph_helper.graphs_created()",
+            "vision_cuda_graph_helper.create_cudagraphs()",
+        ),
+        since=VISION_LOOP,
+    ),
+    Seam(
+        name="config_check",
+        module=CONFIG,
+        target="ConfigContainer.validate",
+        kind="function",
+        touch="extended",
+        purpose="options that cannot work are refused before the model is built",
+        undo=RESTORED,
+        parameters=("self",),
+        patched_by="training_config",
+    ),
+    Seam(
+        name="config_sections",
+        module=CONFIG,
+        target="ConfigContainer",
+        kind="class",
+        touch="read",
+        purpose="the check reads these sections",
+        attributes=("model", "rng", "ddp", "train"),
+    ),
+    Seam(
+        name="global_state",
+        module=STATE,
+        target="GlobalState",
+        kind="class",
+        touch="read",
+        purpose="steps, intervals and loggers of a run",
+        attributes=("train_state", "cfg", "tensorboard_logger", "wandb_logger"),
+    ),
+    Seam(
+        name="callbacks",
+        module=CALLBACKS,
+        target="Callback",
+        kind="class",
+        touch="called",
+        purpose="the main job records steps and evaluations; the plugin itself asks users for no callback",
+        attributes=("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_end"),
+    ),
+    *(
+        Seam(
+            name=f"host_grids.{module.rpartition('.')[2]}",
+            module=module,
+            target="get_batch_from_iterator",
+            kind="function",
+            touch="extended",
+            purpose="replays know the images' sizes without waiting for the device",
+            undo=RESTORED,
+            parameters=("data_iterator",),
+            patched_by="batches",
+        )
+        for module in STEPS
+    ),
+    Seam(
+        name="visual_inputs",
+        module=VISUAL_INPUTS,
+        target="GenericVisualInputs",
+        kind="class",
+        touch="read",
+        purpose="a batch carries its grids in these fields",
+        attributes=("image_grid_thw", "video_grid_thw"),
+    ),
+    Seam(
+        name="performance_overrides",
+        module="scripts.performance.utils.overrides",
+        target="_set_cuda_graph_overrides",
+        kind="function",
+        touch="declared",
+        purpose="flags for vision graphs in the performance scripts, which are in upstream's repository only",
+        parameters=("recipe", "cuda_graph_impl", "cuda_graph_scope"),
+        packaged=False,
+    ),
+)

@@ -1,0 +1,37 @@
+"""The releases that the plugin was checked against. Data only: tools and the audit read it without torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One pair of upstream releases.
+
+    Attributes:
+        bridge: Version of megatron-bridge.
+        core: Version of megatron-core that belongs to it.
+    """
+
+    bridge: str
+    core: str
+
+
+# Newest first. The first is pinned in requirements/stack.txt.
+RELEASES = (Release("0.6.2", "0.19.2"), Release("0.5.1", "0.18.2"), Release("0.4.2", "0.17.1"))
+NEWEST, OLDEST = RELEASES[0], RELEASES[-1]
+
+
+def minor(version: str) -> tuple[int, int]:
+    """Return a version's first two numbers; (0, 0) where it has none."""
+    numbers = []
+    for part in version.split(".")[:2]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
+
+
+def is_known(bridge: str) -> bool:
+    """Whether a megatron-bridge version belongs to a series that was checked."""
+    return minor(bridge) in {minor(release.bridge) for release in RELEASES}

@@ -1,0 +1,90 @@
+"""What a seam is: one place where the plugin touches upstream, and what it expects to find there."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .releases import RELEASES, minor
+
+Kind = Literal["function", "class", "value", "module"]
+Touch = Literal["replaced", "extended", "instance", "called", "read", "declared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """One touch point of upstream. Data only; `patches.Patch` acts on it, `source` and `audit` compare with it.
+
+    Attributes:
+        name: Short name, for `status`, `doctor`, the audit and messages.
+        module: Upstream's module.
+        target: "name", "Class" or "Class.method"; empty for the module itself.
+        kind: What the target must be.
+        touch: "replaced" or "extended" by a patch, replaced on an "instance" or for a while, "called", "read", or
+            only "declared".
+        purpose: What the plugin wants there, in a few words.
+        undo: How it is undone.
+        parameters: Parameters that a function, or a class's constructor, must take.
+        attributes: Fields, methods and instance attributes that a class must have, inherited ones included.
+        uses: Code that the target's body must contain: behaviour relied on.
+        since: First release of megatron-bridge that has the target; an earlier one does without.
+        patched_by: Module of this package with the patch; empty where nothing is replaced when upstream is imported.
+        packaged: Whether upstream's wheels contain it.
+    """
+
+    name: str
+    module: str
+    target: str
+    kind: Kind
+    touch: Touch
+    purpose: str
+    undo: str = "nothing to undo"
+    parameters: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    since: str = RELEASES[-1].bridge
+    patched_by: str = ""
+    packaged: bool = True
+
+    @property
+    def place(self) -> str:
+        """Module and target."""
+        return f"{self.module}.{self.target}" if self.target else self.module
+
+    def expected_in(self, bridge: str) -> bool:
+        """Whether a release of megatron-bridge should have the target. Releases nobody has seen should."""
+        return minor(bridge) == (0, 0) or minor(bridge) >= minor(self.since)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is at a seam's place.
+
+    Attributes:
+        kind: What it is.
+        parameters: Of the function or the class's constructor; None where they cannot be known.
+        attributes: Of the class; None where a base cannot be read and they cannot be known.
+        code: The body, as `ast.unparse` writes it.
+    """
+
+    kind: Kind
+    parameters: tuple[str, ...] | None = None
+    attributes: frozenset[str] | None = None
+    code: str = ""
+
+
+def drift(seam: Seam, found: Found | None) -> list[str]:
+    """Return how what was found differs from what the seam expects; nothing where it fits."""
+    if found is None:
+        return [f"{seam.place} does not exist"]
+    if found.kind != seam.kind:
+        return [f"{seam.place} is a {found.kind}, not a {seam.kind}"]
+    differences = []
+    lost = [p for p in seam.parameters if found.parameters is not None and p not in found.parameters]
+    if lost:
+        differences.append(f"{seam.place} no longer takes {', '.join(lost)}; it takes {', '.join(found.parameters)}")
+    gone = [a for a in seam.attributes if found.attributes is not None and a not in found.attributes]
+    if gone:
+        differences.append(f"{seam.place} no longer has {', '.join(gone)}")
+    unused = [u for u in seam.uses if found.code and u not in found.code]
+    if unused:
+        differences.append(f"{seam.place} no longer contains {'; '.join(unused)}")
+    return differences

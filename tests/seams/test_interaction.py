@@ -1,0 +1,164 @@
+"""Others patch what the plugin patches; upstream's modules are reloaded."""
+
+import functools
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+import bridge_cg_plugin
+from bridge_cg_plugin.upstream import train_loop
+
+from .test_patches import made_up
+
+NAME = "made_up_upstream"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    made = ModuleType(NAME)
+    made.function = lambda value=0: ["upstream"]
+    monkeypatch.setitem(sys.modules, NAME, made)
+    return made
+
+
+@pytest.fixture
+def patch():
+    return made_up("function", lambda old: lambda value=0: ["ours", *old(value)], module=NAME)
+
+
+def wrap(module, polite=True):
+    """Patch `function` as another plugin does; returns how it undoes that."""
+    before = module.function
+
+    def theirs(value=0):
+        return ["theirs", *before(value)]
+
+    module.function = functools.wraps(before)(theirs) if polite else theirs
+    return lambda: setattr(module, "function", before)
+
+
+def test_theirs_below_ours(module, patch):
+    original = module.function
+    undo = wrap(module)
+    theirs = module.function
+    patch.apply(module)
+    assert module.function() == ["ours", "theirs", "upstream"]
+    patch.revert()
+    assert module.function is theirs
+    undo()
+    assert module.function is original
+
+
+@pytest.mark.parametrize("polite", [True, False])
+def test_ours_below_theirs_undone_in_reverse_order(module, patch, polite):
+    original = module.function
+    patch.apply(module)
+    undo = wrap(module, polite)
+    assert module.function() == ["theirs", "ours", "upstream"]
+    undo()
+    patch.revert()
+    assert module.function is original
+
+
+def test_ours_below_theirs_and_off_first(module, patch):
+    original = module.function
+    patch.apply(module)
+    undo = wrap(module)
+    theirs = module.function
+    patch.look()
+    assert patch.state == "active" and "wrap.<locals>.theirs" in patch.reason
+    patch.revert()
+    assert module.function is theirs, "their wrapper is not the plugin's to take off"
+    assert module.function() == ["theirs", "upstream"]
+    assert patch.state == "off" and "calls pass through" in patch.reason
+    patch.apply(module)
+    assert module.function() == ["theirs", "ours", "upstream"] and module.function is theirs
+    patch.revert()
+    undo()  # they put back what they found: the plugin's replacement, which passes through
+    assert module.function() == ["upstream"]
+    patch.revert()
+    assert module.function is original
+
+
+def test_a_replacement_that_calls_nobody_is_seen(module, patch):
+    patch.apply(module)
+    module.function = theirs = lambda value=0: ["theirs alone"]
+    patch.look()
+    assert patch.state == "broken"
+    assert f"{NAME}.function" in patch.reason and "activate()" in patch.reason
+    patch.apply(module)
+    assert patch.state == "active"
+    assert module.function() == ["ours", "theirs alone"]
+    patch.revert()
+    assert module.function is theirs
+
+
+def test_a_wrapper_that_does_not_say_so_keeps_what_is_below_switched_off(module, patch):
+    patch.apply(module)
+    wrap(module, polite=False)
+    patch.revert()
+    assert module.function() == ["theirs", "upstream"]
+
+
+def test_they_put_the_original_back_over_ours(module, patch):
+    original = module.function
+    patch.apply(module)
+    module.function = original
+    patch.look()
+    assert patch.state == "broken"
+    patch.apply(module)
+    assert module.function() == ["ours", "upstream"]
+    patch.revert()
+    assert module.function is original
+
+
+RELOADED = """
+class Config:
+    def validate(self):
+        return ["upstream"]
+"""
+
+
+@pytest.fixture
+def reloadable(tmp_path, monkeypatch):
+    (tmp_path / f"{NAME}.py").write_text(RELOADED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield importlib.import_module(NAME)
+    sys.modules.pop(NAME, None)
+
+
+def test_a_reloaded_module_is_seen_and_patched_again(reloadable):
+    patch = made_up("Config.validate", lambda old: lambda self: ["ours", *old(self)], module=NAME)
+    old_class = reloadable.Config
+    before = vars(old_class)["validate"]
+    patch.apply(reloadable)
+    importlib.reload(reloadable)
+    assert reloadable.Config().validate() == ["upstream"], "a reload brings upstream's own"
+    patch.look()
+    assert patch.state == "broken" and "reload" in patch.reason
+    patch.apply(reloadable)
+    assert patch.state == "active" and reloadable.Config().validate() == ["ours", "upstream"]
+    assert vars(old_class)["validate"] is before, "the class of before the reload is left as it was"
+    new = reloadable.Config
+    patch.revert()
+    assert new().validate() == ["upstream"] and vars(new)["validate"].__module__ == NAME
+
+
+def test_a_reload_and_off_leave_nothing(reloadable):
+    patch = made_up("Config.validate", lambda old: lambda self: ["ours", *old(self)], module=NAME)
+    old_class, before = reloadable.Config, vars(reloadable.Config)["validate"]
+    patch.apply(reloadable)
+    importlib.reload(reloadable)
+    patch.revert()
+    assert vars(old_class)["validate"] is before
+    assert reloadable.Config().validate() == ["upstream"]
+
+
+def test_what_replaces_the_plugin_in_bridge_stops_runs_that_need_it(active, monkeypatch):
+    patch = next(p for p in train_loop.PATCHES if p.name == "train_step")
+    monkeypatch.setattr(active[patch.module], "train_step", lambda *args: None)
+    state = bridge_cg_plugin.status()["patches"]["train_step"]
+    assert state["state"] == "broken" and "megatron.bridge.training.train.train_step" in state["reason"]

@@ -1,0 +1,194 @@
+"""Vision graphs on a release whose train loop drives none; what the loop's steps do is the same on all releases."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from torch import nn
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import helper as helpers
+from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.own_loop import OwnLoop
+from bridge_cg_plugin.upstream.qwen3_vl import PATCHES
+from bridge_cg_plugin.upstream.registry.models import MODEL, VISION_CONFIG
+
+from ..unit.towers import draw, new_tower
+
+GRAPHS = {
+    "vision_cuda_graph_impl": "transformer_engine",
+    "vision_cuda_graph_buckets": [32, 64],
+    "vision_cuda_graph_exact_below": 0,
+    "vision_cuda_graph_strict": True,
+    "cuda_graph_warmup_steps": 2,
+    "pipeline_model_parallel_size": 1,
+}
+
+
+class Chunk(nn.Module):
+    """What a train loop holds: a wrapped model with a vision model and the provider as its configuration."""
+
+    def __init__(self, provider):
+        super().__init__()
+        self.module = nn.Module()
+        self.module.vision_model = new_tower()
+        self.module.config = provider
+
+
+@pytest.fixture
+def loop(active, monkeypatch):
+    monkeypatch.setattr(helpers, "default_executor", ReferenceExecutor)
+    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
+    yield OwnLoop()
+    for helper in helpers.active_helpers():
+        helper.delete_cuda_graphs()
+
+
+def state_of(**fields):
+    provider = SimpleNamespace(**{**GRAPHS, **fields})
+    return SimpleNamespace(cfg=SimpleNamespace(model=provider)), provider
+
+
+def step(loop, model, state):
+    loop.before_step(model, state)
+    vision = model[0].module.vision_model
+    outputs = vision(*draw([[1, 4, 4]]))
+    (outputs[0].sum() + sum(part.sum() for part in outputs[1])).backward()
+
+
+def test_graphs_are_made_after_the_warm_up_steps(loop):
+    state, provider = state_of()
+    model = [Chunk(provider)]
+    made = []
+    for _ in range(4):
+        step(loop, model, state)
+        (helper,) = helpers.active_helpers()
+        made.append(helper.graphs_created())
+    assert made == [False, False, True, True]
+    assert helper.graphs.statistics().replays == 2 and helper.graphs.statistics().warmup_microbatches == 2
+    assert helper.graphs.slots == 1
+
+
+def test_slots_follow_the_pipeline_and_the_microbatches(loop):
+    state, provider = state_of(pipeline_model_parallel_size=8)
+    loop.before_step([Chunk(provider)], state)
+    assert helpers.active_helpers()[0].graphs.slots == 3
+
+
+@pytest.mark.parametrize("impl", ["none", None])
+def test_nothing_is_made_where_nobody_asks(loop, impl):
+    state, provider = state_of(vision_cuda_graph_impl=impl)
+    loop.before_step([Chunk(provider)], state)
+    loop.before_step([nn.Linear(1, 1)], SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace())))
+    assert helpers.active_helpers() == []
+
+
+def test_a_stage_without_a_vision_model_passes(loop):
+    state, _ = state_of()
+    for _ in range(4):
+        loop.before_step([nn.Linear(1, 1)], state)
+    assert helpers.active_helpers() == []
+
+
+def test_no_warm_up_captures_before_the_first_step(loop):
+    state, provider = state_of(cuda_graph_warmup_steps=0)
+    model = [Chunk(provider)]
+    step(loop, model, state)
+    assert helpers.active_helpers()[0].graphs.statistics().replays == 1
+
+
+def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
+    state, provider = state_of(vision_cuda_graph_strict=False)
+    model = [Chunk(provider)]
+    tried = []
+    monkeypatch.setattr(helpers.VisionTECudaGraphHelper, "create_cudagraphs", lambda self: tried.append(1))
+    for _ in range(5):
+        step(loop, model, state)
+    assert tried == [1]
+
+
+def test_wrong_options_stop_the_run(loop):
+    state, provider = state_of(vision_cuda_graph_buckets=[33])
+    with pytest.raises(OptionError, match="vision_cuda_graph_buckets"):
+        loop.before_step([Chunk(provider)], state)
+
+
+def test_a_second_run_in_the_process_has_graphs_of_its_own(loop):
+    for _ in range(2):
+        state, provider = state_of()
+        model = [Chunk(provider)]
+        for _ in range(3):
+            step(loop, model, state)
+        (helper,) = helpers.active_helpers()
+        assert helper.graphs.model is model[0].module.vision_model and helper.graphs_created()
+        helper.delete_cuda_graphs()
+        loop.end()
+
+
+def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
+    state, provider = state_of()
+    first = [Chunk(provider)]
+    step(loop, first, state)
+    second = [Chunk(provider)]
+    for _ in range(3):
+        step(loop, second, state)
+    assert [h.graphs.model for h in helpers.active_helpers() if h.graphs_created()] == [second[0].module.vision_model]
+    assert "forward" not in vars(first[0].module.vision_model)
+
+
+def test_the_step_drives_the_loop_only_where_upstream_does_not(loop, monkeypatch):
+    driven = []
+    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda model, state: driven.append((model, state)))
+    patched = next(p for p in train_loop.PATCHES if p.name == "train_step")
+    train_step = patched.make(lambda forward, data, model, optimizer, scheduler, global_state: "done")
+    for has_helper, expected in ((True, []), (False, [("model", "state")])):
+        monkeypatch.setattr(train_loop, "drives_vision_graphs", lambda has_helper=has_helper: has_helper)
+        assert train_step(None, None, "model", None, None, "state") == "done"
+        assert driven == expected
+
+
+def test_whether_upstream_drives_them_is_read_from_its_module(active):
+    has = hasattr(sys.modules[train_loop.TRAIN], "VisionTECudaGraphHelper")
+    assert train_loop.drives_vision_graphs() == has
+
+
+@pytest.fixture
+def hf_and_provider(active):
+    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+
+    from examples.photographs.tower import vision_config
+
+    return vision_config(), Qwen3VLModelProvider(num_layers=1, hidden_size=64, num_attention_heads=4)
+
+
+@pytest.mark.parametrize("scope, names", [([], []), (["attn"], ["attn"])])
+def test_the_vision_configuration_says_that_it_is_on_graphs(active, hf_and_provider, scope, names):
+    """On every release: by upstream's own code, or by the plugin's."""
+    hf, provider = hf_and_provider
+    provider.vision_cuda_graph_impl, provider.vision_cuda_graph_scope = "transformer_engine", scope
+    provider.max_vision_cuda_graph_seq_length = 256
+    config = active[MODEL].get_vision_model_config(hf, megatron_config=provider)
+    assert config.cuda_graph_impl == "transformer_engine"
+    assert config.max_vision_cuda_graph_seq_length == 256
+    found = getattr(config, "cuda_graph_modules", None) or config.cuda_graph_scope or []
+    assert [getattr(item, "name", item) for item in found] == names
+
+
+def test_without_vision_graphs_the_vision_configuration_is_upstreams(active, hf_and_provider):
+    hf, provider = hf_and_provider
+    config = active[MODEL].get_vision_model_config(hf, megatron_config=provider)
+    original = sys.modules[VISION_CONFIG].get_vision_model_config(hf, megatron_config=provider)
+    assert config.cuda_graph_impl == original.cuda_graph_impl == "none"
+    assert config.cuda_graph_scope == original.cuda_graph_scope
+
+
+def test_a_configuration_function_that_carries_the_fields_is_left_alone():
+    def carries(hf_config, megatron_config=None):
+        return hasattr(megatron_config, "vision_cuda_graph_impl")
+
+    needed = next(p.needed for p in PATCHES if p.name == "vision_config")
+    assert not needed(carries)
+    assert needed(lambda hf_config, megatron_config=None: torch)

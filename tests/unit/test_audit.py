@@ -1,0 +1,180 @@
+import importlib.metadata
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from bridge_cg_plugin import audit as auditing
+from bridge_cg_plugin.audit import AuditError, audit
+from bridge_cg_plugin.cli import main
+from bridge_cg_plugin.upstream.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.releases import RELEASES
+from bridge_cg_plugin.upstream.seams import Seam
+
+from ..releases import folder_of, sources_of
+
+TRAIN = "megatron/bridge/training/train.py"
+every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.bridge)
+
+
+@every_release
+def test_every_release_of_the_table_fits(release):
+    found = audit(sources_of(release))
+    assert found.drift == {}
+    assert found.versions["bridge"] == release.bridge and found.known
+    later = {s.name for s in SEAMS if not s.expected_in(release.bridge)}
+    assert later | {"performance_overrides"} <= set(found.not_compared)
+    assert len(found.fits) + len(found.not_compared) == len(SEAMS)
+    assert len(found.fits) >= 40
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """Return a function that packs the oldest release into two wheels, with text replaced in one of its files."""
+
+    def make(file=TRAIN, old="", new="", version="0.4.2"):
+        folder = folder_of(RELEASES[-1])
+        made = []
+        for package, name in (("bridge", f"megatron_bridge-{version}"), ("core", "megatron_core-0.17.1")):
+            path = tmp_path / f"{name}-py3-none-any.whl"
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr(f"{name}.dist-info/RECORD", "")
+                for source in (folder / "megatron" / package).rglob("*.py"):
+                    text = source.read_text(encoding="utf-8")
+                    relative = source.relative_to(folder).as_posix()
+                    if relative == file:
+                        assert old in text
+                        text = text.replace(old, new)
+                    archive.writestr(relative, text)
+            made.append(str(path))
+        return made
+
+    return make
+
+
+def test_wheels_are_read_as_folders_are(wheels):
+    found = audit(wheels())
+    assert found.drift == {} and found.versions == {"bridge": "0.4.2", "core": "0.17.1"}
+    assert found.fits == audit(sources_of(RELEASES[-1])).fits
+
+
+def test_a_renamed_parameter_is_drift(wheels, capsys):
+    file = "megatron/bridge/training/utils/train_utils.py"
+    assert main(["audit", *wheels(file, "    loss_dict: dict[str, torch.Tensor],", "    losses: dict,")]) == 1
+    out = capsys.readouterr().out
+    assert "drift  train_log: " in out and "no longer takes loss_dict; it takes losses, " in out
+    assert "wanted: graph statistics" in out and " 1 drifted" in out
+
+
+@pytest.mark.parametrize(
+    "file, old, new, name",
+    [
+        (TRAIN, "def _delete_cuda_graphs(", "def _delete_graphs(", "train_end"),
+        (TRAIN, "    _delete_cuda_graphs(cuda_graph_helper)", "    pass", "train_loop"),
+        ("megatron/core/transformer/transformer_layer.py", "packed_seq_params", "packed", "layer_attention"),
+        ("megatron/core/packed_seq_params.py", "cu_seqlens_q:", "offsets_q:", "packed_segments"),
+        ("megatron/core/distributed/distributed_data_parallel.py", "grad_added_to_main_grad", "added", "gradient_hook"),
+        (
+            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/vision_model.py",
+            "self.patch_embed",
+            "self.embed_patches",
+            "vision_parts",
+        ),
+    ],
+)
+def test_what_moved_is_found(wheels, file, old, new, name):
+    found = audit(wheels(file, old, new))
+    assert name in found.drift
+    assert seam(name).module.rpartition(".")[2] in found.drift[name]["found"]
+
+
+def test_what_a_release_never_had_is_drift_in_a_later_one(wheels):
+    found = audit(wheels(version="0.7.0"))
+    assert not found.known
+    assert {"train_helper", "train_loop_vision", "train_seq_length", "vision_padding_switch"} == set(found.drift)
+
+
+def test_one_wheel_alone_is_compared_as_far_as_it_goes(wheels):
+    found = audit(wheels()[:1])
+    assert found.drift == {}
+    assert "no sources of megatron.core here" in found.not_compared["layer_attention"]
+
+
+def test_what_comes_from_a_package_that_is_not_here_is_not_compared(tmp_path):
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron_bridge-0.5.1.dist-info").mkdir()
+    (tmp_path / "megatron" / "bridge").symlink_to(folder_of(RELEASES[1]) / "megatron" / "bridge")
+    found = audit([str(tmp_path)])
+    assert found.drift == {}
+    assert found.not_compared["train_helper"] == "no sources of megatron.core.transformer.cuda_graphs here"
+    assert "a base class" in found.not_compared["vision_block_parts"]
+
+
+def test_json(wheels, capsys):
+    assert main(["audit", "--json", *wheels()]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["core"] == "0.17.1"
+
+
+def test_arguments_that_are_no_release(tmp_path, capsys):
+    (tmp_path / "text.whl").write_text("no archive")
+    for argument in (tmp_path / "text.whl", tmp_path / "absent", tmp_path):
+        with pytest.raises(AuditError, match=str(argument)):
+            audit([str(argument)])
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "no module of Bridge" in capsys.readouterr().err
+
+
+def test_nothing_of_upstream_nor_torch_is_imported():
+    script = """
+import sys
+from bridge_cg_plugin.cli import main
+assert main(["audit", "installed"]) == 0
+bad = [n for n in sys.modules if n.split(".")[0] in ("torch", "megatron", "transformer_engine")]
+assert not bad, bad
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"megatron-bridge {importlib.metadata.version('megatron-bridge')}" in done.stdout
+
+
+SOURCES = {
+    "megatron.a": (
+        "from .b import Thing as Other, function\nfrom x import Foreign\nAlias = Other\n"
+        "class Mine(Other): size: int = 1\n"
+        "class Theirs(Foreign): pass\ntry:\n    from .b import only_here\nexcept ImportError:\n    only_here = None\n",
+        False,
+    ),
+    "megatron": ("", True),
+    "megatron.b": (
+        "class Thing:\n    def __init__(self, first, *, second=1):\n        self.kept, local = first, 2\n"
+        "    @property\n    def shown(self): return 1\ndef function(a, /, b, *c, d, **e):\n    return a(b)\n"
+        "def only_here(): pass\n",
+        False,
+    ),
+}
+
+
+def look(target, **expected):
+    reader = auditing.SourceReader(SOURCES.get)
+    kind = expected.pop("kind", "class")
+    return reader.find(
+        Seam(name="s", module="megatron.a", target=target, kind=kind, touch="read", purpose="p", **expected)
+    )
+
+
+def test_sources_are_followed_through_imports_aliases_and_bases():
+    for name in ("Other", "Alias", "Mine"):
+        found = look(name, attributes=("kept",))
+        assert found.kind == "class" and found.parameters == ("self", "first", "second")
+        assert {"kept", "shown", "__init__"} <= found.attributes and "local" not in found.attributes
+    assert look("Mine").attributes - look("Other").attributes == {"size"}
+    assert look("function").parameters == ("a", "b", "d")
+    assert "a(b)" in look("function").code
+    assert look("only_here").kind == "function"
+    assert look("Mine.shown").kind == "function" and look("Mine.absent") is None and look("absent") is None
+
+
+def test_a_base_from_elsewhere_adds_nothing():
+    assert look("Theirs", attributes=("x",)).attributes == frozenset()

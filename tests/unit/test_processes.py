@@ -1,0 +1,240 @@
+"""The plugin in processes of every kind: forked, spawned, without site, from a zip file, without Bridge."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bridge_cg_plugin import plugin
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = str(importlib.metadata.distribution("wrapt").locate_file(""))
+LIMIT_MS = 10
+
+UPSTREAM = """
+class ConfigContainer:
+    def validate(self):
+        return "upstream"
+"""
+# What every process that has the plugin must show of upstream's module.
+CHECKS = """
+def check(active=True):
+    import sys
+    import bridge_cg_plugin
+    from megatron.bridge.training.config import ConfigContainer
+    assert bridge_cg_plugin.status()["active"] == active, bridge_cg_plugin.status()
+    assert hasattr(ConfigContainer.validate, "__wrapped__") == active
+    assert ConfigContainer.validate.__qualname__ == "ConfigContainer.validate"
+    return sys.modules["megatron.bridge.training.config"].__file__
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    """A folder with a Bridge that has nothing but a configuration, and the checks."""
+    training = tmp_path / "megatron" / "bridge" / "training"
+    training.mkdir(parents=True)
+    for folder in (training.parent, training):
+        (folder / "__init__.py").write_text("")
+    (training / "config.py").write_text(UPSTREAM)
+    (tmp_path / "checks.py").write_text(CHECKS)
+    return tmp_path
+
+
+def run(script, *flags, path=(), file=None, **environment):
+    """Run a script in a fresh interpreter; returns what it printed."""
+    kept = {k: v for k, v in os.environ.items() if k not in (plugin.SWITCH, "PYTHONPATH")}
+    source = ["-c", script]
+    if file is not None:
+        file.write_text(script)
+        source = [str(file)]
+    done = subprocess.run(
+        [sys.executable, *flags, *source],
+        cwd="/",
+        env={**kept, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(map(str, path)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+from checks import check
+
+class Items(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        check(ACTIVE)
+        return index
+
+if __name__ == "__main__":
+    if BEFORE:
+        check(ACTIVE)
+    found = [int(i) for i in DataLoader(Items(), num_workers=2, multiprocessing_context=CONTEXT)]
+    assert found == [0, 1]
+    check(ACTIVE)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("switch, before", [("1", True), ("1", False), ("0", True)])
+def test_dataloader_workers(upstream, context, switch, before):
+    script = LOADER.replace("CONTEXT", repr(context)).replace("ACTIVE", str(switch == "1"))
+    script = script.replace("BEFORE", str(before))
+    printed = run(script, path=[upstream, ROOT], file=upstream / "job.py", BRIDGE_CG_PLUGIN=switch)
+    assert printed == ""
+
+
+def test_a_fork_has_a_state_of_its_own(upstream):
+    run(
+        """
+import os, torch, bridge_cg_plugin
+from checks import check
+check()
+child = os.fork()
+if child == 0:
+    check()
+    bridge_cg_plugin.deactivate()
+    check(False)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+check()
+""",
+        path=[upstream, ROOT],
+    )
+
+
+def test_switching_off_by_a_call_does_not_reach_a_spawned_process(upstream):
+    run(
+        """
+import multiprocessing, torch, bridge_cg_plugin
+from checks import check
+
+def child():
+    import torch
+    check()
+
+if __name__ == "__main__":
+    bridge_cg_plugin.deactivate()
+    check(False)
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+""",
+        path=[upstream, ROOT],
+        file=upstream / "job.py",
+    )
+
+
+def test_activation_after_bridge_was_imported(upstream):
+    run(
+        """
+from megatron.bridge.training.config import ConfigContainer
+before = vars(ConfigContainer)["validate"]
+import bridge_cg_plugin
+from checks import check
+check(False)
+for _ in range(3):
+    bridge_cg_plugin.activate()
+check()
+bridge_cg_plugin.deactivate()
+assert vars(ConfigContainer)["validate"] is before
+""",
+        path=[upstream, ROOT, SITE],
+    )
+
+
+def test_a_reload_of_the_plugin_changes_nothing(upstream):
+    run(
+        """
+import importlib, bridge_cg_plugin
+from bridge_cg_plugin import plugin
+from checks import check
+bridge_cg_plugin.activate()
+check()
+importlib.reload(plugin)
+importlib.reload(bridge_cg_plugin)
+check()
+bridge_cg_plugin.activate()
+from megatron.bridge.training.config import ConfigContainer
+assert not hasattr(ConfigContainer.validate.__wrapped__, "__wrapped__")
+bridge_cg_plugin.deactivate()
+check(False)
+""",
+        path=[upstream, ROOT],
+    )
+
+
+def test_python_without_site_finds_the_entry_point_on_the_path(upstream):
+    run("import torch; from checks import check; check()", "-S", path=[upstream, ROOT, SITE])
+
+
+def test_python_without_site_and_without_packages(upstream):
+    printed = run(
+        """
+import bridge_cg_plugin
+from bridge_cg_plugin.plugin import autoload
+assert not bridge_cg_plugin.status()["active"]
+autoload()
+try:
+    bridge_cg_plugin.activate()
+except ModuleNotFoundError as error:
+    assert error.name == "wrapt"
+else:
+    raise AssertionError
+""",
+        "-S",
+        path=[upstream, ROOT],
+    )
+    assert "training runs without it" in printed
+
+
+def test_the_package_in_a_zip_file(upstream):
+    archive = upstream / "plugin.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for file in (ROOT / "bridge_cg_plugin").rglob("*.py"):
+            packed.write(file, file.relative_to(ROOT))
+    run(
+        """
+import zipimport, bridge_cg_plugin
+assert isinstance(bridge_cg_plugin.__loader__, zipimport.zipimporter)
+bridge_cg_plugin.activate()
+from checks import check
+check()
+from bridge_cg_plugin.audit import audit
+assert "config_check" in audit([UPSTREAM]).fits
+bridge_cg_plugin.deactivate()
+check(False)
+""".replace("UPSTREAM", repr(str(upstream))),
+        path=[upstream, archive, SITE],
+    )
+
+
+def test_a_process_that_never_uses_bridge():
+    """Within a process: what loading the plugin adds to `import torch`. The benchmark compares whole processes."""
+    script = """
+import sys, time
+import torch
+assert "wrapt" not in sys.modules
+began = time.perf_counter()
+from bridge_cg_plugin import plugin
+import os
+os.environ[plugin.SWITCH] = "1"
+plugin.autoload()
+print((time.perf_counter() - began) * 1e3)
+assert plugin.status()["active"]
+assert not [n for n in sys.modules if n.split(".")[0] in ("megatron", "transformer_engine")]
+"""
+    taken = [float(run(script, path=[ROOT], BRIDGE_CG_PLUGIN="0")) for _ in range(3)]
+    assert min(taken) < LIMIT_MS, taken

@@ -1,0 +1,147 @@
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bridge_cg_plugin.upstream.registry import SEAMS
+from bridge_cg_plugin.upstream.releases import NEWEST, OLDEST, RELEASES, is_known, minor
+from bridge_cg_plugin.upstream.seams import Found, Seam, drift
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """The project's command for releases, on a folder of its own."""
+    monkeypatch.setenv("BRIDGE_CG_RELEASES", str(tmp_path / "releases"))
+    spec = importlib.util.spec_from_file_location("releases_tool", ROOT / "tools" / "releases.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
+    return module
+
+
+def fake_wheels(release, wheels):
+    made = []
+    for package, version in (("bridge", release.bridge), ("core", release.core)):
+        wheels.mkdir(parents=True, exist_ok=True)
+        made.append(wheels / f"megatron_{package}-{version}-py3-none-any.whl")
+        with zipfile.ZipFile(made[-1], "w") as archive:
+            archive.writestr(f"megatron_{package}-{version}.dist-info/RECORD", "")
+            archive.writestr(f"megatron/{package}/__init__.py", f"VERSION = {version!r}\n")
+    return made
+
+
+def test_versions_are_compared_by_their_series():
+    assert minor("0.19.2") == (0, 19) and minor("0.7.0rc1") == (0, 7) and minor("1.2+local") == (1, 2)
+    assert minor("0.7rc1") == (0, 7) and minor("main") == (0, 0) and minor("") == (0, 0)
+    assert all(is_known(release.bridge) for release in RELEASES)
+    assert is_known("0.6.9") and not is_known("0.7.0") and not is_known("0.3.9")
+    assert sorted(RELEASES, key=lambda r: minor(r.bridge), reverse=True) == list(RELEASES)
+
+
+def test_the_readme_has_the_table():
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \| (\d+\.\d+\.\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    assert rows == [(release.bridge, release.core) for release in RELEASES]
+    header = next(line for line in (ROOT / "docs/releases.md").read_text().splitlines() if line.startswith("| | "))
+    assert re.findall(r"([\d.]+) / ([\d.]+)", header) == [(r.bridge, r.core) for r in reversed(RELEASES)]
+
+
+def test_the_stack_pins_the_newest_and_the_package_allows_all():
+    pins = dict(line.split("==") for line in (ROOT / "requirements/stack.txt").read_text().split() if "==" in line)
+    assert (pins["megatron-bridge"], pins["megatron-core"]) == (NEWEST.bridge, NEWEST.core)
+    stack = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["stack"]
+    for name in ("bridge", "core"):
+        lower, upper = re.search(rf"megatron-{name}>=([\d.]+),<([\d.]+)", " ".join(stack)).groups()
+        for release in RELEASES:
+            assert minor(lower) <= minor(getattr(release, name)) < minor(upper)
+
+
+def test_the_test_command_covers_every_older_release():
+    line = re.search(r"for release in (.*); do", (ROOT / "run").read_text()).group(1)
+    assert line.split() == [release.bridge for release in RELEASES[1:]]
+
+
+def test_environments_are_made_once(tool, monkeypatch, capsys):
+    made = []
+
+    def download(release, wheels):
+        made.append(release)
+        return fake_wheels(release, wheels)
+
+    monkeypatch.setattr(tool, "download", download)
+    for _ in range(2):
+        assert tool.main([]) == 0
+    assert made == list(tool.RELEASES[1:])
+    assert "megatron-bridge 0.4.2, core 0.17.1" in capsys.readouterr().out
+    (tool.folder_of(tool.OLDEST) / "megatron_core-0.17.1.dist-info" / "RECORD").unlink()
+    tool.main([])
+    assert made[2:] == [tool.OLDEST]
+
+
+def test_a_command_runs_with_its_release(tool, monkeypatch):
+    monkeypatch.setattr(tool, "download", fake_wheels)
+    tool.make_all()
+    script = "from megatron.bridge import VERSION as b; from megatron.core import VERSION as c; print(b, c)"
+    for name in ("oldest", "0.4.2", "0.5.1"):
+        release = tool.named(name)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=tool.environment(release), capture_output=True, text=True, cwd="/"
+        )
+        assert done.stdout.split() == [release.bridge, release.core], done.stderr
+    assert str(tool.FOLDER) not in tool.environment(tool.named("newest"))["PYTHONPATH"]
+    assert tool.named("oldest").bridge == OLDEST.bridge
+
+
+def test_a_download_that_fails_leaves_nothing_and_says_so(tool, monkeypatch, capsys):
+    def run(command, **options):
+        return subprocess.CompletedProcess(command, 1, "", "no route to the index\n")
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    assert tool.main([]) == 1
+    assert "no route to the index" in capsys.readouterr().err
+    assert not tool.folder_of(tool.RELEASES[1]).exists()
+
+
+def test_an_unknown_release_is_refused(tool, capsys):
+    assert tool.main(["on", "9.9", "python"]) == 1
+    assert "0.4.2" in capsys.readouterr().err
+    assert tool.main(["nonsense"]) == 2
+
+
+def test_every_seam_is_declared_in_full():
+    assert len({seam.name for seam in SEAMS}) == len(SEAMS)
+    replaced = [seam.place for seam in SEAMS if seam.patched_by]
+    assert len(set(replaced)) == len(replaced), "two patches claim one target"
+    for seam in SEAMS:
+        assert seam.purpose and seam.undo and seam.since in {r.bridge for r in RELEASES}, seam.name
+        replaces = seam.touch in ("replaced", "extended", "instance")
+        assert (seam.undo == "nothing to undo") <= (not replaces), seam.name
+        assert not seam.patched_by or replaces, seam.name
+
+
+def made_up(**changes):
+    return Seam(name="s", module="m", target="t", kind="function", touch="called", purpose="p", **changes)
+
+
+@pytest.mark.parametrize(
+    "seam, found, said",
+    [
+        (made_up(), None, "m.t does not exist"),
+        (made_up(), Found("class"), "is a class, not a function"),
+        (made_up(parameters=("a", "b")), Found("function", ("a", "c")), "no longer takes b; it takes a, c"),
+        (made_up(parameters=("a",)), Found("function", None), None),
+        (made_up(attributes=("x",)), Found("function", None, frozenset("y")), "no longer has x"),
+        (made_up(uses=("f(",)), Found("function", code="g()"), "no longer contains f("),
+        (made_up(uses=("f(",)), Found("function", code="f()"), None),
+    ],
+)
+def test_drift(seam, found, said):
+    differences = drift(seam, found)
+    assert (differences == []) if said is None else (said in differences[0])

@@ -1,0 +1,48 @@
+from types import SimpleNamespace
+
+import pytest
+
+from .. import conftest
+from ..upstream_sources import changes, fingerprints, installed_folders
+
+
+@pytest.fixture
+def tree(tmp_path):
+    folder = tmp_path / "megatron" / "core"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("a = 1\n")
+    (folder / "b.py").write_text("b = 1\n")
+    return folder
+
+
+def test_nothing_changed(tree):
+    folders = installed_folders([str(tree.parents[1]), "elsewhere"])
+    assert folders == [tree]
+    assert len(fingerprints(folders)) == 2
+    assert changes(fingerprints(folders), fingerprints(folders)) == []
+
+
+def test_every_kind_of_change_is_seen(tree):
+    before = fingerprints([tree])
+    (tree / "a.py").write_text("a = 2\n")
+    (tree / "b.py").unlink()
+    (tree / "c.py").write_text("")
+    assert [name.rpartition("/")[2] for name in changes(before, fingerprints([tree]))] == ["a.py", "b.py", "c.py"]
+
+
+def test_the_installed_stack_is_covered():
+    files = fingerprints(installed_folders())
+    for package in ("megatron/core", "megatron/bridge", "transformer_engine"):
+        assert sum(f"/{package}/" in name for name in files) > 50, package
+
+
+def test_a_run_that_changes_upstream_fails(tree, monkeypatch, capsys):
+    monkeypatch.setattr(conftest, "installed_folders", lambda: [tree])
+    session = SimpleNamespace(exitstatus=0)
+    conftest.pytest_sessionstart(session)
+    conftest.pytest_sessionfinish(session)
+    assert session.exitstatus == 0
+    (tree / "a.py").write_text("a = 2\n")
+    conftest.pytest_sessionfinish(session)
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert "a.py" in capsys.readouterr().out
