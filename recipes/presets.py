@@ -11,6 +11,7 @@ from ..options import PROVIDER_FIELDS
 from .gpus import GPUS, Gpu
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
+SINCE = "0.6"
 
 MODELS = (
     "qwen3_vl_8b",
@@ -71,14 +72,18 @@ def build(preset: Preset, **arguments: Any) -> Any:
         arguments: For Bridge's recipe.
 
     Raises:
-        RuntimeError: The plugin is not active: upstream's own vision graphs would compute something else.
+        RuntimeError: The plugin is not active: upstream's own vision graphs would compute something else. Or the
+            installed release lacks the recipe.
     """
     if not status()["active"]:
         raise RuntimeError(
             f"{preset.name} needs the plugin: unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first. "
             f"Without it, use {preset.base}."
         )
-    config = getattr(importlib.import_module(BRIDGE_RECIPES), preset.base)(**arguments)
+    recipe = getattr(importlib.import_module(BRIDGE_RECIPES), preset.base, None)
+    if recipe is None:
+        raise RuntimeError(f"{preset.name} derives from {preset.base}, which comes with megatron-bridge {SINCE}")
+    config = recipe(**arguments)
     set_graph_fields(config, GPUS[preset.gpu])
     if preset.task == "sft_packed":
         config.dataset.enable_in_batch_packing = True

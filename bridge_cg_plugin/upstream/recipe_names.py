@@ -1,16 +1,16 @@
 """The presets under the names by which Bridge's launchers look recipes up: attributes of its recipe packages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
-from ..recipes import PRESETS, RECIPES
-from .patches import State
+from ..recipes import RECIPES
+from .patches import State, bridge_release
 from .registry import SEAMS
 from .seams import Seam
 
 _ABSENT = object()
-BASES = {preset.name: preset.base for preset in PRESETS}
 
 
 @dataclass(slots=True)
@@ -19,13 +19,13 @@ class AddedNames:
 
     Attributes:
         seam: The module that gets them when something imports it.
-        bases: Name of each preset -> name of the recipe it derives from; a release without it does without the preset.
+        values: The presets by name.
         state: "waiting" until upstream's module is imported, then what became of it.
         reason: Why, where that is not obvious.
     """
 
     seam: Seam
-    bases: Mapping[str, str]
+    values: Mapping[str, Callable[..., Any]]
     state: State = field(default="off", init=False)
     reason: str = field(default="", init=False)
     _owner: ModuleType | None = field(default=None, init=False, repr=False)
@@ -46,29 +46,29 @@ class AddedNames:
         if self._owner is module:
             return
         self.revert()
-        wanted = [name for name, base in self.bases.items() if hasattr(module, base)]
-        taken = [name for name in wanted if getattr(module, name, RECIPES[name]) is not RECIPES[name]]
-        self._owner, self._added = module, [name for name in wanted if name not in taken]
+        if not self.seam.expected_in(bridge_release()):
+            self.state, self.reason = "native", f"the presets derive from recipes of megatron-bridge {self.seam.since}"
+            return
+        taken = [name for name, value in self.values.items() if getattr(module, name, value) is not value]
+        self._owner, self._added = module, [name for name in self.values if name not in taken]
         for name in self._added:
-            setattr(module, name, RECIPES[name])
-        self.state = "active" if wanted else "native"
-        self.reason = "" if wanted else "this release has no recipe to derive from"
-        if taken:
-            self.reason = f"upstream has its own {', '.join(taken)}"
+            setattr(module, name, self.values[name])
+        self.state = "active"
+        self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
 
     def revert(self) -> None:
         """Remove what was added; what somebody put in its place since stays."""
         for name in self._added:
-            if vars(self._owner).get(name, _ABSENT) is RECIPES[name]:
+            if vars(self._owner).get(name, _ABSENT) is self.values[name]:
                 delattr(self._owner, name)
         self._owner, self._added = None, []
         self.state, self.reason = "off", ""
 
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the module since."""
-        gone = [name for name in self._added if vars(self._owner).get(name, _ABSENT) is not RECIPES[name]]
+        gone = [name for name in self._added if vars(self._owner).get(name, _ABSENT) is not self.values[name]]
         if gone:
             self.state, self.reason = "broken", f"something replaced {', '.join(gone)} in {self.module}"
 
 
-PATCHES = tuple(AddedNames(seam, BASES) for seam in SEAMS if seam.patched_by == "recipe_names")
+PATCHES = tuple(AddedNames(seam, RECIPES) for seam in SEAMS if seam.patched_by == "recipe_names")

@@ -3,6 +3,7 @@
 from ..seams import Seam
 
 RECIPES = "megatron.bridge.recipes"
+NAMES_BY_TASK = "0.6.2"  # the first release whose recipes of these models the presets derive from
 
 SEAMS = tuple(
     Seam(
@@ -12,6 +13,7 @@ SEAMS = tuple(
         kind="module",
         touch="extended",
         purpose="presets are found by name where Bridge's own recipes are",
+        since=NAMES_BY_TASK,
         undo="deactivate() takes the names off",
         patched_by="recipe_names",
     )
