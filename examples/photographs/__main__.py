@@ -22,6 +22,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save", help="checkpoint folder to write")
     parser.add_argument("--load", help="checkpoint folder to resume from")
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="eager runs after the first share the GPU; their times do not count"
+    )
     parser.add_argument("--records", type=Path, help="write benchmark records to this file")
     parser.add_argument("--train", choices=("eager", "graphs"), help="train once in this process, without comparison")
     parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
@@ -41,7 +44,7 @@ def main() -> int:
     from .gpu import main as run_gpu
 
     steps = args.steps or 50
-    return run_gpu(steps, args.eager_runs, training_arguments(args, steps), args.records)
+    return run_gpu(steps, args.eager_runs, training_arguments(args, steps), args.records, args.side_by_side)
 
 
 def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:

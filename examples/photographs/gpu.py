@@ -2,10 +2,12 @@
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +23,43 @@ def run_in_process(mode: str, arguments: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--out", str(out), *arguments]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=True)
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(free_port())}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
         return json.loads(out.read_text())
 
 
-def median_ms(run: dict[str, Any]) -> float:
-    """Return the median step time after warm-up."""
-    return statistics.median(run["step_ms"][SKIPPED:])
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-def main(steps: int, eager_runs: int, arguments: list[str], records: Path | None = None) -> int:
+def run_eager(count: int, side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
+    """Train eager `count` times; side by side, only the first, which runs alone, keeps its step times."""
+    if not side_by_side:
+        return [run_in_process("eager", arguments) for _ in range(count)]
+    first = run_in_process("eager", arguments)
+    with ThreadPoolExecutor(max(count - 1, 1)) as pool:
+        others = list(pool.map(lambda _: run_in_process("eager", arguments), range(count - 1)))
+    return [first, *({**run, "step_ms": None} for run in others)]
+
+
+def median_ms(run: dict[str, Any]) -> float | None:
+    """Return the median step time after warm-up, None for a run that was not timed."""
+    return statistics.median(run["step_ms"][SKIPPED:]) if run["step_ms"] else None
+
+
+def main(
+    steps: int, eager_runs: int, arguments: list[str], records: Path | None = None, side_by_side: bool = False
+) -> int:
     """Run all, print the comparison, return the exit status."""
-    eager = [run_in_process("eager", arguments) for _ in range(eager_runs)]
+    eager = run_eager(eager_runs, side_by_side, arguments)
     graphs = run_in_process("graphs", arguments)
     print_steps([*eager, graphs], steps)
     loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
     norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])
-    eager_ms = min(median_ms(run) for run in eager)
+    eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
     ratio = median_ms(graphs) / eager_ms
     print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
     print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
@@ -75,7 +97,9 @@ def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool,
     """Write the runs as benchmark records."""
     from scripts.performance.results import provenance, read_records, write_records
 
-    kept = [r for r in read_records(path) if r["case"] != case]
+    origin = provenance(max(len(runs["graphs"]["step_ms"]) - SKIPPED, 0), 1234)
+    release = origin["versions"]["megatron-bridge"]
+    kept = [r for r in read_records(path) if (r["case"], r["versions"]["megatron-bridge"]) != (case, release)]
     for name, run in runs.items():
         graphed = name == "graphs"
         record = {
@@ -88,7 +112,7 @@ def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool,
             "inside_spread": same if graphed else None,
             "peak_gb": run["peak_gb"],
             "graphs": run["graphs"],
-            **provenance(len(run["step_ms"]) - SKIPPED, 1234),
+            **origin,
         }
         kept.append(record)
     write_records(path, kept)

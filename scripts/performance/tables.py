@@ -83,16 +83,33 @@ def training(records: list[dict[str, Any]]) -> str:
     """Return the whole runs, each graphed one compared with all eager runs of its case."""
     rows = []
     for r in (r for r in records if r["mode"] == "plugin"):
-        eager = [e for e in records if e["case"] == r["case"] and e["mode"].startswith("eager")]
-        own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"]]
+        same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
+        eager = [e for e in same if e["mode"].startswith("eager")]
+        own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"] and e["ms"]]
         loss, norm = (compare_to_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms"))
         rows.append(
-            [r["case"], r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
+            [r["case"], release(r), r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
             + [f"**{r['ratio']:.2f}**", len(eager), share_of_spread(loss), share_of_spread(norm)]
             + [f"{eager[0]['peak_gb']:.1f}", f"{r['peak_gb']:.1f}"]
         )
-    header = ["case", "commit", "steps", "eager ms", "graphs ms", "ratio", "eager runs", "losses", "gradient norms"]
+    header = [
+        "case",
+        "Bridge",
+        "commit",
+        "steps",
+        "eager ms",
+        "graphs ms",
+        "ratio",
+        "eager runs",
+        "losses",
+        "gradient norms",
+    ]
     return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
+
+
+def release(record: dict[str, Any]) -> str:
+    """Return the release of Bridge that a record was measured with."""
+    return record["versions"]["megatron-bridge"]
 
 
 def autoload(records: list[dict[str, Any]]) -> str:

@@ -54,6 +54,25 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     assert "verdict: DIFFERENT" in capsys.readouterr().out
 
 
+def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
+    modes = runs([2.05] * 8)
+    path = tmp_path / "pretrain.jsonl"
+    assert gpu.main(8, 2, [], path, side_by_side=True) == 0
+    assert modes == ["eager", "eager", "graphs"]
+    assert [json.loads(line)["ms"] for line in path.read_text().splitlines()] == [100.0, None, 100.0]
+
+
+def test_records_of_another_release_stay(runs, tmp_path, monkeypatch):
+    path = tmp_path / "pretrain.jsonl"
+    for release in ("0.6.2", "0.4.2", "0.4.2"):
+        origin = {"versions": {"megatron-bridge": release}}
+        monkeypatch.setattr("scripts.performance.results.provenance", lambda *_, origin=origin: origin)
+        runs([2.05] * 8)
+        gpu.main(8, 2, [], path)
+    found = [json.loads(line)["versions"]["megatron-bridge"] for line in path.read_text().splitlines()]
+    assert found == ["0.6.2"] * 3 + ["0.4.2"] * 3
+
+
 def test_records_hold_every_run(runs, tmp_path):
     runs([2.05] * 8)
     path = tmp_path / "pretrain.jsonl"
