@@ -122,7 +122,7 @@ class PhotographDataset(Dataset):
         batch["visual_inputs"] = (
             GenericVisualInputs(
                 pixel_values=torch.cat([i.pixels for i in images]),
-                image_grid_thw=torch.cat([i.grid for i in images])[None],
+                image_grid_thw=torch.cat([i.grid for i in images]),
             )
             if images
             else None

@@ -116,11 +116,11 @@ def test_a_collated_microbatch():
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         assert batch[name].shape == (2, 512)
     visual = batch["visual_inputs"]
-    assert visual.image_grid_thw.shape == (1, sum(len(i["images"].grid) for i in items), 3)
+    assert visual.image_grid_thw.shape == (sum(len(i["images"].grid) for i in items), 3)
     assert visual.pixel_values.shape[0] == int(visual.image_grid_thw.prod(-1).sum())
     assert batch["attention_mask"] is None
     flat = visual.normalized_for_model()
-    assert flat["image_grid_thw"].shape == visual.image_grid_thw.shape[1:]
+    assert torch.equal(flat["image_grid_thw"], visual.image_grid_thw)  # releases before 0.5 flatten nothing
 
 
 def test_a_text_only_microbatch_has_no_visual_inputs():
@@ -128,7 +128,7 @@ def test_a_text_only_microbatch_has_no_visual_inputs():
     assert data[0]["images"] is not None and data[1]["images"] is None
     assert not (data[1]["tokens"] == IMAGE_TOKEN).any()
     assert data.collate_fn([data[1]])["visual_inputs"] is None
-    assert len(data.collate_fn([data[0], data[1]])["visual_inputs"].image_grid_thw[0]) == len(data[0]["images"].grid)
+    assert len(data.collate_fn([data[0], data[1]])["visual_inputs"].image_grid_thw) == len(data[0]["images"].grid)
 
 
 def test_a_sample_too_long_is_refused():
