@@ -53,10 +53,11 @@ def audit(sources: Sequence[str]) -> Audit:
     Raises:
         AuditError: A source is neither, or has no module of upstream.
     """
-    readers, found = [], Audit()
+    readers: list[ReadModule] = []
+    found = Audit()
     for source in sources:
-        reader, versions = _open(source)
-        readers.append(reader)
+        read_module, versions = _open(source)
+        readers.append(read_module)
         found.versions = {**versions, **found.versions}
     reader = SourceReader(lambda module: next((text for read in readers if (text := read(module))), None))
     release = found.versions.get("bridge", "")
@@ -96,7 +97,7 @@ def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
 
 
 def _versions(names: Sequence[str] | frozenset[str]) -> dict[str, str]:
-    return dict(match.groups() for name in sorted(names) if (match := _DISTRIBUTION.match(name)))
+    return {match[1]: match[2] for name in sorted(names) if (match := _DISTRIBUTION.match(name))}
 
 
 def render(found: Audit) -> str:

@@ -135,7 +135,7 @@ def _look_at_seams(found: Diagnosis) -> None:
         for name, s in states.items()
     }
     release = found.versions["megatron-bridge"]
-    found.known_release = is_known(release)
+    found.known_release = is_known(release or "")
     table = ", ".join(r.bridge for r in RELEASES)
     found.problems += [
         Problem(

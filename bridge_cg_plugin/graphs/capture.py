@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -10,8 +11,8 @@ from .errors import CaptureError, OutOfMemoryInCapture
 
 
 @contextmanager
-def capture_graph(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> Iterator[None]:
-    """Record the body's work on `stream` into `graph`, with its memory from `pool`.
+def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record the body's work on `stream` into `graph`, with its memory from `pool`, a handle of PyTorch's.
 
     Only this thread's calls are checked while recording, so that data loader and NCCL watchdog threads go on.
 

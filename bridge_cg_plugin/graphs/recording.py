@@ -119,7 +119,10 @@ class RegionBody:
 @contextmanager
 def training_mode(roots: Sequence[nn.Module], training: bool | None) -> Iterator[None]:
     """Put modules into training or evaluation mode; every submodule's own mode comes back, None changes nothing."""
-    modules = [] if training is None else [m for root in roots for m in root.modules() if m.training != training]
+    if training is None:
+        yield
+        return
+    modules = [m for root in roots for m in root.modules() if m.training != training]
     for module in modules:
         module.training = training
     try:

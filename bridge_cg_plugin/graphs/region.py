@@ -169,32 +169,38 @@ class Region:
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager."""
-        if not self.captured:
-            return self._fall_back("not_captured")
-        self.sinks.clear()
-        mode = Mode(torch.is_grad_enabled() and self._wants_gradients(batch), self._in_training())
-        bucket, reason = self.choose(batch, mode)
-        if bucket is None:
-            return self._fall_back(reason)
-        slot = self._free_slot(bucket, mode)
-        if slot is None:
-            return self._fall_back("no_free_slot")
-        if self.aliases.moved() or self.sinks.moved():
-            return self._fall_back("parameters_changed")
+        place = self._place(batch)
+        if isinstance(place, str):
+            self.statistics.fallbacks[place] += 1
+            return None
+        slot, bucket, mode = place
         if self._before_replay is not None:
             self._before_replay()
         outputs = replay(self.program, self.sinks, slot, bucket, mode, batch, observer)
         self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
         return outputs
 
+    def _place(self, batch: Any) -> tuple[Slot, Bucket, Mode] | str:
+        """Return where the batch is replayed, or why it cannot be."""
+        if not self.captured:
+            return "not_captured"
+        self.sinks.clear()
+        mode = Mode(torch.is_grad_enabled() and self._wants_gradients(batch), self._in_training())
+        bucket, reason = self.choose(batch, mode)
+        if bucket is None:
+            return reason
+        slot = self._free_slot(bucket, mode)
+        if slot is None:
+            return "no_free_slot"
+        if self.aliases.moved() or self.sinks.moved():
+            return "parameters_changed"
+        return slot, bucket, mode
+
     def _wants_gradients(self, batch: Any) -> bool:
         return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
     def _free_slot(self, bucket: Bucket, mode: Mode) -> Slot | None:
         return next((s for s in self._slots if s.free and (bucket, mode) in s.recordings), None)
-
-    def _fall_back(self, reason: str) -> None:
-        self.statistics.fallbacks[reason] += 1
 
     def free_slots(self) -> int:
         """Return how many slots no microbatch holds."""

@@ -114,7 +114,7 @@ def _language_model_values(options: LanguageModelGraphOptions, release: Release)
 def _vision_values(options: GraphOptions, release: Release) -> dict[str, Any]:
     values = {name: value for name, value in as_fields(options).items() if name in PROVIDER_FIELDS.values()}
     modules = PROVIDER_FIELDS["modules"]
-    defaults = {PROVIDER_FIELDS[f.name]: f.default for f in fields(VisionGraphOptions)}
+    defaults: dict[str, Any] = {PROVIDER_FIELDS[f.name]: f.default for f in fields(VisionGraphOptions)}
     for name, value in values.items():
         known = name in release.fields or (name == modules and SCOPE_FIELD in release.fields)
         if not known and value != (list(defaults[name]) if defaults[name] == () else defaults[name]):

@@ -138,7 +138,7 @@ def _from_words(given: Sequence[Any]) -> Written:
         assignment = _ASSIGNMENT.fullmatch(token.removeprefix("--"))
         position += 1
         if assignment:
-            together.append(assignment.groups())
+            together.append((assignment[1], assignment[2]))
         elif token.startswith("--"):
             end = position
             while end < len(given) and not is_word(str(given[end])):

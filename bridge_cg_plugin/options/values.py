@@ -37,7 +37,7 @@ def words(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in map(word, items) if name))
 
 
-def parse_choice(field: str, value: Any, choices: Sequence[str], remedy: str = _CHANGE_IT) -> str:
+def parse_choice(field: str, value: Any, choices: Sequence[str], remedy: str = _CHANGE_IT) -> Any:
     """Return one of `choices`.
 
     Raises:

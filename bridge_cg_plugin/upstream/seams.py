@@ -79,7 +79,7 @@ def drift(seam: Seam, found: Found | None) -> list[str]:
         return [f"{seam.place} is a {found.kind}, not a {seam.kind}"]
     differences = []
     lost = [p for p in seam.parameters if found.parameters is not None and p not in found.parameters]
-    if lost:
+    if lost and found.parameters is not None:
         differences.append(f"{seam.place} no longer takes {', '.join(lost)}; it takes {', '.join(found.parameters)}")
     gone = [a for a in seam.attributes if found.attributes is not None and a not in found.attributes]
     if gone:

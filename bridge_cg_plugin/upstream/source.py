@@ -88,8 +88,8 @@ class SourceReader:
             return Found("function", self._constructor(place, node))
         if member == "__dataclass_fields__":
             return Found("value") if _is_dataclass(node) else None
-        owner, found = self._method(place, node, member)
-        return None if found is None else self._describe(owner, found)
+        owner, method = self._method(place, node, member)
+        return None if method is None else self._describe(owner, method)
 
     def _describe(self, module: str, node: ast.AST) -> Found:
         if isinstance(node, ast.ClassDef):
@@ -198,6 +198,7 @@ def _own_attributes(node: ast.ClassDef) -> Iterator[str]:
     for name, _ in _top_level(node.body):
         yield name
     for inner in ast.walk(node):
-        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-        if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+        if not (isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)):
+            continue
+        if isinstance(inner.value, ast.Name) and inner.value.id == "self":
             yield inner.attr
