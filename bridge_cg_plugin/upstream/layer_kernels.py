@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..vision.buckets import deterministic
+from ..vision.buckets import UNPACKED_FROM, deterministic
 from .registry.engine import EXTENSIONS, MLP
 
 TE_EXTENSION = "transformer_engine_torch"
@@ -101,7 +101,7 @@ def _attention_forward(attention: nn.Module, query: Tensor, key: Tensor, value: 
     The same kernels compute the same values; rows behind the segment are zero, in gradients too.
     """
     packed = kwargs.get("packed_seq_params")
-    if packed is None or packed.cu_seqlens_q.shape[0] != 2 or query.dim() != 3:
+    if packed is None or packed.cu_seqlens_q.shape[0] != 2 or query.dim() != 3 or query.shape[0] < UNPACKED_FROM:
         return type(attention).forward(attention, query, key, value, *args, **kwargs)
     tokens = query.shape[0]
     out = super(type(attention), attention).forward(

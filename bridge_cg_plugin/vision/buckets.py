@@ -126,6 +126,8 @@ def _round_up(value: int, step: int) -> int:
 # 1024. So a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
 COMMON_FRAMES = 32
 SMALLEST_FRACTION = 8
+# From this many tokens on a single frame attends unpacked, without a scan; below, packing costs less than a capture.
+UNPACKED_FROM = 768
 # Below this many tokens the scan is cheap enough for one bound per frame count.
 SMALL_CAPACITY = 1024
 # With deterministic algorithms, cuDNN's attention backward takes 128 bytes x heads x (tokens rounded up to a power of
@@ -152,15 +154,18 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     sizes = {tokens}
     if tokens > SMALL_CAPACITY:
         sizes |= {1 << n for n in range(tokens.bit_length()) if tokens / SMALLEST_FRACTION <= 1 << n < tokens}
-    bounds = {(min(COMMON_FRAMES, max_frames), size) for size in sizes} | {
-        (1, tokens),
-        (max_frames, min(sizes)),
-        (max_frames, tokens),
-    }
-    return sorted(bounds, key=lambda b: (_scan_cost(*b), b))
+    bounds = {(min(COMMON_FRAMES, max_frames), size) for size in sizes}
+    bounds |= {(max_frames, min(sizes)), (max_frames, tokens)}
+    if tokens >= UNPACKED_FROM:
+        bounds.add((1, tokens))
+    kept: list[tuple[int, int]] = []
+    for frames, largest in sorted(bounds, key=lambda b: (_scan_cost(*b), b)):
+        if not any(frames <= f and largest <= size for f, size in kept):
+            kept.append((frames, largest))
+    return kept
 
 
 def _scan_cost(frames: int, largest: int) -> int:
-    if frames == 1:
-        return largest  # not packed: one frame needs no scan
+    if frames == 1 and largest >= UNPACKED_FROM:
+        return largest
     return max(frames, COMMON_FRAMES) << (largest - 1).bit_length()

@@ -132,19 +132,23 @@ def packed(segments):
 
 
 def test_one_segment_attends_unpacked():
-    attention, query = PackedAttention(), torch.zeros(8, 2, 4)
+    attention, query = PackedAttention(), torch.zeros(768, 2, 4)
     out = layer_kernels._attention_forward(attention, query, query, query, None, packed_seq_params=packed(1))
     args, kwargs = attention.seen
-    assert [tuple(a.shape) for a in args[:3]] == [(1, 8, 2, 4)] * 3
+    assert [tuple(a.shape) for a in args[:3]] == [(1, 768, 2, 4)] * 3
     assert kwargs["qkv_format"] == "bshd"
     assert kwargs["attn_mask_type"] == "padding"
     assert torch.equal(kwargs["cu_seqlens_q"], torch.tensor([0, 1], dtype=torch.int32))
-    assert out.shape == (8, 8)
+    assert out.shape == (768, 8)
 
 
-@pytest.mark.parametrize("params", [None, packed(2)], ids=["not packed", "two segments"])
-def test_other_attention_stays_upstreams(params):
-    query = torch.zeros(8, 2, 4)
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [(None, 768), (packed(2), 768), (packed(1), 764)],
+    ids=["not packed", "two segments", "few tokens"],
+)
+def test_other_attention_stays_upstreams(params, tokens):
+    query = torch.zeros(tokens, 2, 4)
     found = layer_kernels._attention_forward(PackedAttention(), query, query, query, None, packed_seq_params=params)
     assert found == "packed"
 
