@@ -141,8 +141,7 @@ class _Placeholders:
 
     def like(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero tensor of the parameter's shape."""
-        flat = self._flat[parameter.dtype, parameter.device]
-        return flat[: parameter.numel()].view(parameter.shape).detach()
+        return self._flat[parameter.dtype, parameter.device].as_strided(parameter.shape, parameter.stride())
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""

@@ -326,3 +326,14 @@ def test_gradients_of_every_size_reach_main_grad():
         loss = sum((alias * 3).sum() for alias in aliases.values())
         torch.autograd.grad(loss, list(aliases.values()))
     assert all((p.main_grad == 4).all() for p in model.values())
+
+
+def test_placeholders_are_handed_over_without_a_copy():
+    model = Toy()
+    model.mix.weight = torch.nn.Parameter(model.mix.weight.detach().t())  # not contiguous
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float64)
+    region = toy_region(model)
+    loss_of(region.run(toy_batch())).backward()
+    assert all(region.sinks._placeholders.owns(p.grad) for p in model.parameters())
+    assert all(p.grad.stride() == p.stride() and not p.grad.any() for p in model.parameters())
