@@ -45,23 +45,13 @@ def test_layers_are_swapped_while_recording_only():
 
 
 TOWER_SCRIPT = """
-from types import SimpleNamespace
-
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
-
-patch_tensor = interpreter._patch_lang_tensor
-def patch(tensor, scope):
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patch
 
 from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
-from bridge_cg_plugin.vision.kernels import bias
+from tests.interpreted import prepare
 from tests.unit.towers import draw, new_tower
 
-bias.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
+prepare()
 tower = new_tower()
 pixels, grid = draw([[1, 4, 6], [1, 2, 2]])[:2]
 

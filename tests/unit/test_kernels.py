@@ -8,26 +8,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-# The interpreter has no libdevice, and reads a loop's bounds in a way that new numpy refuses.
 SCRIPT = """
 import sys
-from types import SimpleNamespace
 
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 
-patch_tensor = interpreter._patch_lang_tensor
-def patch(tensor, scope):
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-interpreter._patch_lang_tensor = patch
+from tests.interpreted import prepare
 
+prepare()
 from bridge_cg_plugin.vision.kernels import bias
 from bridge_cg_plugin.vision.kernels.layernorm import layernorm_backward
 from bridge_cg_plugin.vision.kernels.reduction import column_sum
-
-bias.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
 
 def differentiated(function, case, names):
     leaves = [case[name].requires_grad_() for name in names]
