@@ -66,7 +66,7 @@ def padded(batch: tuple, length: int) -> tuple:
         OptionError: A sequence is longer.
     """
     tokens, labels, loss_mask, attention_mask, position_ids, *rest = batch
-    longest = tokens.shape[1]
+    longest = length if tokens is None else tokens.shape[1]  # stages between the first and the last may get nothing
     if longest == length:
         return batch
     if longest > length:

@@ -120,6 +120,11 @@ def test_a_sequence_above_the_length_is_refused(active):
         language_model.padded(batch(20), 16)
 
 
+def test_a_stage_without_tokens_keeps_its_empty_batch():
+    empty = (None, None, None, None, None, {})
+    assert language_model.padded(empty, 16) is empty
+
+
 def test_bridges_step_uses_the_padded_batch(active):
     step = active[language_model.STEP]
     assert step.get_batch.__wrapped__ is not None
