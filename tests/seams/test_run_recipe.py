@@ -1,14 +1,18 @@
 """scripts/performance/run_recipe.py with Bridge's own recipes, up to the call of Bridge's pretrain or finetune."""
 
 import importlib
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
 from bridge_cg_plugin.cli import main as bridge_cg
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import steps
+from bridge_cg_plugin.upstream import recipes, steps
 from bridge_cg_plugin.upstream.graph_fields import read_options
+from bridge_cg_plugin.upstream.overrides import apply_overrides
+from bridge_cg_plugin.upstream.patches import bridge_release
 from scripts.performance import run_recipe
 
 RECIPE = "qwen3_vl_8b_sft_config"
@@ -104,7 +108,6 @@ def test_a_recipes_typo_names_the_nearest(trained, capsys):
 
 def test_a_preset_is_a_recipe(trained, capsys):
     from bridge_cg_plugin.upstream import recipe_names
-    from bridge_cg_plugin.upstream.patches import bridge_release
 
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
@@ -121,6 +124,55 @@ def test_the_model_follows_the_datasets_sequence_length(trained):
     assert config.model.seq_length == config.dataset.seq_length == 1024
     assert run("dataset.seq_length=1024", "model.seq_length=2048") == 0
     assert trained[1][1]["config"].model.seq_length == 2048
+
+
+@pytest.fixture
+def language_model(active):
+    """A configuration of a model without a vision encoder."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    from examples.photographs.training import Run, training_config
+
+    config = training_config(Run())
+    config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)
+    config.rng.te_rng_tracker = config.model.use_te_rng_tracker = False
+    config.rerun_state_machine.check_for_nan_in_loss = True
+    return config
+
+
+def test_graphs_of_the_whole_step_switch_the_tracker_on_and_the_nan_check_off(language_model):
+    apply_overrides(language_model, {"cuda_graph_impl": "full_iteration"}, ["train.train_iters=5"])
+    assert read_options(language_model).language_model.impl == "full_iteration"
+    assert language_model.rng.te_rng_tracker is True and language_model.model.use_te_rng_tracker is True
+    assert language_model.rerun_state_machine.check_for_nan_in_loss is False
+
+
+def test_a_nan_check_that_the_user_wants_is_not_switched_off(language_model):
+    words = ["rerun_state_machine.check_for_nan_in_loss=true"]
+    with pytest.raises(OptionError, match="check_for_nan_in_loss"):
+        apply_overrides(language_model, {"cuda_graph_impl": "full_iteration"}, words)
+    assert read_options(language_model).language_model.impl == "none"
+
+
+def test_vision_graphs_of_a_language_model_are_refused(language_model):
+    with pytest.raises(OptionError, match="Qwen3-VL family"):
+        apply_overrides(language_model, {"vision_cuda_graph_impl": "transformer_engine"})
+
+
+def test_a_benchmark_is_told_from_a_library_recipe(bridge):
+    names = [name for name in dir(recipes.importlib.import_module(recipes.PACKAGES[0])) if name.endswith("_config")]
+    assert not recipes.is_benchmark(names[0]) and not recipes.is_benchmark("no_such_config")
+    if importlib.util.find_spec(recipes.PACKAGES[1]) is not None:
+        assert recipes.is_benchmark("qwen3_vl_30b_a3b_pretrain_16gpu_h100_bf16_config")
+
+
+@pytest.mark.parametrize("step", steps.STEPS)
+def test_steps_are_in_the_newest_release(step):
+    if not bridge_release().startswith("0.6."):
+        pytest.skip("an older release lacks some")
+    module, attribute = steps.STEPS[step]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and attribute in Path(spec.origin).read_text()
 
 
 @pytest.mark.parametrize(
