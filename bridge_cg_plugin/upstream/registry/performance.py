@@ -62,7 +62,7 @@ SEAMS = (
         purpose="graph flags reach the configuration with --use_recipes too",
         undo=RESTORED,
         parameters=("config", "args"),
-        since="0.6.0",
+        since="0.6.2",
         patched_by="performance",
         packaged=False,
     ),
