@@ -1,4 +1,7 @@
-"""Starting a script's workers: under torchrun on this machine, or on SLURM through NeMo-Run. Needs neither torch."""
+"""Starting a script's workers: under torchrun on this machine, or on SLURM through NeMo-Run.
+
+Imports neither torch nor Megatron.
+"""
 
 import importlib.util
 import os

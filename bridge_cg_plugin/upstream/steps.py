@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
