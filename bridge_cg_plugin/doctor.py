@@ -121,9 +121,10 @@ def _look_at_autoload(found: Diagnosis) -> None:
 
 
 def _look_at_seams(found: Diagnosis) -> None:
+    from .upstream.registry import SEAMS
     from .upstream.releases import RELEASES, is_known
 
-    for name in plugin.PATCHED:
+    for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.patched_by):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -24,6 +24,11 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
     "megatron.bridge.recipes": ("recipe_names",),
     "megatron.bridge.recipes.qwen_vl": ("recipe_names",),
+    "megatron.bridge.training.utils.omegaconf_utils": ("performance",),
+    # Modules of upstream's scripts/performance; others of these names are left alone.
+    "argument_parser": ("performance",),
+    "utils.overrides": ("performance",),
+    "utils.utils": ("performance",),
 }
 # A reload of this module changes nothing.
 _on: bool = globals().get("_on", False)

@@ -29,6 +29,12 @@ def build_recipe(name: str) -> Any:
     raise OptionError("recipe", name, allowed, "Correct it.")
 
 
+def is_benchmark(name: str) -> bool:
+    """Whether a recipe is one of Bridge's benchmarks, and not also one of its library."""
+    modules = [module.__name__ for module in _modules() if inspect.isfunction(getattr(module, name, None))]
+    return bool(modules) and all(module.startswith(PACKAGES[1]) for module in modules)
+
+
 def _built(name: str, recipe: Callable[[], Any]) -> Any:
     try:
         return recipe()

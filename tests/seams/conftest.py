@@ -1,16 +1,22 @@
 import importlib
+import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 import bridge_cg_plugin
-from bridge_cg_plugin import plugin
+from bridge_cg_plugin.upstream.registry import SEAMS
+
+from .qwen_configs import write_configs
 
 
 @pytest.fixture(scope="session")
 def upstream():
-    """Every patched module of upstream, imported, by name."""
+    """Every patched module of upstream's wheels, imported, by name."""
     bridge_cg_plugin.activate()
-    return {name: importlib.import_module(name) for name in plugin.PATCHED}
+    return {s.module: importlib.import_module(s.module) for s in SEAMS if s.packaged and s.patched_by}
 
 
 @pytest.fixture
@@ -20,3 +26,23 @@ def active(upstream):
     yield upstream
     bridge_cg_plugin.deactivate()
     bridge_cg_plugin.activate()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    return write_configs(tmp_path_factory.mktemp("hugging_face"))
+
+
+@pytest.fixture
+def bridge(active, folders, monkeypatch, tmp_path):
+    """Bridge's recipe package, with model configurations read from local folders and a GPU to ask for its kind."""
+    from megatron.bridge import AutoBridge
+
+    monkeypatch.chdir(tmp_path)
+    read = AutoBridge.from_hf_pretrained.__func__
+    local = classmethod(lambda cls, path, **kwargs: read(cls, str(folders[path]), **kwargs))
+    monkeypatch.setattr(AutoBridge, "from_hf_pretrained", local)
+    gpu = SimpleNamespace(major=9, minor=0, name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    with mock.patch.dict(os.environ):
+        yield importlib.import_module("megatron.bridge.recipes")

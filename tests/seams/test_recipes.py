@@ -7,11 +7,10 @@ import pickle
 import re
 from enum import Enum
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from unittest import mock
 
 import pytest
-import torch
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
@@ -19,8 +18,6 @@ from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
 from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.patches import bridge_release
-
-from .qwen_configs import write_configs
 
 BRIDGE = "megatron.bridge.recipes"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -51,26 +48,6 @@ pytestmark = pytest.mark.skipif(
 
 every_preset = pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
 every_h200_preset = pytest.mark.parametrize("preset", [p for p in PRESETS if p.gpu == "h200"], ids=lambda p: p.name)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    return write_configs(tmp_path_factory.mktemp("hugging_face"))
-
-
-@pytest.fixture
-def bridge(active, folders, monkeypatch, tmp_path):
-    """Bridge's recipe package, with model configurations read from local folders and a GPU to ask for its kind."""
-    from megatron.bridge import AutoBridge
-
-    monkeypatch.chdir(tmp_path)
-    read = AutoBridge.from_hf_pretrained.__func__
-    local = classmethod(lambda cls, path, **kwargs: read(cls, str(folders[path]), **kwargs))
-    monkeypatch.setattr(AutoBridge, "from_hf_pretrained", local)
-    gpu = SimpleNamespace(major=9, minor=0, name="NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
-    with mock.patch.dict(os.environ):
-        yield importlib.import_module(BRIDGE)
 
 
 def flat(value, path="", into=None):

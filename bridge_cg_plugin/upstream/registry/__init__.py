@@ -4,9 +4,16 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seams import Seam
-from . import engine, language_model, models, recipes, training
+from . import engine, language_model, models, performance, recipes, training
 
-SEAMS: tuple[Seam, ...] = (*training.SEAMS, *models.SEAMS, *language_model.SEAMS, *recipes.SEAMS, *engine.SEAMS)
+SEAMS: tuple[Seam, ...] = (
+    *training.SEAMS,
+    *models.SEAMS,
+    *language_model.SEAMS,
+    *recipes.SEAMS,
+    *performance.SEAMS,
+    *engine.SEAMS,
+)
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 
 

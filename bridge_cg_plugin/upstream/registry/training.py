@@ -153,14 +153,4 @@ SEAMS = (
         purpose="a batch carries its grids in these fields",
         attributes=("image_grid_thw", "video_grid_thw"),
     ),
-    Seam(
-        name="performance_overrides",
-        module="scripts.performance.utils.overrides",
-        target="_set_cuda_graph_overrides",
-        kind="function",
-        touch="declared",
-        purpose="flags for vision graphs in the performance scripts, which are in upstream's repository only",
-        parameters=("recipe", "cuda_graph_impl", "cuda_graph_scope"),
-        packaged=False,
-    ),
 )

@@ -1,0 +1,126 @@
+"""What a command line says, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..options import GraphOptions, OptionError, check_options, facts_of, normalize
+from ..options.graph_options import warn_once
+from ..options.sources import FIELDS
+from .graph_fields import apply_options
+
+_TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
+_NAN_CHECK = "check_for_nan_in_loss"
+_WORD = re.compile(r"(?P<how>[+]{0,2}|~)(?P<name>[A-Za-z_][\w.@/\-]*)(=(?P<value>.*))?", re.DOTALL)
+
+
+def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] = ()) -> GraphOptions:
+    """Apply flags, and the words after them, which win; returns the graph options of the result.
+
+    Words that set graph fields go the way of flags, so every spelling is accepted and checked with the rest of the
+    configuration; all others go through Bridge's own Hydra machinery before that.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        flags: Fields of the model and what was written, as `options.flags.given_flags` returns them.
+        words: Hydra-style `section.name=value`.
+
+    Raises:
+        OptionError: A word names nothing, or the options cannot work; says what is nearest or allowed.
+    """
+    graph_words = [word for word in words if _is_graph_word(word)]
+    others = [word for word in words if word not in graph_words]
+    for word in others:
+        check_word(config, word)
+    if others:
+        _apply_words(config, others)
+    if any(word.startswith("dataset.seq_length=") for word in others):
+        _follow_dataset(config, others)
+    if not (flags or graph_words):
+        return normalize(config)[0]
+    said = set(map(_leaf, others))
+    settings = {} if said & set(_TRACKER) else dict.fromkeys(_TRACKER, True)
+    if _NAN_CHECK not in said:
+        settings[_NAN_CHECK] = False
+    options, written = normalize(config, settings, flags, graph_words)
+    check_options(options, facts_of(written))
+    return apply_flags(config, flags, graph_words)
+
+
+def apply_flags(config: Any, *sources: Any) -> GraphOptions:
+    """Apply graph options to a configuration as `bridge-cg explain` resolves them; returns all of the result.
+
+    As in Bridge's performance scripts, graphs switch the random-state tracker on, and graphs of the whole step switch
+    the NaN check of the loss off. What else of the configuration forbids them is not looked at: Bridge's validation
+    does so, with the plugin's check, when all of it is known.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        sources: Fields of the model and what was written, later ones winning; see `options.graph_options`.
+
+    Raises:
+        OptionError: The options cannot work; nothing was set.
+    """
+    options, _ = normalize(config, *sources)
+    apply_options(options, config)
+    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
+        config.rerun_state_machine.check_for_nan_in_loss = False
+    warn_once(options)
+    return options
+
+
+def check_word(config: Any, word: str) -> None:
+    """Refuse a word that names nothing in a configuration.
+
+    Raises:
+        OptionError: It is no assignment, or there is no such field; names the nearest.
+    """
+    match = _WORD.fullmatch(word)
+    if match is None or (match["value"] is None and match["how"] != "~"):
+        raise OptionError("argument", word, "section.name=value", "Correct or remove it.")
+    owner, path = config, match["name"].split(".")
+    for depth, part in enumerate(path):
+        if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra knows what is allowed there
+            return
+        names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
+        if part not in names:
+            section = ".".join(path[:depth])
+            names |= set() if section else set(FIELDS)
+            raise OptionError(match["name"], match["value"], *_nearest(part, names, section))
+        owner = getattr(owner, part, None)
+
+
+def _nearest(part: str, names: set[str], section: str) -> tuple[str, str]:
+    near = difflib.get_close_matches(part, [n for n in names if not n.startswith("_")], n=1, cutoff=0.5)
+    where = f"{section}." if section else ""
+    allowed = f"{where}{near[0]}" if near else f"a field of {section or 'the configuration'}"
+    return allowed, f"{section or 'The configuration'} has no field {part!r}."
+
+
+def _is_graph_word(word: str) -> bool:
+    match = _WORD.fullmatch(word)
+    if match is None or match["value"] is None:
+        return False
+    *path, leaf = match["name"].split(".")
+    return leaf in FIELDS and path in ([], ["model"])
+
+
+def _leaf(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~").rpartition(".")[2]
+
+
+def _apply_words(config: Any, words: Sequence[str]) -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
+
+    try:
+        process_config_with_overrides(config, cli_overrides=list(words))
+    except OverridesError as error:
+        raise OptionError("overrides", " ".join(words), "what Hydra's grammar accepts", f"{error}.") from None
+
+
+def _follow_dataset(config: Any, words: Sequence[str]) -> None:
+    """Give the model the dataset's sequence length, which Bridge wants alike, unless the user gave it one."""
+    if not any(word.startswith("model.seq_length=") for word in words):
+        config.model.seq_length = config.dataset.seq_length

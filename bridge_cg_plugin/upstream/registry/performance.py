@@ -1,0 +1,80 @@
+"""Seams of upstream's scripts/performance, which are in its repository only, and of the overrides that they use."""
+
+from ..seams import Seam
+
+RESTORED = "deactivate() puts the same object back"
+PARSER, OVERRIDES, UTILITIES = "argument_parser", "utils.overrides", "utils.utils"
+
+SEAMS = (
+    Seam(
+        name="performance_parser",
+        module=PARSER,
+        target="parse_cli_args",
+        kind="function",
+        touch="extended",
+        purpose="the performance scripts have the graph flags",
+        undo=RESTORED,
+        patched_by="performance",
+        packaged=False,
+    ),
+    Seam(
+        name="performance_overrides",
+        module=OVERRIDES,
+        target="_set_cuda_graph_overrides",
+        kind="function",
+        touch="extended",
+        purpose="vision graphs keep their random-state tracker when the language model has no graphs",
+        undo=RESTORED,
+        parameters=("recipe", "cuda_graph_impl", "cuda_graph_scope"),
+        patched_by="performance",
+        packaged=False,
+    ),
+    Seam(
+        name="performance_user_overrides",
+        module=OVERRIDES,
+        target="set_user_overrides",
+        kind="function",
+        touch="extended",
+        purpose="graph flags of the performance scripts reach the configuration",
+        undo=RESTORED,
+        parameters=("recipe", "args"),
+        patched_by="performance",
+        packaged=False,
+    ),
+    Seam(
+        name="performance_words",
+        module=OVERRIDES,
+        target="set_cli_overrides",
+        kind="function",
+        touch="extended",
+        purpose="graph flags that the parser did not know, since it was imported before PyTorch, are no Hydra words",
+        undo=RESTORED,
+        parameters=("recipe", "cli_overrides"),
+        patched_by="performance",
+        packaged=False,
+    ),
+    Seam(
+        name="performance_recipes",
+        module=UTILITIES,
+        target="apply_argparse_overrides",
+        kind="function",
+        touch="extended",
+        purpose="graph flags reach the configuration with --use_recipes too",
+        undo=RESTORED,
+        parameters=("config", "args"),
+        since="0.6.2",
+        patched_by="performance",
+        packaged=False,
+    ),
+    Seam(
+        name="hydra_words",
+        module="megatron.bridge.training.utils.omegaconf_utils",
+        target="process_config_with_overrides",
+        kind="function",
+        touch="extended",
+        purpose="graph flags among Hydra words, from performance scripts with --use_recipes",
+        undo=RESTORED,
+        parameters=("config", "cli_overrides"),
+        patched_by="performance",
+    ),
+)

@@ -1,0 +1,79 @@
+import argparse
+
+import pytest
+
+from bridge_cg_plugin.options import OptionError, normalize
+from bridge_cg_plugin.options.flags import FLAGS, add_flags, clear_flags, given_flags, take_flags, unknown_flag
+from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS, SWITCHES, VISION_FIELDS
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--other", default=1)
+    add_flags(parser)
+    return parser.parse_args(words)
+
+
+def test_nothing_given_sets_nothing():
+    assert given_flags(parse("--other", "2")) == {}
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda f: f.name)
+def test_both_spellings_set_the_field(flag):
+    assert flag.field in FIELDS
+    found = [given_flags(parse(spelling, "attn_norm")) for spelling in flag.spellings]
+    assert all(one == found[0] and one[flag.field] == "attn_norm" for one in found)
+    assert {flag.name, flag.name.replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
+
+
+def test_every_option_has_a_flag():
+    fields = {flag.field for flag in FLAGS}
+    assert set(VISION_FIELDS) <= fields
+    assert set(LANGUAGE_MODEL_FIELDS) - fields == set(SWITCHES)
+
+
+def test_flags_resolve_as_explain_does():
+    given = given_flags(parse("--cuda-graph-impl", "transformer_engine", "--cuda_graph_modules", "attn,mlp"))
+    assert normalize(given)[0] == normalize("cuda_graph_impl=transformer_engine cuda_graph_modules=attn,mlp")[0]
+
+
+def test_offload_names_modules_and_switches_on_or_off():
+    on = normalize(given_flags(parse("--offload", "attn_norm,core_attn", "--offload_fraction", "0.5")))[0].offload
+    assert (on.enabled, on.modules, on.fraction) == (True, ("attn_norm", "core_attn"), 0.5)
+    off = normalize({"fine_grained_activation_offloading": True}, given_flags(parse("--offload", "none")))[0].offload
+    assert (off.enabled, off.modules) == (False, ())
+    with pytest.raises(OptionError, match="offload_modules='vision'.*core_attn"):
+        normalize(given_flags(parse("--offload", "vision")))
+
+
+def test_a_parser_with_a_flag_of_that_name_keeps_it_or_gives_way():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuda_graph_impl", type=int)
+    with pytest.raises(argparse.ArgumentError, match="conflicting"):
+        add_flags(parser)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuda_graph_impl", type=int)
+    add_flags(parser, replace=True)
+    assert given_flags(parser.parse_args(["--cuda_graph_impl", "full_iteration"])) == {
+        "cuda_graph_impl": "full_iteration"
+    }
+    assert parser.conflict_handler == "error"
+
+
+def test_flags_are_taken_out_of_words():
+    words = ["train.train_iters=5", "--vision-cuda-graph-impl", "transformer_engine", "+a.b=c", "--lr", "1"]
+    flags, rest = take_flags(words)
+    assert flags == {"vision_cuda_graph_impl": "transformer_engine"}
+    assert rest == ["train.train_iters=5", "+a.b=c", "--lr", "1"]
+    with pytest.raises(OptionError, match="vision_cuda_graph_impl.*expected one argument"):
+        take_flags(["--vision_cuda_graph_impl"])
+
+
+def test_cleared_flags_are_those_of_a_copy():
+    arguments = parse("--cuda_graph_impl", "none")
+    assert clear_flags(arguments, ["cuda_graph_impl"]).cuda_graph_impl is None
+    assert arguments.cuda_graph_impl == "none"
+
+
+def test_an_unknown_flag_names_the_nearest():
+    assert "--vision_cuda_graph_impl" in str(unknown_flag("--vision-cuda-graph-imp=x", ["--vision_cuda_graph_impl"]))
