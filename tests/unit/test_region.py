@@ -237,6 +237,18 @@ def test_a_frozen_region_draws_dropout_in_training_only():
         assert_same(region.run(batch), region.program.model(batch.x, batch.offsets))
 
 
+@pytest.mark.parametrize(
+    ("frozen", "modes"),
+    [(False, {(True, True), (False, False)}), (True, {(True, True), (False, True), (False, False)})],
+)
+def test_each_recording_is_made_in_its_own_mode(frozen, modes):
+    """A graph keeps the mode it was recorded in; the reference executor, which runs again, would hide another one."""
+    model, seen = Toy().requires_grad_(not frozen), set()
+    model.drop.register_forward_hook(lambda module, *_: seen.add((torch.is_grad_enabled(), module.training)))
+    toy_region(model)
+    assert seen == modes
+
+
 def test_recording_leaves_every_module_in_its_own_mode():
     model = Toy(dropout=0.5)
     model.drop.eval()
