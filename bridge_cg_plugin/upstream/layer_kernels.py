@@ -12,23 +12,9 @@ from torch.nn import functional as F
 
 from ..vision.buckets import UNPACKED_FROM, deterministic
 from .registry.engine import EXTENSIONS, MLP
+from .replaced import replaced
 
 TE_EXTENSION = "transformer_engine_torch"
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module or object; what it was, absent included, comes back."""
-    namespace = vars(owner)
-    absent, before = name not in namespace, namespace.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] 
         settings[_NAN_CHECK] = False
     options, written = normalize(config, settings, flags, graph_words)
     check_options(options, facts_of(written))
-    return apply_flags(config, flags, graph_words)
+    return _apply(options, config)
 
 
 def apply_flags(config: Any, *sources: Any) -> GraphOptions:
@@ -63,7 +63,10 @@ def apply_flags(config: Any, *sources: Any) -> GraphOptions:
     Raises:
         OptionError: The options cannot work; nothing was set.
     """
-    options, _ = normalize(config, *sources)
+    return _apply(normalize(config, *sources)[0], config)
+
+
+def _apply(options: GraphOptions, config: Any) -> GraphOptions:
     apply_options(options, config)
     if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
         config.rerun_state_machine.check_for_nan_in_loss = False

@@ -49,24 +49,18 @@ class _Installed:
 
 
 @dataclass(slots=True)
-class Patch:
-    """A seam whose target is replaced while the plugin is active.
+class AtSeam:
+    """What the plugin does at one seam while it is active.
 
     Attributes:
         seam: The place and what is expected there.
-        make: Builds the new value from the old one.
-        needed: Whether a release with this old value needs the patch; None means that every one does.
-        state: "waiting" until upstream's module is imported, then what became of the patch.
+        state: "waiting" until upstream's module is imported, then what became of it.
         reason: Why, where that is not obvious.
     """
 
     seam: Seam
-    make: Callable[[Any], Any]
-    needed: Callable[[Any], bool] | None = None
     state: State = field(default="off", init=False)
     reason: str = field(default="", init=False)
-    # Newest last. What somebody else may still hold, and put back one day, is kept.
-    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -77,6 +71,21 @@ class Patch:
     def module(self) -> str:
         """The seam's module."""
         return self.seam.module
+
+
+@dataclass(slots=True)
+class Patch(AtSeam):
+    """A seam whose target is replaced while the plugin is active.
+
+    Attributes:
+        make: Builds the new value from the old one.
+        needed: Whether a release with this old value needs the patch; None means that every one does.
+    """
+
+    make: Callable[[Any], Any]
+    needed: Callable[[Any], bool] | None = None
+    # Newest last. What somebody else may still hold, and put back one day, is kept.
+    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
 
     @property
     def target(self) -> str:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
-from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
+from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
 from .registry import seam
 from .registry.models import ATTENTION
+from .replaced import replaced
 from .transformer_engine import forget_attention_selection, fused_accumulation
 
 ROTARY = seam("rotary_kernel").target

@@ -6,40 +6,23 @@ from types import ModuleType
 from typing import Any
 
 from ..recipes import RECIPES
-from .patches import State, bridge_release
+from .patches import AtSeam, bridge_release
 from .registry import SEAMS
-from .seams import Seam
 
 _ABSENT = object()
 
 
 @dataclass(slots=True)
-class AddedNames:
+class AddedNames(AtSeam):
     """Presets that one upstream module has while the plugin is active. Nothing of upstream's is replaced.
 
     Attributes:
-        seam: The module that gets them when something imports it.
         values: The presets by name.
-        state: "waiting" until upstream's module is imported, then what became of it.
-        reason: Why, where that is not obvious.
     """
 
-    seam: Seam
     values: Mapping[str, Callable[..., Any]]
-    state: State = field(default="off", init=False)
-    reason: str = field(default="", init=False)
     _owner: ModuleType | None = field(default=None, init=False, repr=False)
     _added: list[str] = field(default_factory=list, init=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        """The seam's name."""
-        return self.seam.name
-
-    @property
-    def module(self) -> str:
-        """The seam's module."""
-        return self.seam.module
 
     def apply(self, module: ModuleType) -> None:
         """Add the presets once. Names that upstream has itself stay upstream's and are noted in `reason`."""

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
 from .registry.engine import TE_ATTENTION
+from .replaced import replaced
 
 
 def forget_attention_selection() -> None:
@@ -29,23 +30,13 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
     comes back.
     """
-    changed: list[tuple[nn.Module, dict[str, bool]]] = []
-    for module in (m for root in modules for m in root.modules()):
-        weight = module._parameters.get("weight")
-        fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
-        if not fusable or getattr(weight, "main_grad", None) is None:
-            continue
-        # A first microbatch overwrites main_grad; a recording serves every microbatch.
-        wanted = {"fuse_wgrad_accumulation": True, "is_first_microbatch": False}
-        changed.append((module, {name: getattr(module, name) for name in wanted if hasattr(module, name)}))
-        for name, value in wanted.items():
-            setattr(module, name, value)
-    try:
+    with ExitStack() as stack:
+        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+            weight = module._parameters.get("weight")
+            fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
+            if not fusable or getattr(weight, "main_grad", None) is None:
+                continue
+            stack.enter_context(replaced(module, "fuse_wgrad_accumulation", True))
+            # A first microbatch overwrites main_grad; a recording serves every microbatch.
+            stack.enter_context(replaced(module, "is_first_microbatch", False))
         yield
-    finally:
-        for module, before in changed:
-            for name in ("fuse_wgrad_accumulation", "is_first_microbatch"):
-                if name in before:
-                    setattr(module, name, before[name])
-                else:
-                    delattr(module, name)
