@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from examples.photographs import __main__ as command
+from examples.photographs import arguments as command
 from examples.photographs import gpu
 
 
@@ -30,14 +30,23 @@ def runs(monkeypatch):
         results = iter([run_of(EAGER[0], None), run_of(EAGER[1], None), run_of(graphs, replays)])
         modes = []
 
-        def run_in_process(mode, arguments):
+        def train_in_process(mode, arguments):
             modes.append(mode)
             return next(results)
 
-        monkeypatch.setattr(gpu, "run_in_process", run_in_process)
+        monkeypatch.setattr(gpu, "train_in_process", train_in_process)
         return modes
 
     return give
+
+
+def train_again(losses):
+    """Return what wraps a launcher so that a run with overrides ends with the given losses."""
+
+    def wrap(train):
+        return lambda mode, arguments: run_of(losses, 4) if arguments else train(mode, arguments)
+
+    return wrap
 
 
 def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
@@ -60,6 +69,17 @@ def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
     assert gpu.main(8, 2, [], path, side_by_side=True) == 0
     assert modes == ["eager", "eager", "graphs"]
     assert [json.loads(line)["ms"] for line in path.read_text().splitlines()] == [100.0, None, 100.0]
+
+
+def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path, monkeypatch):
+    first, again = runs([2.05] * 8), train_again([2.5] * 8)
+    monkeypatch.setattr(gpu, "train_in_process", again(gpu.train_in_process))
+    path = tmp_path / "pretrain.jsonl"
+    assert gpu.main(8, 2, [], path, also=["model.cuda_graph_impl=transformer_engine"]) == 1
+    assert first == ["eager", "eager", "graphs"]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    verdicts = {r["case"]: r["inside_spread"] for r in records if r["mode"] == "plugin"}
+    assert verdicts == {"mixed": True, "mixed_language_model": False}
 
 
 def test_records_of_another_release_stay(runs, tmp_path, monkeypatch):
