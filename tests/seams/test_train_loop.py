@@ -291,12 +291,17 @@ def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monke
 def test_the_attention_module_has_the_function_that_kernels_replace(active):
     import importlib
 
-    from bridge_cg_plugin.upstream.qwen3_vl import ATTENTION, fused_kernels
+    from bridge_cg_plugin.upstream.registry.models import ATTENTION
+    from bridge_cg_plugin.upstream.rotary import fused_rotary
 
-    attention = importlib.import_module(ATTENTION)
+    attention, model = importlib.import_module(ATTENTION), new_tower()
+    modules = [m for m in model.modules() if type(m) is attention.Qwen3VLSelfAttention]
     original = attention.apply_rotary_pos_emb_absolute
     assert list(inspect.signature(original).parameters) == ["t", "freqs", "config", "cu_seqlens"]
     assert "apply_rotary_pos_emb_absolute(" in inspect.getsource(attention.Qwen3VLSelfAttention)
-    with pytest.raises(KeyError), fused_kernels(()):
+    with pytest.raises(KeyError), fused_rotary([model]):
+        assert attention.apply_rotary_pos_emb_absolute is not original
+        assert modules and all({"forward", "get_query_key_value_tensors"} <= set(vars(m)) for m in modules)
         raise KeyError
+    assert all(not {"forward", "get_query_key_value_tensors"} & set(vars(m)) for m in modules)
     assert attention.apply_rotary_pos_emb_absolute is original
