@@ -4,12 +4,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
 import torch
 
-from examples.photographs.processes import free_port, train_in_process
+from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
 # Small training runs take 25 GB each.
@@ -25,29 +26,32 @@ class Training:
 
 
 class Trainings:
-    """The session's training runs, a few side by side on a GPU that nothing else uses."""
+    """The session's training runs, a few side by side on a GPU that nothing else uses, while the next ones import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE)
+        self._gpu = Semaphore(SIDE_BY_SIDE)
         self._results: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
         key = (training.mode, *training.words)
         if key not in self._results:
             log = self._folder / f"{len(self._results)}.log"
-            self._results[key] = self._pool.submit(_train, training, log)
+            self._results[key] = self._pool.submit(self._train, training, log)
         return self._results[key]
 
     def __call__(self, training: Training) -> dict[str, Any]:
         return self.start(training).result()
 
+    def _train(self, training: Training, log: Path) -> dict[str, Any]:
+        process = TrainingProcess(log)
+        process.wait_until_ready()
+        with self._gpu:
+            return {**process.train(training.mode, training.words), "output": log.read_text()}
+
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-def _train(training: Training, log: Path) -> dict[str, Any]:
-    return {**train_in_process(training.mode, training.words, log), "output": log.read_text()}
 
 
 @pytest.fixture(scope="session", autouse=True)
