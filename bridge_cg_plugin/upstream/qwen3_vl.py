@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
-from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, narrow_layernorm_backward
+from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
@@ -48,7 +48,7 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     if not kernels_available():
         yield
         return
-    with fused_rotary(modules), fused_layer_kernels(modules), narrow_layernorm_backward():
+    with fused_rotary(modules), fused_layer_kernels(modules):
         yield
 
 
