@@ -20,6 +20,7 @@ from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
 from .check import CheckResult, ReplayCheck
+from .costs import Clock, CudaClock, MeasuredCosts, Shape, shape_of, watch_backward
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
@@ -65,6 +66,7 @@ class VisionGraphs:
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: Data parallelism's reduction of gradients, where there is one.
         grids: Host copies of grids.
+        clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class VisionGraphs:
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         grids: HostGrids | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.model, self.options, self.family, self.executor = model, options, family, executor
         self.slots = slots if options.slots == "auto" else options.slots
@@ -97,7 +100,23 @@ class VisionGraphs:
         self._replaced = model.__dict__.get("forward")
         self._fallbacks: Counter[str] = Counter()
         self._paused = 0
+        self._costs = self._measured_costs(clock)
+        self._chosen: dict[Shape, Bucket | None] = {}
         model.forward = self._forward
+
+    def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
+        """Return where microbatches are timed, or None where times must not decide.
+
+        Deterministic runs must repeat themselves, and tensor-parallel ranks must decide alike, as their collectives
+        depend on it; times do neither. Layers' parts are too short to time one by one.
+        """
+        if not self.options.cost_fallback or not self.options.whole_encoder or deterministic():
+            return None
+        if (getattr(self.model.config, "tensor_model_parallel_size", None) or 1) > 1:
+            return None
+        if clock is None and self.executor.device.type == "cuda":
+            clock = CudaClock()
+        return MeasuredCosts(clock) if clock is not None else None
 
     def detach(self) -> None:
         """Give the encoder its former forward back and drop all graphs."""
@@ -180,6 +199,9 @@ class VisionGraphs:
         for region in self._regions:
             region.reset()
         self._regions = []
+        self._chosen = {}
+        if self._costs is not None:
+            self._costs.forget_replays()
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize(self.executor.device)
             torch.cuda.empty_cache()
@@ -289,7 +311,12 @@ class VisionGraphs:
                 region.sinks.clear()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
-        return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        timing = self._costs.time_eager(batch) if self._may_time() else None
+        hidden, deepstack = self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        if timing is not None and hidden.requires_grad:
+            timing.forward_ended()
+            watch_backward(timing, hidden)
+        return hidden, deepstack
 
     def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:
         """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
@@ -312,8 +339,13 @@ class VisionGraphs:
 
     def _replay(self, batch: VisionBatch) -> tuple[Tensor, ...] | None:
         region = self._regions[0]
+        bucket = self._chosen_bucket(batch) if self._may_time() else None
+        if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
+            self._fallbacks["eager_is_faster"] += 1
+            region.sinks.clear()
+            return None
         if not self._check_is_due():
-            return region.run(batch)
+            return self._timed_replay(batch, bucket)
         check = ReplayCheck(
             self._run_eager,
             region.aliases,
@@ -328,6 +360,23 @@ class VisionGraphs:
             self._checked_step = self._step
             check.compare_outputs(outputs)
         return outputs
+
+    def _timed_replay(self, batch: VisionBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
+        timing = self._costs.time_replay(bucket) if bucket is not None else None
+        outputs = self._regions[0].run(batch, timing)
+        if timing is not None:
+            timing.forward_ended()
+        return outputs
+
+    def _may_time(self) -> bool:
+        return self._costs is not None and not self._paused and self.model.training and torch.is_grad_enabled()
+
+    def _chosen_bucket(self, batch: VisionBatch) -> Bucket | None:
+        """Return the bucket that a training microbatch takes, remembered by its shape."""
+        shape = shape_of(batch)
+        if shape not in self._chosen:
+            self._chosen[shape] = self._regions[0].choose(batch)[0]
+        return self._chosen[shape]
 
     def _check_is_due(self) -> bool:
         interval = self.options.check_interval
