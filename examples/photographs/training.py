@@ -36,6 +36,11 @@ from bridge_cg_plugin.upstream.graph_fields import apply_options
 from .photographs import MIXED_SIZES, PhotographProvider
 
 VOCABULARY = 151_936
+LARGE_SIZES = ((1344, 1344),)
+SINGLE_SIZES = ((448, 448),)
+# Width -> attention heads and MLP width, as in Qwen3-1.7B and Qwen3-4B.
+LANGUAGE_MODELS = {2048: (16, 6144), 2560: (32, 9728)}
+PATCH_PIXELS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,9 @@ class Run:
         steps: Optimizer steps.
         overrides: Fields set on the model provider, by name.
         single: Whether every sample is one 448 x 448 image.
+        large: Whether every sample is one 1344 x 1344 image.
+        language_model: Its layers and width.
+        upstream: Whether the plugin is off and vision graphs are upstream's own, of one length that holds all images.
         validate_every: Steps between evaluations, 0 for none.
         text_only_every: Every how many samples one has no image, 0 for none.
         save, load: Checkpoint folders.
@@ -57,6 +65,9 @@ class Run:
     steps: int = 50
     overrides: dict[str, Any] | None = None
     single: bool = False
+    large: bool = False
+    language_model: tuple[int, int] = (4, 2048)
+    upstream: bool = False
     validate_every: int = 0
     text_only_every: int = 0
     global_batch: int = 4
@@ -65,21 +76,51 @@ class Run:
     load: str | None = None
     small: bool = False
 
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Return the images' sizes in pixels."""
+        return SINGLE_SIZES if self.single else LARGE_SIZES if self.large else MIXED_SIZES
+
+    def most_images(self) -> int:
+        """Return the most images of a sample."""
+        return 1 if self.single or self.large else 3
+
+    def longest(self) -> int:
+        """Return the most patches of a sample."""
+        return self.most_images() * max(height * width for height, width in self.sizes()) // PATCH_PIXELS
+
+
+def parse_language_model(text: str) -> tuple[int, int]:
+    """Return layers and width of `LAYERSxWIDTH`.
+
+    Raises:
+        ValueError: It is written otherwise, or the width has no model.
+    """
+    layers, _, width = text.partition("x")
+    if not (layers.isdigit() and int(layers) and width.isdigit() and int(width) in LANGUAGE_MODELS):
+        widths = ", ".join(map(str, LANGUAGE_MODELS))
+        raise ValueError(
+            f"--language-model {text}: allowed is LAYERSxWIDTH with a width of {widths}; write 4x2048, say"
+        )
+    return int(layers), int(width)
+
 
 def vision_config(run: Run) -> Qwen3VLVisionConfig:
     """Return the tower's Hugging Face configuration."""
+    width = run.language_model[1]
     if run.small:
-        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=2048)
-    return Qwen3VLVisionConfig(depth=27, out_hidden_size=2048)
+        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=width)
+    return Qwen3VLVisionConfig(depth=27, out_hidden_size=width)
 
 
 def model_provider(run: Run) -> Qwen3VLModelProvider:
-    """Return Qwen3-VL with the full vision tower and a small language model (4 layers of 2048)."""
+    """Return Qwen3-VL with the full vision tower and the run's language model."""
+    layers, width = run.language_model
+    heads, mlp = LANGUAGE_MODELS[width]
     provider = Qwen3VLModelProvider(
-        num_layers=4,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=mlp,
+        num_attention_heads=heads,
         num_query_groups=8,
         kv_channels=128,
         normalization="RMSNorm",
@@ -91,7 +132,7 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         seq_length=2048,
         language_max_sequence_length=2048,
         vision_config=vision_config(run),
-        out_hidden_size=2048,
+        out_hidden_size=width,
         share_embeddings_and_output_weights=run.small,
         make_vocab_size_divisible_by=128,
         gradient_accumulation_fusion=False,
@@ -105,7 +146,10 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         if not hasattr(provider, name):
             raise ValueError(f"the model provider has no field {name!r}")
         setattr(provider, name, overrides[name])
-    if run.impl != "none":
+    if run.upstream:
+        provider.vision_cuda_graph_impl = "transformer_engine"
+        provider.max_vision_cuda_graph_seq_length = run.longest()
+    elif run.impl != "none":
         apply_options(graph_options(provider, {"vision_cuda_graph_impl": run.impl}, graphs), provider)
     return provider
 
@@ -141,8 +185,8 @@ def training_config(run: Run) -> ConfigContainer:
             dataloader_type="single",
             num_workers=4,
             seq_length=2048,
-            most_images=1 if run.single else 3,
-            sizes=[(448, 448)] if run.single else list(MIXED_SIZES),
+            most_images=run.most_images(),
+            sizes=list(run.sizes()),
             text_only_every=run.text_only_every,
         ),
         logger=LoggerConfig(log_interval=10),
@@ -193,7 +237,10 @@ def skip_helper_build() -> None:
 
 def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     """Train and return losses, gradient norms, step times, memory and the graphs' statistics."""
-    bridge_cg_plugin.activate()
+    if run.upstream:
+        bridge_cg_plugin.deactivate()
+    else:
+        bridge_cg_plugin.activate()
     skip_helper_build()
     recorder, statistics = Recorder(), StatisticsKeeper()
     pretrain(training_config(run), forward_step, callbacks=[recorder, statistics])
@@ -239,6 +286,9 @@ def train_once(args: argparse.Namespace) -> None:
         steps=args.steps or 50,
         overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
         single=args.single,
+        large=args.large,
+        language_model=parse_language_model(args.language_model or "4x2048"),
+        upstream=args.train == "upstream",
         validate_every=args.validate_every,
         text_only_every=args.text_only_every,
         overlap=not args.no_overlap,

@@ -47,7 +47,7 @@ def shape_of(model: Any) -> TowerShape:
     )
 
 
-def step_flops(grid: Grid, tower: TowerShape = TowerShape()) -> float:  # noqa: B008
+def step_flops(grid: Grid, tower: TowerShape = TowerShape()) -> float:
     """Return the floating-point operations of forward plus backward.
 
     A matrix product of `n x k` with `k x m` is 2nkm, a backward two more of the same size (Kaplan et al.,
@@ -66,6 +66,6 @@ def step_flops(grid: Grid, tower: TowerShape = TowerShape()) -> float:  # noqa: 
     return LINEAR_PASSES * linear + ATTENTION_PASSES * tower.layers * attention + patches
 
 
-def limit_ms(grid: Grid, tower: TowerShape = TowerShape()) -> float:  # noqa: B008
+def limit_ms(grid: Grid, tower: TowerShape = TowerShape()) -> float:
     """Return the milliseconds that `step_flops` take at `TFLOPS`."""
     return step_flops(grid, tower) / TFLOPS / 1e9

@@ -2,8 +2,8 @@
 
     python scripts/performance/bench_sizes.py
 
-Microbatches of 1 to 4 images with sizes as COCO's (`workloads.coco_image` has the source and the sampling), the same for
-every seed. The plugin sees the first ones eager, as in training's warm-up steps, plans its buckets from them, and then
+Microbatches of 1 to 4 images with sizes as COCO's (`workloads.coco_image` has the source and the sampling), from a
+fixed seed. The plugin sees the first ones eager, as in training's warm-up steps, plans its buckets from them, and then
 runs all. Times are from the first launch to the end of the last kernel, over all microbatches, gradients accumulated.
 """
 
@@ -41,7 +41,7 @@ def main() -> int:
         out = output_path(args.out, "vision_sizes.jsonl")
         if not 1 <= args.warmup <= args.microbatches:
             raise ValueError(
-                f"--warmup {args.warmup}: allowed is 1 to --microbatches={args.microbatches}; buckets are planned from them"
+                f"--warmup {args.warmup}: allowed is 1 to --microbatches={args.microbatches}; buckets come from these"
             )
     except ValueError as error:
         print(f"bench_sizes.py: {error}", file=sys.stderr)
@@ -68,15 +68,15 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
         tower.step(model, batch)
     common = {"case": CASE, "tokens": sum(map(tokens_of, grids)), "images": sum(map(len, grids))}
     common |= {"microbatches": len(grids), **provenance(1, seed)}
-    eager_ms, expected, host = run_all(model, batches, grads)
-    records = [{**common, "mode": "eager", "ms": eager_ms, "host_ms": host / len(grids), "ratio": 1.0}]
+    eager_ms, expected = run_all(model, batches, grads)
+    records = [{**common, "mode": "eager", "ms": eager_ms, "ratio": 1.0}]
 
     options = VisionGraphOptions(impl="transformer_engine", slots=1, kernels=kernels, strict=True)
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     for batch in batches[:warmup]:
         tower.step(model, batch)
     helper.create_cudagraphs()
-    ms, gradients, host = run_all(model, batches, grads)
+    ms, gradients = run_all(model, batches, grads)
     statistics = helper.graphs.statistics()
     print(helper.graphs.report())
     records.append(
@@ -84,7 +84,6 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
             **common,
             "mode": "plugin" if kernels == "exact" else "plugin_fast",
             "ms": ms,
-            "host_ms": host / len(grids),
             "ratio": ms / eager_ms,
             "grad_rel": tower.largest_relative(gradients, expected),
             "padding_share": statistics.padding_share,
@@ -99,23 +98,17 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
     return [*records, {**common, "mode": "limit", "ms": sum(map(limit_ms, grids))}]
 
 
-def run_all(model: Any, batches: list, grads: Any) -> tuple[float, list, float]:
-    """Run every microbatch; returns the ms of all, the sum of their gradients, and the host's ms of submitting them.
-
-    The host waits after each microbatch, so that its own time is not the GPU's, and that wait is not counted as host
-    time. Training does not wait: what it waits for is measured by bench_step.py.
-    """
+def run_all(model: Any, batches: list, grads: Any) -> tuple[float, list]:
+    """Run every microbatch, one after another as in training; returns the ms of all and the sum of their gradients."""
     from scripts.performance import measure, tower
 
     grads.zero()
     measure.synchronize()
-    began, host = time.perf_counter(), 0.0
+    began = time.perf_counter()
     for batch in batches:
-        submitted = time.perf_counter()
         tower.step(model, batch)
-        host += time.perf_counter() - submitted
-        measure.synchronize()
-    return (time.perf_counter() - began) * 1e3, grads.copy(), host * 1e3
+    measure.synchronize()
+    return (time.perf_counter() - began) * 1e3, grads.copy()
 
 
 if __name__ == "__main__":

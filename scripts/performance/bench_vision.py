@@ -5,9 +5,10 @@
     python scripts/performance/bench_vision.py --modes eager,plugin --cases 1x448,8mix --tokens 1024,4096
 
 Modes of one group run in one process on the same weights and inputs, one case after another, beside an eager baseline;
-each group has a process of its own, as a failed capture or a compilation must not reach another's figures. All processes
-start at once and import; they measure in turn. A record is written as soon as it is measured and replaces an older one
-of its case and mode. What cannot be measured, for lack of memory, time or support, has a record with the error.
+each group has a process of its own, as a failed capture or a compilation must not reach another's figures. All
+processes start at once and import; they measure in turn. A record is written as soon as it is measured and replaces an
+older one of its case and mode. What cannot be measured, for lack of memory, time or support, has a record with the
+error.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.photographs.processes import free_port  # noqa: E402
 from scripts.performance.results import (  # noqa: E402
     output_path,
     provenance,
@@ -113,7 +115,9 @@ def drop_records(out: Path, grids: dict[str, Grid], modes: Sequence[str]) -> Non
 
 def print_table(records: Sequence[dict[str, Any]], grids: dict[str, Grid]) -> None:
     """Print the records of the cases."""
-    print(f"{'case':13} {'mode':23} {'tokens':>6} {'ms':>7} {'ratio':>5} {'host':>6} {'busy':>7} {'kernels':>7}  parity")
+    print(
+        f"{'case':13} {'mode':23} {'tokens':>6} {'ms':>7} {'ratio':>5} {'host':>6} {'busy':>7} {'kernels':>7}  parity"
+    )
     for r in sorted((r for r in records if r["case"] in grids), key=lambda r: list(grids).index(r["case"])):
         head = f"{r['case']:13} {r['mode']:23} {r['tokens']:>6}"
         if "error" in r:
@@ -167,7 +171,9 @@ def run_groups(groups: Sequence[tuple[str, ...]], task: Task) -> None:
 
 def start_worker(group: Sequence[str]) -> subprocess.Popen:
     """Start a process that imports and then waits for its task."""
-    environment = {**os.environ, "BRIDGE_CG_PLUGIN": "0"} if "upstream" in group else None
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}
+    if "upstream" in group:
+        environment["BRIDGE_CG_PLUGIN"] = "0"
     return subprocess.Popen(
         [sys.executable, __file__, "--worker"],
         stdin=subprocess.PIPE,
@@ -225,7 +231,9 @@ def note_missing(task: Task, error: str, case: str | None = None) -> None:
     """Write a record with the error for what has none, of one case or of all."""
     for name, mode in missing_records(task):
         if case in (None, name):
-            put_record(Path(task.out), {**description(name, mode, task.grids[name]), "error": error, **provenance(0, 0)})
+            put_record(
+                Path(task.out), {**description(name, mode, task.grids[name]), "error": error, **provenance(0, 0)}
+            )
 
 
 def write_limits(out: Path, grids: dict[str, Grid]) -> None:

@@ -162,9 +162,7 @@ def forward(model: Callable[..., tuple], batch: Batch) -> list[Tensor]:
     return [hidden, *deepstack]
 
 
-def step(
-    model: Callable[..., tuple], batch: Batch, between: Callable[[], object] | None = None
-) -> list[Tensor]:
+def step(model: Callable[..., tuple], batch: Batch, between: Callable[[], object] | None = None) -> list[Tensor]:
     """Run forward and backward; returns the outputs. `between` is called when the forward was submitted."""
     outputs = forward(model, batch)
     if between is not None:

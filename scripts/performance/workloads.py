@@ -21,7 +21,7 @@ SWEEP = tuple(1 << n for n in range(8, 16))
 PATCH = 16
 SIDE = 32
 
-# COCO's training images, 90 % of which have 167,500 to 355,840 pixels and a ratio of height to width from 0.6 to 1.5, by
+# COCO's training images. 90 % have 167,500 to 355,840 pixels, and 90 % a ratio of height to width from 0.6 to 1.5:
 # https://github.com/Lextal/SotA-CV/blob/HEAD/content/datasets/coco_detection.md. No side is above 640 pixels.
 COCO_PIXELS = (167_500, 355_840)
 COCO_RATIOS = (0.6, 1.5)
