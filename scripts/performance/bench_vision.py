@@ -187,20 +187,21 @@ def start_worker(group: Sequence[str]) -> subprocess.Popen:
 def run_group(process: subprocess.Popen, task: Task) -> None:
     """Let a worker measure; where it dies, note the case that it died of and let another go on."""
     deadline = time.monotonic() + task.seconds
-    for _ in range(1 + RESTARTS):
+    for attempt in range(1 + RESTARTS):
+        if attempt:
+            process = start_worker(task.modes)
+            process.stdout.readline()
         status = hand_over(process, task)
         missing = missing_records(task)
         if not missing:
             return
-        died_of = missing[0][0]
         said = f"stopped after {task.seconds:.0f} s" if status is None else f"the process ended with status {status}"
+        died_of = missing[0][0]
         note_missing(task, said, died_of)
         left = {name: grid for name, grid in task.grids.items() if name in {case for case, _ in missing} - {died_of}}
         task = dataclasses.replace(task, grids=left, seconds=max(deadline - time.monotonic(), 0.0))
         if status is None or not left:
             break
-        process = start_worker(task.modes)
-        process.stdout.readline()
     note_missing(task, "not tried: " + said)
 
 
@@ -209,8 +210,9 @@ def hand_over(process: subprocess.Popen, task: Task) -> int | None:
     try:
         process.communicate(json.dumps(dataclasses.asdict(task)) + "\n", timeout=task.seconds + GRACE)
     except subprocess.TimeoutExpired:
-        stop(process)
         return None
+    finally:
+        stop(process)
     return process.returncode
 
 
