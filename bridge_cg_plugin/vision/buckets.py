@@ -158,6 +158,8 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     bounds |= {(max_frames, min(sizes)), (max_frames, tokens)}
     if tokens >= UNPACKED_FROM:
         bounds.add((1, tokens))
+    # A batch that keeps to the others has fewer tokens, so there is a smaller capacity for it.
+    bounds = {(frames, largest) for frames, largest in bounds if frames * largest >= tokens}
     kept: list[tuple[int, int]] = []
     for frames, largest in sorted(bounds, key=lambda b: (_scan_cost(*b), b)):
         if not any(frames <= f and largest <= size for f, size in kept):

@@ -11,8 +11,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of a command line, this process's where none is given."""
     parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=DESCRIPTION)
     parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
-    parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
-    parser.add_argument("--large", action="store_true", help="every sample is one 1344 x 1344 image")
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
+    images.add_argument("--large", action="store_true", help="every sample is one 1344 x 1344 image")
     parser.add_argument("--language-model", help="LAYERSxWIDTH, 4x2048 without it; widths are 2048 and 2560")
     parser.add_argument("--small", action="store_true", help="a tower of 6 layers, for tests")
     parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")

@@ -281,7 +281,12 @@ class StatisticsKeeper(Callback):
 
 def train_once(args: argparse.Namespace) -> None:
     """Train as the command line of one run says."""
-    run = Run(
+    train(run_of(args), args.out)
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """Return what the command line of one run says."""
+    return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,
         overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
@@ -296,4 +301,3 @@ def train_once(args: argparse.Namespace) -> None:
         load=args.load,
         small=args.small,
     )
-    train(run, args.out)
