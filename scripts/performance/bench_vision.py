@@ -42,7 +42,7 @@ MODES = (*(mode for group in GROUPS for mode in group), "limit")
 RESTARTS = 2
 WIDTHS, DIGITS = (7, 5, 6, 7, 7), (1, 2, 2, 1, 0)
 # Time in seconds for a worker to end by itself once its time is up.
-GRACE = 20
+GRACE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,8 @@ def start_worker(group: Sequence[str]) -> subprocess.Popen:
 def run_group(process: subprocess.Popen, task: Task) -> None:
     """Let a worker measure; where it dies, note the case that it died of and let another go on."""
     deadline = time.monotonic() + task.seconds
+    if task.seconds <= 0:
+        return note_missing(task, "not measured: the modes before used up the time; give more --seconds")
     for attempt in range(1 + RESTARTS):
         if attempt:
             process = start_worker(task.modes)

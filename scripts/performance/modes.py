@@ -114,6 +114,7 @@ class Upstream:
         if type(model).forward.__module__.partition(".")[0] != "megatron":
             raise RuntimeError("the plugin is active in this process; start it with BRIDGE_CG_PLUGIN=0")
         length = min(batch.tokens, UPSTREAM_LONGEST)
+        _one_microbatch_a_step()
         helper = VisionTECudaGraphHelper([_Holder(model)], model.config, length, 1, 1)
         fields = {"wrong": self.wrong, "captured_tokens": length}
         with _configured(model, "transformer_engine", length):
@@ -132,6 +133,14 @@ class Upstream:
             finally:
                 if helper.graphs_created():
                     helper.delete_cuda_graphs()
+
+
+def _one_microbatch_a_step() -> None:
+    """Tell megatron-core how many microbatches a step has, as its training would; the helper asks."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)
 
 
 class _Holder(nn.Module):

@@ -72,8 +72,8 @@ def test_every_mode_beside_eager(runs, tmp_path):
 
 
 def test_a_run_that_fails_has_a_record_with_the_error(runs, tmp_path):
-    log = "training ended with status 1\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n[rank0]:end"
-    runs(eager=TrainingFailed(log), graphs=result(250.0))
+    said = "training ended with status 1\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to\n[rank0]:end"
+    runs(eager=TrainingFailed(said), graphs=result(250.0))
     found = bench(tmp_path, "--images", "mixed", "--language-models", "28x2560", "--modes", "eager,plugin")
     assert found["mixed_28x2560", "eager"]["error"].startswith("out of memory: torch.OutOfMemoryError")
     plugin = found["mixed_28x2560", "plugin"]

@@ -255,6 +255,15 @@ def test_a_process_that_hangs_is_stopped(workers, tmp_path, monkeypatch):
     assert started[0].poll() is not None and len(started) == 1
 
 
+def test_modes_that_no_time_is_left_for_say_so(workers, tmp_path):
+    workers("time.sleep(1)")
+    task = task_of(tmp_path, grids={"a": CASES["a"]}, seconds=0.5)
+    bench_vision.run_groups([("eager",), ("compile",)], task)
+    found = records_of(task)
+    assert "error" not in found["a", "eager"]
+    assert found["a", "compile"]["error"].startswith("not measured: the modes before used up the time")
+
+
 def test_a_run_replaces_its_records_and_leaves_others(workers, tmp_path):
     workers("pass")
     out = tmp_path / "r.jsonl"
