@@ -8,12 +8,13 @@ each run and replaces an older one of its case and mode; a run that fails has a 
 """
 
 import argparse
+import itertools
 import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record, read_records  # noqa: E402
 
 IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}
@@ -33,6 +35,8 @@ MODES = {
     "plugin": ("graphs", ()),
     "plugin_language_model": ("graphs", ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[]")),
 }
+# Processes that import side by side while none trains.
+AHEAD = 4
 # Warm-up, capture, the first replays.
 SKIPPED = 6
 WRONG = "computes another function: no rotary embedding, attention across images"
@@ -82,14 +86,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench_step.py: {error}", file=sys.stderr)
         return 2
     deadline = time.monotonic() + args.seconds
-    for case in runs:
-        if time.monotonic() > deadline:
-            record = unmeasured(case, f"not measured, the {args.seconds:.0f} s were used up")
-        else:
-            record = measure(case, args.steps, eager_of(case, read_records(out)))
-        put_record(out, record)
-        print(f"{case.name} {case.mode}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for some in itertools.batched(runs, AHEAD):
+            for case, record in measure_some(some, args.steps, deadline, out, Path(folder)):
+                put_record(out, record)
+                print(
+                    f"{case.name} {case.mode}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True
+                )
     return 0
+
+
+def measure_some(
+    some: Sequence[Case], steps: int, deadline: float, out: Path, folder: Path
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Yield the records of a few runs, whose processes import side by side and train one after another."""
+    processes = [] if time.monotonic() > deadline else [TrainingProcess(folder / f"{i}.log") for i in range(len(some))]
+    failed: dict[int, TrainingFailed] = {}
+    try:
+        for index, process in enumerate(processes):
+            try:
+                process.wait_until_ready()
+            except TrainingFailed as error:
+                failed[index] = error
+        for index, case in enumerate(some):
+            if time.monotonic() > deadline:
+                yield case, unmeasured(case, "not measured, the time was used up; give more --seconds")
+            elif index in failed:
+                yield case, unmeasured(case, error_in(str(failed[index])))
+            else:
+                yield case, measure(processes[index], case, steps, eager_of(case, read_records(out)))
+    finally:
+        for process in processes:
+            process.close()
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -119,22 +147,14 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return [Case(images, model, mode) for model in models for images in chosen["images"] for mode in modes]
 
 
-def train(mode: str, words: Sequence[str], log: Path) -> dict[str, Any]:
-    """Train once in a process of its own and return what `examples.photographs.training.train` returns."""
-    from examples.photographs.processes import train_in_process
-
-    return train_in_process(mode, words, log)
-
-
-def measure(case: Case, steps: int, eager: dict[str, Any] | None) -> dict[str, Any]:
-    """Train one run and return its record."""
+def measure(process: TrainingProcess, case: Case, steps: int, eager: dict[str, Any] | None) -> dict[str, Any]:
+    """Train one run in its process and return its record."""
     told, words = MODES[case.mode]
     words = ["--steps", str(steps), "--language-model", case.language_model, *IMAGES[case.images], *words]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run = train(told, words, Path(folder) / "run.log")
-        except RuntimeError as error:
-            return unmeasured(case, error_in(str(error)))
+    try:
+        run = process.train(told, words)
+    except TrainingFailed as error:
+        return unmeasured(case, error_in(str(error)))
     ms = statistics.median(run["step_ms"][SKIPPED:])
     record = {
         **description(case),

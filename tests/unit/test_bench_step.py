@@ -23,21 +23,33 @@ def result(ms, losses=LOSSES):
 @pytest.fixture
 def runs(monkeypatch):
     """Return a function that sets what each mode's training gives or raises; the runs' words are listed."""
-    started = []
+    started, waiting = [], []
 
     def give(**by_mode):
-        def train(mode, words, log):
-            started.append((mode, list(words)))
-            language_model = any(word.startswith("model.cuda_graph_impl") for word in words)
-            found = by_mode["plugin_language_model" if language_model else mode]
-            if isinstance(found, Exception):
-                raise found
-            return found
+        class Process:
+            def __init__(self, log):
+                waiting.append(self)
 
-        monkeypatch.setattr(bench_step, "train", train)
+            def wait_until_ready(self):
+                if by_mode.get("import_fails"):
+                    raise TrainingFailed("ImportError: no stack")
+
+            def train(self, mode, words):
+                started.append((mode, list(words)))
+                language_model = any(word.startswith("model.cuda_graph_impl") for word in words)
+                found = by_mode["plugin_language_model" if language_model else mode]
+                if isinstance(found, Exception):
+                    raise found
+                return found
+
+            def close(self):
+                waiting.remove(self)
+
+        monkeypatch.setattr(bench_step, "TrainingProcess", Process)
         return started
 
-    return give
+    yield give
+    assert not waiting
 
 
 def bench(tmp_path, *line):
@@ -89,6 +101,12 @@ def test_a_run_that_fails_has_a_record_with_the_error(runs, tmp_path):
 )
 def test_the_error_is_the_last_that_was_named(text, expected):
     assert bench_step.error_in(text) == expected
+
+
+def test_a_process_that_cannot_import_is_an_error_of_its_run(runs, tmp_path):
+    started = runs(import_fails=True)
+    found = bench(tmp_path, "--images", "mixed", "--modes", "eager")
+    assert {r["error"] for r in found.values()} == {"ImportError: no stack"} and not started
 
 
 def test_no_run_begins_when_the_time_is_used_up(runs, tmp_path):
