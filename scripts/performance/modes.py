@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+import bridge_cg_plugin
 from scripts.performance.tower import Batch, MainGrads
 
 # What stands in for the tower, and fields for the record.
@@ -111,7 +112,7 @@ class Upstream:
         """See `Mode`."""
         from megatron.core.transformer.cuda_graphs import VisionTECudaGraphHelper
 
-        if type(model).forward.__module__.partition(".")[0] != "megatron":
+        if bridge_cg_plugin.status()["active"]:
             raise RuntimeError("the plugin is active in this process; start it with BRIDGE_CG_PLUGIN=0")
         length = min(batch.tokens, UPSTREAM_LONGEST)
         _one_microbatch_a_step()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from scripts.performance import bench_sizes, bench_vision, group, modes, profile_vision, tower
 from scripts.performance.bench_vision import Task
@@ -73,22 +74,37 @@ def test_a_compiled_tower_gets_the_mode_that_was_asked_for(monkeypatch):
     assert asked == ["default", "reduce-overhead"]
 
 
-def test_upstreams_graphs_need_a_gpu_and_the_record_says_what_they_are(tmp_path):
+@pytest.fixture
+def without_plugin():
+    bridge_cg_plugin.deactivate()
+    yield
+    bridge_cg_plugin.activate()
+
+
+def test_upstreams_graphs_need_a_gpu_and_the_record_says_what_they_are(tmp_path, without_plugin):
     task = task_of(tmp_path, "upstream")
     assert group.measure_group(task) == 0
     for r in records_of(task).values():
-        assert "error" in r and "another function" in r["wrong"] and "ms" not in r
+        assert "transformer_engine not enabled" in r["error"] and "ms" not in r
+        assert "another function" in r["wrong"]
 
 
-def test_upstreams_mode_refuses_a_process_with_the_plugin(monkeypatch):
+def test_upstreams_mode_refuses_a_process_with_the_plugin(tmp_path):
+    bridge_cg_plugin.activate()
+    task = task_of(tmp_path, "upstream", grids={"small": SMALL["small"]})
+    group.measure_group(task)
+    assert "BRIDGE_CG_PLUGIN=0" in records_of(task)["small", "upstream"]["error"]
+
+
+def test_upstreams_fields_are_set_for_the_duration_only():
     tower.start_process()
     model = tower.build_tower()
-    monkeypatch.setattr(type(model), "forward", lambda *args: None)
-    with (
-        pytest.raises(RuntimeError, match="BRIDGE_CG_PLUGIN=0"),
-        modes.Upstream().on(model, None, tower.make_batch(SMALL["small"], model)),
-    ):
-        pass
+    with modes._configured(model, "transformer_engine", 64):
+        configs = [m.config for m in model.modules() if hasattr(m, "config")]
+        assert all(
+            (c.cuda_graph_impl, c.max_vision_cuda_graph_seq_length) == ("transformer_engine", 64) for c in configs
+        )
+    assert all(c.cuda_graph_impl == "none" for c in configs)
 
 
 class Failing:
