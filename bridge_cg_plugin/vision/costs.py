@@ -102,8 +102,8 @@ class Timing:
 
     def milliseconds(self) -> float | None:
         """Return the time of forward plus backward, or None while they still run."""
-        backward = self._clock.elapsed(*self._marks[2:])
-        return None if backward is None else self._clock.elapsed(*self._marks[:2]) + backward
+        backward, forward = self._clock.elapsed(*self._marks[2:]), self._clock.elapsed(*self._marks[:2])
+        return None if forward is None or backward is None else forward + backward
 
 
 @dataclass(slots=True)

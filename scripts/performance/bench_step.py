@@ -149,8 +149,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 def measure(process: TrainingProcess, case: Case, steps: int, eager: dict[str, Any] | None) -> dict[str, Any]:
     """Train one run in its process and return its record."""
-    told, words = MODES[case.mode]
-    words = ["--steps", str(steps), "--language-model", case.language_model, *IMAGES[case.images], *words]
+    told, further = MODES[case.mode]
+    words = ["--steps", str(steps), "--language-model", case.language_model, *IMAGES[case.images], *further]
     try:
         run = process.train(told, words)
     except TrainingFailed as error:

@@ -18,6 +18,8 @@ from scripts.performance.workloads import CASES  # noqa: E402
 
 FOLDER = ROOT / "docs/benchmarks"
 PAGE = ROOT / "docs/performance.md"
+HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes. Every mode,
+plots, and what remains above the limit are in [performance](../performance.md)."""
 
 
 def speed(records: Records) -> str:
@@ -139,7 +141,7 @@ own spread up to that step. {origin(runs)}
 """
     notes = (FOLDER / "notes.md").read_text()
     (FOLDER / "README.md").write_text(
-        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{autoload(loading)}\n{notes}"
+        f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}"
     )
     PAGE.write_text(fill(PAGE.read_text(), page_parts(FOLDER)))
     readme = ROOT / "README.md"
