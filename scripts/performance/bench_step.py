@@ -10,7 +10,6 @@ each run and replaces an older one of its case and mode; a run that fails has a 
 import argparse
 import itertools
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.photographs.gpu import SKIPPED, median_ms  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record, read_records  # noqa: E402
 
@@ -37,8 +37,6 @@ MODES = {
 }
 # Processes that import side by side while none trains.
 AHEAD = 4
-# Warm-up, capture, the first replays.
-SKIPPED = 6
 WRONG = "computes another function: no rotary embedding, attention across images"
 
 
@@ -155,7 +153,7 @@ def measure(process: TrainingProcess, case: Case, steps: int, eager: dict[str, A
         run = process.train(told, words)
     except TrainingFailed as error:
         return unmeasured(case, error_in(str(error)))
-    ms = statistics.median(run["step_ms"][SKIPPED:])
+    ms = median_ms(run)
     record = {
         **description(case),
         "ms": ms,

@@ -35,7 +35,7 @@ from scripts.performance.results import (  # noqa: E402
     read_records,
     write_records,
 )
-from scripts.performance.workloads import CASES, SWEEP, Grid, tokens_of, workloads  # noqa: E402
+from scripts.performance.workloads import CASES, SWEEP, Grid, description, workloads  # noqa: E402
 
 GROUPS = (("eager", "plugin", "plugin_fast"), ("upstream",), ("compile",), ("compile_reduce_overhead",))
 MODES = (*(mode for group in GROUPS for mode in group), "limit")
@@ -247,11 +247,6 @@ def write_limits(out: Path, grids: dict[str, Grid]) -> None:
     for name, grid in grids.items():
         fields = {"ms": limit_ms(grid), "tflop": step_flops(grid) / 1e12, **provenance(0, 0)}
         put_record(out, {**description(name, "limit", grid), **fields})
-
-
-def description(name: str, mode: str, grid: Grid) -> dict[str, Any]:
-    """Return the fields that say what ran."""
-    return {"case": name, "mode": mode, "tokens": tokens_of(grid), "images": len(grid)}
 
 
 # A worker: one group in one process.

@@ -12,7 +12,7 @@ from scripts.performance import measure, tower
 from scripts.performance.arithmetic import step_flops
 from scripts.performance.modes import GIB, MODES, Eager, Mode
 from scripts.performance.results import first_line, provenance, put_record
-from scripts.performance.workloads import Grid
+from scripts.performance.workloads import Grid, description
 
 if TYPE_CHECKING:
     from scripts.performance.bench_vision import Task
@@ -55,7 +55,7 @@ class Group:
             _, again, peak = self._results(model, batch)
             noise = tower.largest_relative(again, gradients)
             fields = {**self._timed(model, batch, repeats), "ratio": 1.0, "eager_memory_gb": peak, "grad_noise": noise}
-        return batch, Baseline(outputs, gradients, {**describe(name, "eager", grid), **fields})
+        return batch, Baseline(outputs, gradients, {**description(name, "eager", grid), **fields})
 
     def measure(self, mode: Mode, name: str, grid: Grid, batch: tower.Batch, baseline: Baseline) -> dict[str, Any]:
         """Run a case in a mode beside its baseline; returns the record."""
@@ -67,7 +67,7 @@ class Group:
             timed = self._timed(model, batch, self.repeats)
         forward = tower.largest_relative(outputs, baseline.outputs)
         return {
-            **describe(name, mode.name, grid),
+            **description(name, mode.name, grid),
             **timed,
             **fields,
             "ratio": timed["ms"] / baseline.record["ms"],
@@ -106,13 +106,6 @@ class Group:
         return found
 
 
-def describe(name: str, mode: str, grid: Grid) -> dict[str, Any]:
-    """Return the fields that say what ran."""
-    from scripts.performance.bench_vision import description
-
-    return description(name, mode, grid)
-
-
 class PeakMemory:
     """Device memory that is taken at the peak from here on, 0 without a GPU."""
 
@@ -149,7 +142,7 @@ def measure_case(group: Group, task: "Task", name: str, grid: Grid, deadline: fl
                 batch, baseline = group.baseline(name, grid)
             record = group.measure(mode, name, grid, batch, baseline)
         except Exception as error:
-            record = {**describe(name, mode.name, grid), "error": explained(error), **provenance(0, 0)}
+            record = {**description(name, mode.name, grid), "error": explained(error), **provenance(0, 0)}
             if hasattr(mode, "wrong"):
                 record["wrong"] = mode.wrong
         put_record(Path(task.out), record)

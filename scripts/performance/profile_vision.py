@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
-from scripts.performance.workloads import CASES, Grid, workloads  # noqa: E402
+from scripts.performance.workloads import CASES, Grid, description, workloads  # noqa: E402
 
 MODES = ("eager", "plugin", "plugin_fast")
 
@@ -74,10 +74,7 @@ def profiled(name: str, mode: str, model: Any, batch: Any, top: int) -> dict[str
     times = measure.median_times(lambda between: tower.step(model, batch, between), 5, warmup=2)
     kernels = measure.profile(lambda: tower.step(model, batch))
     return {
-        "case": name,
-        "mode": mode,
-        "tokens": batch.tokens,
-        "images": len(batch.rows),
+        **description(name, mode, batch.rows),
         "ms": times.ms,
         "host_ms": times.host_ms,
         "gpu_busy_ms": kernels.busy_ms,

@@ -18,8 +18,8 @@ from scripts.performance.workloads import CASES  # noqa: E402
 
 FOLDER = ROOT / "docs/benchmarks"
 PAGE = ROOT / "docs/performance.md"
-HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes. Every mode,
-plots, and what remains above the limit are in [performance](../performance.md)."""
+HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes.
+All modes, plots, and what remains above the limit are in [performance](../performance.md)."""
 
 
 def speed(records: Records) -> str:
@@ -140,9 +140,7 @@ own spread up to that step. {origin(runs)}
 {training(runs)}
 """
     notes = (FOLDER / "notes.md").read_text()
-    (FOLDER / "README.md").write_text(
-        f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}"
-    )
+    (FOLDER / "README.md").write_text(f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}")
     PAGE.write_text(fill(PAGE.read_text(), page_parts(FOLDER)))
     readme = ROOT / "README.md"
     readme.write_text(fill(readme.read_text(), {"results": body.rstrip()}))

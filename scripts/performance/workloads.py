@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 Row = tuple[int, int, int]
 Grid = Sequence[Row]
@@ -38,6 +39,11 @@ def tokens_of(grid: Grid) -> int:
 def frames_of(grid: Grid) -> int:
     """Return the images and video frames of a grid."""
     return sum(t for t, _, _ in grid)
+
+
+def description(name: str, mode: str, grid: Grid) -> dict[str, Any]:
+    """Return the fields of a record that say what ran."""
+    return {"case": name, "mode": mode, "tokens": tokens_of(grid), "images": len(grid)}
 
 
 def one_image(tokens: int) -> Grid:

@@ -193,8 +193,8 @@ line = sys.stdin.readline()
 if not line:
     sys.exit(0)
 task = json.loads(line)
-from scripts.performance.bench_vision import description
 from scripts.performance.results import provenance, put_record
+from scripts.performance.workloads import description
 for name, grid in task["grids"].items():
     for mode in task["modes"]:
         {body}
