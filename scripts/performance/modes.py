@@ -120,6 +120,7 @@ class Upstream:
         fields = {"wrong": self.wrong, "captured_tokens": length}
         with _configured(model, "transformer_engine", length):
             if batch.tokens <= length:
+                torch.cuda.empty_cache()  # as the capture does
                 before = torch.cuda.memory_reserved()
                 began = time.perf_counter()
                 grads.release()
