@@ -42,7 +42,7 @@ def replay(
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        call = _Call(lease, sinks, bucket, mode, rows, program.size(batch), observer)
+        call = _Call(lease, sinks, bucket, mode, rows, tuple(len(t) for t in inputs), observer)
         return _Replay.apply(call, *inputs, *sinks.parameters)
     except BaseException:
         lease.release()
@@ -58,7 +58,7 @@ def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> t
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "lease", "mode", "observer", "rows", "sinks", "size")
+    __slots__ = ("bucket", "input_rows", "lease", "mode", "observer", "rows", "sinks")
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class _Call:
         bucket: Bucket,
         mode: Mode,
         rows: tuple[int, ...],
-        size: int,
+        input_rows: tuple[int, ...],
         observer: BackwardObserver | None,
     ) -> None:
         self.lease, self.sinks, self.bucket, self.mode = lease, sinks, bucket, mode
-        self.rows, self.size, self.observer = rows, size, observer
+        self.rows, self.input_rows, self.observer = rows, input_rows, observer
 
 
 class _Replay(Function):
@@ -95,7 +95,9 @@ class _Replay(Function):
         gradients = slot.recordings[call.bucket, call.mode].backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
-        inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)
+        inputs = tuple(
+            None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
+        )
         parameters = call.sinks.hand_over(gradients.parameters)
         call.lease.release()
         return None, *inputs, *parameters

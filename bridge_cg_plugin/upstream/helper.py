@@ -1,7 +1,7 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ def active_helpers() -> list["VisionTECudaGraphHelper"]:
     return [helper for helper in _active if helper.graphs is not None]
 
 
-def default_executor() -> Executor:
-    """Return what can record on this machine."""
-    return CudaGraphExecutor() if torch.cuda.is_available() else ReferenceExecutor()
+def default_executor(generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Executor:
+    """Return what can record on this machine; `generators` are those that recorded work may draw from."""
+    return CudaGraphExecutor(generators=generators) if torch.cuda.is_available() else ReferenceExecutor()
 
 
 class VisionTECudaGraphHelper:
@@ -78,7 +78,7 @@ class VisionTECudaGraphHelper:
             QWEN3_VL,
             executor or default_executor(),
             slots=microbatches_in_flight(source, num_microbatches),
-            before_replay=parameter_gather(chunks, vision_model),
+            before_replay=parameter_gather(chunks, vision_model.parameters()),
             grids=GRIDS,
         )
         _active.add(self)
@@ -117,21 +117,18 @@ def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
     return max(1, min(stages * (2 if interleaved and stages > 1 else 1), num_microbatches))
 
 
-def parameter_gather(chunks: Sequence[nn.Module], vision_model: nn.Module) -> Callable[[], None] | None:
-    """Return what a replay must call first under `overlap_param_gather`: wait for the encoder's parameters.
+def parameter_gather(chunks: Sequence[nn.Module], owned: Iterable[nn.Parameter]) -> Callable[[], None] | None:
+    """Return what a replay must call first under `overlap_param_gather`: wait for its region's parameters.
 
     Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
     order of buckets.
     """
-    parameters = list(vision_model.parameters())
-    if not parameters:
-        return None
-    owned = {id(p) for p in parameters}
+    parameters = list(owned)
     for chunk in chunks:
-        groups_of = getattr(chunk, "param_to_bucket_group", None)
-        if not groups_of or not any(id(p) in owned for p in groups_of):
-            continue
+        groups_of = getattr(chunk, "param_to_bucket_group", None) or {}
         groups = list({id(groups_of[p]): groups_of[p] for p in parameters if p in groups_of}.values())
+        if not groups:
+            continue
 
         def gather(chunk: Any = chunk, groups: Sequence[Any] = groups) -> None:
             if not getattr(chunk, "remove_forward_pre_hook_handles", None):

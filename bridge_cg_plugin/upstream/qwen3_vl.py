@@ -114,19 +114,27 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         model = inner
 
 
+def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
+    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
+        for module in _unwrapped(chunk):
+            yield module
+            inner = getattr(module, "model", None)
+            if isinstance(inner, nn.Module):
+                yield inner
+
+
 def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
     """Return (vision model, the module that holds it or the model itself), or None on a stage without one.
 
     A vision model is found as `vision_model` under any wrapper, one level deeper under `model`, or handed over itself.
     """
-    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
-        for module in _unwrapped(chunk):
-            for holder in (module, getattr(module, "model", None)):
-                vision = getattr(holder, "vision_model", None)
-                if isinstance(vision, nn.Module):
-                    return vision, holder
-            if hasattr(module, "patch_embed") and hasattr(module, "decoder"):
-                return module, module
+    for holder in holders(chunks):
+        vision = getattr(holder, "vision_model", None)
+        if isinstance(vision, nn.Module):
+            return vision, holder
+        if hasattr(holder, "patch_embed") and hasattr(holder, "decoder"):
+            return holder, holder
     return None
 
 

@@ -14,6 +14,7 @@ from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.program import Bucket
 from ..graphs.region import Region
+from ..graphs.report import GIB, merge_statistics, metrics, render
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
@@ -23,7 +24,6 @@ from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
 from .qwen3_vl import PackSegments, Qwen3VLEncoder, RecordingKernels
-from .report import GIB, merge_statistics, metrics, render
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -348,7 +348,7 @@ class VisionGraphs:
 
     def metrics(self) -> dict[str, float]:
         """Return scalars for TensorBoard and W&B, by tag."""
-        return metrics(self.statistics())
+        return metrics(self.statistics(), "vision_cuda_graph")
 
     def report(self) -> str:
         """Return the run's report as text."""

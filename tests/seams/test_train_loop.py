@@ -185,7 +185,7 @@ def gathered_chunk(model, align=False, hooks=True):
 def test_a_replay_waits_once_for_each_group_of_parameters(align):
     model = nn.Linear(4, 4)
     chunk, log = gathered_chunk(model, align)
-    gather = parameter_gather([nn.Linear(2, 2), chunk], model)
+    gather = parameter_gather([nn.Linear(2, 2), chunk], model.parameters())
     assert log == []
     gather()
     assert log == [("first", align), ("second", align)]
@@ -194,15 +194,15 @@ def test_a_replay_waits_once_for_each_group_of_parameters(align):
 def test_nothing_is_waited_for_while_upstream_has_its_hooks_off():
     model = nn.Linear(4, 4)
     chunk, log = gathered_chunk(model, hooks=False)
-    parameter_gather([chunk], model)()
+    parameter_gather([chunk], model.parameters())()
     assert log == []
 
 
 def test_no_gather_without_data_parallelism():
     model = nn.Linear(4, 4)
-    assert parameter_gather([model], model) is None
-    assert parameter_gather([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
-    assert parameter_gather([model], nn.Identity()) is None
+    assert parameter_gather([model], model.parameters()) is None
+    assert parameter_gather([gathered_chunk(nn.Linear(4, 4))[0]], model.parameters()) is None
+    assert parameter_gather([model], []) is None
 
 
 def test_upstreams_data_parallelism_has_what_the_gather_uses():

@@ -1,0 +1,128 @@
+"""`cuda_graph_impl=full_iteration` on a vision-language model: its language model on graphs, everything else eager.
+
+megatron-core's wrapper captures a whole step in one graph. Bridge's step of a model that takes images reads sizes on the
+host, and images are not among the tensors that the wrapper makes static. So on such a model the step runs as it is, with
+any schedule, and the language model inside it, all layers, output layer and loss, replays one graph for the forward and
+one for the backward of every microbatch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..announce import announce
+from ..language.graphs import LanguageModelFamily, LanguageModelGraphs
+from .environment import check_process
+from .helper import default_executor, parameter_gather
+from .language_model import LENGTH_PATCH
+from .patches import Patch
+from .qwen3_vl import holders
+from .registry import seam
+from .replaced import replaced
+from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
+
+WRAPPER_PATCH = "full_iteration"
+DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
+SEAM_NAMES = (
+    WRAPPER_PATCH,
+    "full_iteration_wrapper",
+    "deepstack_addition",
+    "language_model_forward",
+    "language_model_parts",
+    "random_states",
+    LENGTH_PATCH,
+)
+
+
+class CurrentGraphs:
+    """The graphs of the language model that is trained in this process."""
+
+    def __init__(self) -> None:
+        self.graphs: LanguageModelGraphs | None = None
+
+    def of(self, chunks: Sequence[nn.Module], warmup_steps: int) -> LanguageModelGraphs | None:
+        """Return the graphs of a vision-language model, made in its first step; None for any other model."""
+        found = find_language_model(chunks)
+        if found is None:
+            return None
+        language_model, holder = found
+        if self.graphs is None or self.graphs.model is not language_model:
+            self.end()  # left behind by a run that ended with an error
+            check_process()
+            self.graphs = make_graphs(chunks, language_model, holder, warmup_steps)
+        return self.graphs
+
+    def end(self) -> None:
+        """Report and drop the graphs, if there are any; the language model gets its own forward back."""
+        if self.graphs is not None:
+            announce(self.graphs.report())
+            self.graphs.detach()
+            self.graphs = None
+
+
+CURRENT = CurrentGraphs()
+
+
+def make_graphs(
+    chunks: Sequence[nn.Module], language_model: nn.Module, holder: nn.Module, warmup_steps: int
+) -> LanguageModelGraphs:
+    """Return the graphs of a language model, not captured yet."""
+    vision = holder.vision_transformer_config
+    return LanguageModelGraphs(
+        language_model,
+        deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        family=LanguageModelFamily(recording, accumulate_from_now_on),
+        executor=default_executor(random_states),
+        warmup_steps=warmup_steps,
+        before_replay=parameter_gather(chunks, language_model.parameters()),
+    )
+
+
+def find_language_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
+    """Return (language model, the model that holds it) of a model that takes images, or None for any other."""
+    for holder in holders(chunks):
+        language_model = getattr(holder, "language_model", None)
+        if isinstance(language_model, nn.Module) and hasattr(holder, "vision_transformer_config"):
+            return language_model, holder
+    return None
+
+
+def random_states() -> tuple[torch.Generator, ...]:
+    """Return the generators of megatron-core's tracker, which draws dropout's numbers."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return tuple(state for state in get_all_rng_states().values() if isinstance(state, torch.Generator))
+
+
+@contextmanager
+def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let upstream's modules run inside a graph: no device reads, features of images as dense tensors."""
+    forget_attention_selection()
+    with ExitStack() as stack:
+        stack.enter_context(replaced(language_model.decoder, DEEPSTACK, _add_dense))
+        stack.enter_context(fused_accumulation(modules))
+        yield
+
+
+def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+    """Add features, zero where no image is: what indexing by a mask does, without a shape that depends on data."""
+    return hidden_states + visual_embeds
+
+
+def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(old)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = CURRENT.of(kwargs.get("model") or (), self.cuda_graph_warmup_steps)
+        if graphs is None:
+            return old(self, *args, **kwargs)
+        with graphs.step(training=not kwargs["forward_only"], microbatches=kwargs["num_microbatches"]):
+            return self.forward_backward_func(*args, **kwargs)
+
+    return __call__
+
+
+PATCHES = (Patch(seam(WRAPPER_PATCH), _of_the_language_model),)
