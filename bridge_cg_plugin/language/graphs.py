@@ -81,13 +81,8 @@ class LanguageModelGraphs:
         return self._region is not None
 
     @contextmanager
-    def step(self, training: bool, microbatches: int) -> Iterator[None]:
-        """Run the forward and backward passes of a step, or an evaluation's forward passes, inside; capture first if
-        it is time.
-        """
-        if not training:
-            yield
-            return
+    def step(self, microbatches: int) -> Iterator[None]:
+        """Run the forward and backward passes of a training step inside; captures before them if it is time."""
         if self._example is not None and self.steps >= self._warmup_steps and not self.captured and not self.failure:
             self.capture()
         before = self._replays()
@@ -96,7 +91,7 @@ class LanguageModelGraphs:
         self.replayed_steps += self._replays() - before == microbatches
 
     def _replays(self) -> int:
-        return 0 if self._region is None else sum(b.replays for b in self._region.statistics.buckets.values())
+        return 0 if self._region is None else self._region.statistics.replays
 
     def capture(self) -> bool:
         """Capture for the shapes of the last observed microbatch; returns whether graphs exist now."""

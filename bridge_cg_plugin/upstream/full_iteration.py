@@ -1,14 +1,14 @@
-"""`cuda_graph_impl=full_iteration` on a vision-language model: its language model on graphs, everything else eager.
+"""`cuda_graph_impl=full_iteration` on a model that takes images: its language model on graphs, everything else eager.
 
-megatron-core's wrapper captures a whole step in one graph. Bridge's step of a model that takes images reads sizes on the
-host, and images are not among the tensors that the wrapper makes static. So on such a model the step runs as it is, with
-any schedule, and the language model inside it, all layers, output layer and loss, replays one graph for the forward and
-one for the backward of every microbatch.
+megatron-core's wrapper captures a whole step in one graph. Bridge's step of such a model reads sizes on the host, and
+images are not among the tensors that the wrapper makes static. So here the step runs as it is, under any schedule, and
+the language model inside it, from embeddings to losses, replays a graph of its forward and one of its backward in every
+microbatch.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,17 +44,21 @@ class CurrentGraphs:
     def __init__(self) -> None:
         self.graphs: LanguageModelGraphs | None = None
 
-    def of(self, chunks: Sequence[nn.Module], warmup_steps: int) -> LanguageModelGraphs | None:
-        """Return the graphs of a vision-language model, made in its first step; None for any other model."""
-        found = find_language_model(chunks)
-        if found is None:
-            return None
-        language_model, holder = found
+    def step(
+        self, chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int, microbatches: int, training: bool
+    ) -> AbstractContextManager[None]:
+        """Return what a step of a model that takes images, or an evaluation's, runs in.
+
+        Graphs belong to training: its first step makes them, and an evaluation uses what is there.
+        """
+        language_model = model.language_model
         if self.graphs is None or self.graphs.model is not language_model:
+            if not training:
+                return nullcontext()
             self.end()  # left behind by a run that ended with an error
             check_process()
-            self.graphs = make_graphs(chunks, language_model, holder, warmup_steps)
-        return self.graphs
+            self.graphs = make_graphs(chunks, model, warmup_steps)
+        return self.graphs.step(microbatches) if training else nullcontext()
 
     def end(self) -> None:
         """Report and drop the graphs, if there are any; the language model gets its own forward back."""
@@ -67,14 +71,12 @@ class CurrentGraphs:
 CURRENT = CurrentGraphs()
 
 
-def make_graphs(
-    chunks: Sequence[nn.Module], language_model: nn.Module, holder: nn.Module, warmup_steps: int
-) -> LanguageModelGraphs:
-    """Return the graphs of a language model, not captured yet."""
-    vision = holder.vision_transformer_config
+def make_graphs(chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int) -> LanguageModelGraphs:
+    """Return the graphs of a model's language model, not captured yet."""
+    language_model = model.language_model
     return LanguageModelGraphs(
         language_model,
-        deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        deepstack=len(model.vision_model.config.deepstack_visual_indexes),
         family=LanguageModelFamily(recording, accumulate_from_now_on),
         executor=default_executor(random_states),
         warmup_steps=warmup_steps,
@@ -82,13 +84,11 @@ def make_graphs(
     )
 
 
-def find_language_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
-    """Return (language model, the model that holds it) of a model that takes images, or None for any other."""
-    for holder in holders(chunks):
-        language_model = getattr(holder, "language_model", None)
-        if isinstance(language_model, nn.Module) and hasattr(holder, "vision_transformer_config"):
-            return language_model, holder
-    return None
+def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
+    """Return the model, under any wrapper, that holds a vision model and a language model; None if there is none."""
+    parts = ("vision_model", "language_model")
+    found = (m for m in holders(chunks) if all(isinstance(getattr(m, part, None), nn.Module) for part in parts))
+    return next(found, None)
 
 
 def random_states() -> tuple[torch.Generator, ...]:
@@ -116,10 +116,13 @@ def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: T
 def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = CURRENT.of(kwargs.get("model") or (), self.cuda_graph_warmup_steps)
-        if graphs is None:
+        chunks = kwargs["model"]
+        model = find_model(chunks)
+        if model is None:
             return old(self, *args, **kwargs)
-        with graphs.step(training=not kwargs["forward_only"], microbatches=kwargs["num_microbatches"]):
+        chunks = [chunks] if isinstance(chunks, nn.Module) else chunks
+        microbatches, training = kwargs["num_microbatches"], not kwargs["forward_only"]
+        with CURRENT.step(chunks, model, self.cuda_graph_warmup_steps, microbatches, training):
             return self.forward_backward_func(*args, **kwargs)
 
     return __call__

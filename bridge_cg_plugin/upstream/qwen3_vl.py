@@ -16,7 +16,7 @@ from .patches import Patch
 from .registry import seam
 from .registry.models import ATTENTION
 from .replaced import replaced
-from .transformer_engine import forget_attention_selection, fused_accumulation
+from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
 ROTARY = seam("rotary_kernel").target
 WRAPPER_DEPTH = 8
@@ -102,7 +102,7 @@ def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_rotary_pos_emb_absolute
 
 
-QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation)
+QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation, accumulate_from_now_on)
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:

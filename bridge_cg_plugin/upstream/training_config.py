@@ -37,16 +37,16 @@ def check_seams(options: GraphOptions, images: bool = False) -> None:
         DriftError: Names the seams, the release and what was found.
     """
     broken = broken_seams()
-    asked = PROVIDER_FIELDS["impl"]
+    asked = f"{PROVIDER_FIELDS['impl']}={options.vision.impl}"
     if not options.vision.enabled:
-        asked = IMPL
+        asked = f"{IMPL}={options.language_model.impl}"
         needed = _needed(options.language_model, images)
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
         raise DriftError(
-            f"{asked}={options.language_model.impl if asked == IMPL else options.vision.impl} needs parts of upstream that do not fit in megatron-bridge "
-            f"{bridge_release()} ({found}). Set {asked}=none or use a release of the version table."
+            f"{asked} needs parts of upstream that do not fit in megatron-bridge "
+            f"{bridge_release()} ({found}). Set {asked.partition('=')[0]}=none or use a release of the version table."
         )
 
 

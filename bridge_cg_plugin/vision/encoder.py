@@ -42,12 +42,14 @@ class EncoderFamily:
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
+        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
     """
 
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
+    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
 
 class VisionGraphs:
@@ -285,6 +287,8 @@ class VisionGraphs:
                 region.sinks.clear()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
+        if self.captured:
+            self.family.before_eager((self.model,))
         return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
 
     def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:

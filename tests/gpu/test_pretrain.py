@@ -79,6 +79,36 @@ def test_language_model_graphs_beside_vision_graphs(tmp_path, modules):
     assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 
 
+@pytest.mark.parametrize("vision", ["transformer_engine", "none"])
+def test_the_whole_language_model_on_a_graph(tmp_path, vision):
+    words = ("model.cuda_graph_impl=full_iteration", f"vision_cuda_graph_impl={vision}", "--text-only-every", "3")
+    common = ("--validate-every", "4", "--no-overlap")
+    eager = train(tmp_path, "eager", *common, "--text-only-every", "3", steps=8)
+    graphs = train(tmp_path, "graphs", *BUCKETS, *words, *common, steps=8)
+    whole = graphs["language_model_graphs"]
+    assert whole["fallbacks"] == {} and whole["replayed_steps"] == 5
+    assert sum(b["evaluations"] for b in whole["buckets"].values()) > 0
+    assert bool(graphs["graphs"]) == (vision == "transformer_engine")
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
+def test_the_whole_language_model_beside_overlapped_communication(tmp_path):
+    eager = train(tmp_path, "eager", steps=8)
+    graphs = train(tmp_path, "graphs", *BUCKETS, "model.cuda_graph_impl=full_iteration", steps=8)
+    assert graphs["language_model_graphs"]["replayed_steps"] == 5 and graphs["graphs"]["replays"] > 0
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
+def test_dropout_inside_the_whole_language_model(tmp_path):
+    words = ("hidden_dropout=0.1", "attention_dropout=0.1")
+    eager = train(tmp_path, "eager", *words, steps=8)
+    graphs = train(tmp_path, "graphs", *BUCKETS, "model.cuda_graph_impl=full_iteration", *words, steps=8)
+    assert graphs["language_model_graphs"]["replayed_steps"] == 5
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-2)
+
+
 def test_checkpoint_resume(tmp_path):
     folder = str(tmp_path / "checkpoint")
     whole = train(tmp_path, "graphs", *BUCKETS, steps=8)

@@ -224,6 +224,24 @@ def test_full_iteration_of_a_model_that_takes_images(config, vision):
     check_training_config(config)
 
 
+def test_the_main_job_validates_with_full_iteration(active):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from examples.photographs import training
+
+    overrides = {"model.cuda_graph_impl": "full_iteration"}
+    config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))
+    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
+    config.validate()
+    found = read_options(config)
+    assert found.language_model.impl == "full_iteration" and found.vision.enabled
+    eager = training.training_config(training.Run(impl="none", overrides=overrides))
+    assert not read_options(eager).enabled
+    checks = [c.rerun_state_machine.check_for_nan_in_loss for c in (config, eager)]
+    assert checks == [False, False]
+    assert training.training_config(training.Run()).rerun_state_machine.check_for_nan_in_loss
+
+
 @pytest.mark.parametrize(
     "name, value",
     [

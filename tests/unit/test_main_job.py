@@ -86,6 +86,34 @@ def test_records_hold_every_run(runs, tmp_path):
     assert records[2]["inside_spread"] is True
 
 
+@pytest.mark.parametrize(
+    "arguments, case",
+    [
+        ([], "mixed"),
+        (["--single", "vision_cuda_graph_strict=true"], "single"),
+        (["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[attn]"], "mixed_language_model"),
+        (["model.cuda_graph_impl=full_iteration"], "mixed_full_iteration"),
+        (["--single", "cuda_graph_scope=full_iteration"], "single_full_iteration"),
+    ],
+)
+def test_the_case_names_what_is_on_graphs(arguments, case):
+    assert gpu.case_of(arguments) == case
+
+
+@pytest.mark.parametrize("replayed, status", [(6, 0), (0, 1)])
+def test_full_iteration_says_how_many_steps_were_replays(runs, monkeypatch, capsys, replayed, status):
+    runs([2.05] * 8)
+    once = gpu.run_in_process
+
+    def run_in_process(mode, arguments):
+        whole = {"replays": 4 * replayed, "replayed_steps": replayed} if mode == "graphs" else None
+        return {**once(mode, arguments), "language_model_graphs": whole}
+
+    monkeypatch.setattr(gpu, "run_in_process", run_in_process)
+    assert gpu.main(8, 2, ["model.cuda_graph_impl=full_iteration"]) == status
+    assert f"replayed the whole language model: {replayed} of 8" in capsys.readouterr().out
+
+
 def test_options_reach_the_single_runs(monkeypatch):
     line = ["--steps", "9", "--records", "out.jsonl", "--single", "--validate-every", "3", "a.b=1", "--eager-runs", "2"]
     monkeypatch.setattr(sys, "argv", ["photographs", *line])
