@@ -1,9 +1,8 @@
 """A language model's graphs over a training run: observe, capture, replay, fall back, report."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,6 @@ from ..graphs.statistics import RegionStatistics
 from .microbatch import Microbatch, read_call
 from .program import LanguageModel, Recording
 
-BeforeEager = Callable[[Sequence[nn.Module]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LanguageModelFamily:
-    """What the plugin must know of a language model's upstream code.
-
-    Attributes:
-        recording: Entered around recorded work.
-        before_eager: Called before a microbatch runs eager in a step that may have replayed others.
-    """
-
-    recording: Recording
-    before_eager: BeforeEager
-
 
 class LanguageModelGraphs:
     """Runs one language model on a graph of its forward and one of its backward, replayed for every microbatch.
@@ -42,7 +26,7 @@ class LanguageModelGraphs:
     Args:
         model: The language model; its `forward` is replaced on the instance until `detach`.
         deepstack: How many of its layers add features of images.
-        family: The model's upstream side.
+        recording: Entered around recorded work; see `Recording`.
         executor: Makes recordings.
         warmup_steps: Eager training steps before capture.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
@@ -57,7 +41,7 @@ class LanguageModelGraphs:
         self,
         model: nn.Module,
         deepstack: int,
-        family: LanguageModelFamily,
+        recording: Recording,
         executor: Executor,
         warmup_steps: int,
         before_replay: Callable[[], None] | None = None,
@@ -65,7 +49,7 @@ class LanguageModelGraphs:
         self.model, self.executor = model, executor
         self.steps = self.replayed_steps = 0
         self.failure: str | None = None
-        self._deepstack, self._family, self._warmup_steps = deepstack, family, warmup_steps
+        self._deepstack, self._recording, self._warmup_steps = deepstack, recording, warmup_steps
         self._before_replay = before_replay
         self._example: Microbatch | None = None
         self._observed = 0
@@ -97,7 +81,7 @@ class LanguageModelGraphs:
         """Capture for the shapes of the last observed microbatch; returns whether graphs exist now."""
         self.reset()
         example = self._example
-        program = LanguageModel(self.model, self._eager_forward, example, self._deepstack, self._family.recording)
+        program = LanguageModel(self.model, self._eager_forward, example, self._deepstack, self._recording)
         region = Region(program, self.executor, [program.bucket], before_replay=self._before_replay)
         try:
             region.capture()
@@ -144,7 +128,6 @@ class LanguageModelGraphs:
         else:
             self._fallbacks[reason] += 1
             self._region.sinks.clear()
-        self._family.before_eager(self._region.program.modules())
         return self._eager_forward(*args, **kwargs)
 
     def _look_on(self, microbatch: Microbatch | None) -> None:

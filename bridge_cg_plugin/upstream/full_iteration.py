@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..language.graphs import LanguageModelFamily, LanguageModelGraphs
+from ..language.graphs import LanguageModelGraphs
 from .environment import check_process
 from .helper import default_executor, parameter_gather
 from .language_model import LENGTH_PATCH
@@ -23,7 +23,7 @@ from .patches import Patch
 from .qwen3_vl import holders
 from .registry import seam
 from .replaced import replaced
-from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
+from .transformer_engine import forget_attention_selection, fused_accumulation
 
 WRAPPER_PATCH = "full_iteration"
 DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
@@ -77,7 +77,7 @@ def make_graphs(chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int
     return LanguageModelGraphs(
         language_model,
         deepstack=len(model.vision_model.config.deepstack_visual_indexes),
-        family=LanguageModelFamily(recording, accumulate_from_now_on),
+        recording=recording,
         executor=default_executor(random_states),
         warmup_steps=warmup_steps,
         before_replay=parameter_gather(chunks, language_model.parameters()),
@@ -116,7 +116,7 @@ def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: T
 def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = kwargs["model"]
+        chunks = kwargs.get("model", ())
         model = find_model(chunks)
         if model is None:
             return old(self, *args, **kwargs)

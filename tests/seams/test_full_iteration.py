@@ -143,20 +143,15 @@ def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
     assert CURRENT.graphs.replayed_steps == 0
 
 
-def test_an_eager_microbatch_after_a_replay_adds_its_weight_gradients():
-    """A linear module whose GEMM writes to main_grad overwrites it in a first microbatch; it has missed the replay."""
+def test_a_call_without_embeddings_runs_eager_and_is_counted():
     _, graphs = pair()
     graphs.step(samples(MIX))
     graphs.step(samples(MIX))
-    linear = CURRENT.graphs.model.decoder.layers[0].mlp.linear_fc1
-    linear.is_first_microbatch = True
-    graphs.step([sample(ONE, 1)])
-    assert linear.is_first_microbatch
     with on_cpu():
         tokens = torch.zeros(1, 4, dtype=torch.long)
-        CURRENT.graphs.model(input_ids=tokens, position_ids=torch.zeros(3, 1, 4), attention_mask=None)
+        logits = CURRENT.graphs.model(input_ids=tokens, position_ids=torch.zeros(3, 1, 4), attention_mask=None)
+    assert logits.shape[:2] == (1, 4)
     assert CURRENT.graphs.statistics().fallbacks == {"call_arguments": 1}
-    assert not linear.is_first_microbatch
 
 
 def test_a_failed_capture_leaves_the_run_eager(caplog):
