@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..announce import announce, warn
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
+from ..graphs.instance import InstanceForward
 from ..graphs.region import Region
 from ..graphs.report import merge_statistics, metrics, render
 from ..graphs.statistics import RegionStatistics
@@ -55,9 +56,8 @@ class LanguageModelGraphs:
         self._observed = 0
         self._region: Region | None = None
         self._fallbacks: Counter[str] = Counter()
-        self._eager_forward = model.forward
-        self._replaced = model.__dict__.get("forward")
-        model.forward = self._forward
+        self._instance = InstanceForward(model, self._forward)
+        self._eager_forward = self._instance.original
 
     @property
     def captured(self) -> bool:
@@ -107,12 +107,7 @@ class LanguageModelGraphs:
     def detach(self) -> None:
         """Give the language model its former forward back and drop the graphs."""
         self.reset()
-        if self.model.__dict__.get("forward") != self._forward:
-            return
-        if self._replaced is not None:
-            self.model.forward = self._replaced
-        else:
-            del self.model.__dict__["forward"]
+        self._instance.restore()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The language model's forward: a replay where possible, eager otherwise."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..announce import announce, warn
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
+from ..graphs.instance import InstanceForward
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.report import GIB, merge_statistics, metrics, render
@@ -91,21 +92,15 @@ class VisionGraphs:
         self._checked_step = 0
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
-        self._eager_forward = model.forward
-        self._replaced = model.__dict__.get("forward")
         self._fallbacks: Counter[str] = Counter()
         self._paused = 0
-        model.forward = self._forward
+        self._instance = InstanceForward(model, self._forward)
+        self._eager_forward = self._instance.original
 
     def detach(self) -> None:
         """Give the encoder its former forward back and drop all graphs."""
         self.reset()
-        if self.model.__dict__.get("forward") != self._forward:
-            return
-        if self._replaced is not None:
-            self.model.forward = self._replaced
-        else:
-            self.model.__dict__.pop("forward", None)
+        self._instance.restore()
 
     @property
     def captured(self) -> bool:
