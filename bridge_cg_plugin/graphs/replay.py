@@ -42,8 +42,9 @@ def replay(
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        call = _Call(lease, sinks, bucket, mode, rows, tuple(len(t) for t in inputs), observer)
-        return _Replay.apply(call, *inputs, *sinks.parameters)
+        receivers = sinks.receivers()
+        call = _Call(lease, sinks, receivers, bucket, mode, rows, tuple(len(t) for t in inputs), observer)
+        return _Replay.apply(call, *inputs, *receivers)
     except BaseException:
         lease.release()
         raise
@@ -58,19 +59,20 @@ def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> t
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "input_rows", "lease", "mode", "observer", "rows", "sinks")
+    __slots__ = ("bucket", "input_rows", "lease", "mode", "observer", "receivers", "rows", "sinks")
 
     def __init__(
         self,
         lease: Lease,
         sinks: GradientSinks,
+        receivers: tuple[Tensor, ...],
         bucket: Bucket,
         mode: Mode,
         rows: tuple[int, ...],
         input_rows: tuple[int, ...],
         observer: BackwardObserver | None,
     ) -> None:
-        self.lease, self.sinks, self.bucket, self.mode = lease, sinks, bucket, mode
+        self.lease, self.sinks, self.receivers, self.bucket, self.mode = lease, sinks, receivers, bucket, mode
         self.rows, self.input_rows, self.observer = rows, input_rows, observer
 
 
@@ -98,7 +100,7 @@ class _Replay(Function):
         inputs = tuple(
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
-        parameters = call.sinks.hand_over(gradients.parameters)
+        parameters = call.sinks.hand_over(gradients.parameters, call.receivers)
         call.lease.release()
         return None, *inputs, *parameters
 

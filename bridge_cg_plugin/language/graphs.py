@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..announce import announce, warn
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
+from ..graphs.gradients import Reduction
 from ..graphs.instance import InstanceForward
 from ..graphs.region import Region
 from ..graphs.report import merge_statistics, metrics, render
@@ -31,6 +32,7 @@ class LanguageModelGraphs:
         executor: Makes recordings.
         warmup_steps: Eager training steps before capture.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
 
     Attributes:
         steps: Training steps since the object was made.
@@ -46,12 +48,13 @@ class LanguageModelGraphs:
         executor: Executor,
         warmup_steps: int,
         before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         self.model, self.executor = model, executor
         self.steps = self.replayed_steps = 0
         self.failure: str | None = None
         self._deepstack, self._recording, self._warmup_steps = deepstack, recording, warmup_steps
-        self._before_replay = before_replay
+        self._before_replay, self._reduction = before_replay, reduction
         self._example: Microbatch | None = None
         self._observed = 0
         self._region: Region | None = None
@@ -82,7 +85,13 @@ class LanguageModelGraphs:
         self.reset()
         example = self._example
         program = LanguageModel(self.model, self._eager_forward, example, self._deepstack, self._recording)
-        region = Region(program, self.executor, [program.bucket], before_replay=self._before_replay)
+        region = Region(
+            program,
+            self.executor,
+            [program.bucket],
+            before_replay=self._before_replay,
+            reduction=self._reduction,
+        )
         try:
             region.capture()
         except (CaptureError, torch.OutOfMemoryError) as error:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
+from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .helper import default_executor, parameter_gather
+from .helper import default_executor
 from .language_model import LENGTH_PATCH
 from .patches import Patch
 from .qwen3_vl import holders
@@ -80,7 +81,8 @@ def make_graphs(chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int
         recording=recording,
         executor=default_executor(random_states),
         warmup_steps=warmup_steps,
-        before_replay=parameter_gather(chunks, language_model.parameters()),
+        before_replay=parameter_gather(chunks, language_model),
+        reduction=gradient_reduction(chunks, language_model, pipelined=False),
     )
 
 

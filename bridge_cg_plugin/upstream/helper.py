@@ -1,7 +1,7 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..graphs.executor import CudaGraphExecutor, Executor, ReferenceExecutor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
+from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
 from .qwen3_vl import QWEN3_VL, find_vision_model
 
@@ -78,7 +79,8 @@ class VisionTECudaGraphHelper:
             QWEN3_VL,
             executor or default_executor(),
             slots=microbatches_in_flight(source, num_microbatches),
-            before_replay=parameter_gather(chunks, vision_model.parameters()),
+            before_replay=parameter_gather(chunks, vision_model),
+            reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
             grids=GRIDS,
         )
         _active.add(self)
@@ -110,33 +112,13 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
     return longest or getattr(vision_config, "num_position_embeddings", None) or default_seq_length
 
 
+def stages_of(config: Any) -> int:
+    """Return the pipeline's stages."""
+    return getattr(config, "pipeline_model_parallel_size", None) or 1
+
+
 def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
     """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B."""
-    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+    stages = stages_of(config)
     interleaved = (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1) > 1
     return max(1, min(stages * (2 if interleaved and stages > 1 else 1), num_microbatches))
-
-
-def parameter_gather(chunks: Sequence[nn.Module], owned: Iterable[nn.Parameter]) -> Callable[[], None] | None:
-    """Return what a replay must call first under `overlap_param_gather`: wait for its region's parameters.
-
-    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
-    order of buckets.
-    """
-    parameters = list(owned)
-    for chunk in chunks:
-        groups_of = getattr(chunk, "param_to_bucket_group", None) or {}
-        groups = list({id(groups_of[p]): groups_of[p] for p in parameters if p in groups_of}.values())
-        if not groups:
-            continue
-
-        def gather(chunk: Any = chunk, groups: Sequence[Any] = groups) -> None:
-            if not getattr(chunk, "remove_forward_pre_hook_handles", None):
-                return
-            ddp = chunk.ddp_config
-            skip = ddp.align_param_gather or getattr(chunk, "overlap_param_gather_with_optimizer_step", False)
-            for group in groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=skip)
-
-        return gather
-    return None

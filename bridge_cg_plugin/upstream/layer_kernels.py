@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +16,9 @@ from .registry.engine import EXTENSIONS, MLP
 from .replaced import replaced
 
 TE_EXTENSION = "transformer_engine_torch"
+# Rows of a LayerNorm that keep a multiprocessor busy longer than adding up its partial sums takes.
+ROWS_A_MULTIPROCESSOR = 32
+LEAST_MULTIPROCESSORS = 16
 
 
 @contextmanager
@@ -23,6 +27,40 @@ def fused_layernorm_backward() -> Iterator[None]:
     extension = importlib.import_module(TE_EXTENSION)
     with replaced(extension, "layernorm_bwd", _layernorm_backward(extension.layernorm_bwd)):
         yield
+
+
+@contextmanager
+def narrow_layernorm_backward() -> Iterator[None]:
+    """Let LayerNorm's backward run on no more multiprocessors than its rows are worth.
+
+    Each multiprocessor leaves partial sums of the weight's and the bias's gradient, and adding those up takes longer
+    than all else on small inputs. The input's gradient stays eager's to the bit. Deterministic runs keep eager's order
+    of addition.
+    """
+    if deterministic():
+        yield
+        return
+    extension = importlib.import_module(TE_EXTENSION)
+    with replaced(extension, "layernorm_bwd", _narrowed(extension.layernorm_bwd)):
+        yield
+
+
+def _narrowed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def layernorm_bwd(
+        gradient: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        sm_margin: int,
+        zero_centered_gamma: bool,
+    ) -> Any:
+        available = torch.cuda.get_device_properties(x.device).multi_processor_count
+        wanted = max(LEAST_MULTIPROCESSORS, x.numel() // x.shape[-1] // ROWS_A_MULTIPROCESSOR)
+        margin = max(sm_margin, available - wanted)
+        return original(gradient, x, mean, rstd, weight, margin, zero_centered_gamma)
+
+    return layernorm_bwd
 
 
 @contextmanager

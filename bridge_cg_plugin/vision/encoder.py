@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..announce import announce, warn
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
+from ..graphs.gradients import Reduction
 from ..graphs.instance import InstanceForward
 from ..graphs.program import Bucket
 from ..graphs.region import Region
@@ -65,6 +66,7 @@ class VisionGraphs:
         executor: Makes recordings.
         slots: Microbatches in flight that `options.slots="auto"` stands for.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
+        reduction: Data parallelism's reduction of gradients, where there is one.
         grids: Host copies of grids.
     """
 
@@ -76,6 +78,7 @@ class VisionGraphs:
         executor: Executor,
         slots: int = 1,
         before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
         grids: HostGrids | None = None,
     ) -> None:
         self.model, self.options, self.family, self.executor = model, options, family, executor
@@ -85,6 +88,7 @@ class VisionGraphs:
         self.checks: list[CheckResult] = []
         self.failure: str | None = None
         self._before_replay = before_replay
+        self._reduction = reduction if options.gradient_hooks == "awaited" else None
         self._regions: list[Region] = []
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
@@ -243,7 +247,7 @@ class VisionGraphs:
             buckets = [Bucket(c) for c in capacities]
             programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
         return [
-            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay)
+            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay, self._reduction)
             for p in programs
         ]
 

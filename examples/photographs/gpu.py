@@ -1,47 +1,27 @@
 """The main job on a GPU: `pretrain()` eager several times and with vision graphs once, each in a process of its own."""
 
 import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .compare import compare_to_spread
+from .processes import TrainingProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 # Steps whose times do not count: warm-up, capture, the first replays.
 SKIPPED = 6
 
 
-def run_in_process(mode: str, arguments: list[str]) -> dict[str, Any]:
-    """Train in a new process and return its results; its output goes to this one's."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--out", str(out), *arguments]
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(free_port())}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        return json.loads(out.read_text())
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def run_eager(count: int, side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
-    """Train eager `count` times; side by side, only the first, which runs alone, keeps its step times."""
+def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
+    """Train eager in each process; side by side, only the first, which runs alone, keeps its step times."""
     if not side_by_side:
-        return [run_in_process("eager", arguments) for _ in range(count)]
-    first = run_in_process("eager", arguments)
-    with ThreadPoolExecutor(max(count - 1, 1)) as pool:
-        others = list(pool.map(lambda _: run_in_process("eager", arguments), range(count - 1)))
+        return [process.train("eager", arguments) for process in processes]
+    first = processes[0].train("eager", arguments)
+    with ThreadPoolExecutor(max(len(processes) - 1, 1)) as pool:
+        others = list(pool.map(lambda process: process.train("eager", arguments), processes[1:]))
     return [first, *({**run, "step_ms": None} for run in others)]
 
 
@@ -51,16 +31,54 @@ def median_ms(run: dict[str, Any]) -> float | None:
 
 
 def main(
-    steps: int, eager_runs: int, arguments: list[str], records: Path | None = None, side_by_side: bool = False
+    steps: int,
+    eager_runs: int,
+    arguments: list[str],
+    records: Path | None = None,
+    side_by_side: bool = False,
+    also: Sequence[str] = (),
 ) -> int:
-    """Run all, print the comparison, return the exit status."""
-    eager = run_eager(eager_runs, side_by_side, arguments)
-    graphs = run_in_process("graphs", arguments)
+    """Run all, print the comparisons, return the exit status.
+
+    Args:
+        steps: Optimizer steps of each run.
+        eager_runs: Eager runs that make the spread.
+        arguments: Command line of each run.
+        records: File for benchmark records.
+        side_by_side: Whether eager runs after the first share the GPU.
+        also: Further graphed runs against the same eager ones, each by the overrides it adds, apart by blanks.
+    """
+    variants = [arguments, *([*arguments, *words.split()] for words in also)]
+    with started(eager_runs + len(variants)) as processes:
+        eager = run_eager(processes[:eager_runs], side_by_side, arguments)
+        graphed = zip(processes[eager_runs:], variants, strict=True)
+        same = [compare(eager, process.train("graphs", words), words, steps, records) for process, words in graphed]
+    return 0 if all(same) else 1
+
+
+@contextmanager
+def started(count: int) -> Iterator[list[TrainingProcess]]:
+    """Start processes side by side; those that were not used end here."""
+    processes = [TrainingProcess() for _ in range(count)]
+    try:
+        for process in processes:
+            process.wait_until_ready()
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+
+
+def compare(
+    eager: list[dict[str, Any]], graphs: dict[str, Any], arguments: list[str], steps: int, records: Path | None
+) -> bool:
+    """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same."""
     print_steps([*eager, graphs], steps)
     loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
     norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])
     eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
     ratio = median_ms(graphs) / eager_ms
+    print(f"case: {case_of(arguments)}")
     print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
     print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
@@ -68,7 +86,8 @@ def main(
     whole = graphs.get("language_model_graphs")
     if whole is not None:
         print(f"steps whose every microbatch replayed the whole language model: {whole['replayed_steps']} of {steps}")
-    replayed = all(part["replays"] for part in (graphs["graphs"] or {"replays": 0}, whole or {"replays": 1}))
+    parts = [part for part in (graphs["graphs"], whole) if part is not None]
+    replayed = bool(parts) and all(part["replays"] for part in parts)
     same = loss.inside and norm.inside and replayed
     print(
         f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: loss {loss.worst:.2f} at step "
@@ -77,7 +96,7 @@ def main(
     if records is not None:
         runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
         write(records, runs, ratio, same, case_of(arguments))
-    return 0 if same else 1
+    return same
 
 
 def case_of(arguments: list[str]) -> str:

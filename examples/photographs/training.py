@@ -1,5 +1,6 @@
 """One training run of Qwen3-VL through Bridge's `pretrain()` on a GPU; writes its losses and times."""
 
+import argparse
 import json
 import time
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
@@ -248,3 +250,20 @@ class StatisticsKeeper(Callback):
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
+
+
+def train_once(args: argparse.Namespace) -> None:
+    """Train as the command line of one run says."""
+    run = Run(
+        impl="transformer_engine" if args.train == "graphs" else "none",
+        steps=args.steps or 50,
+        overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
+        single=args.single,
+        validate_every=args.validate_every,
+        text_only_every=args.text_only_every,
+        overlap=not args.no_overlap,
+        save=args.save,
+        load=args.load,
+        small=args.small,
+    )
+    train(run, args.out)

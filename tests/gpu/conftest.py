@@ -1,13 +1,69 @@
 """GPU tests: real graphs of Bridge's vision tower at full width, a few layers deep."""
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
+from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from examples.photographs.processes import TrainingProcess, free_port
+
 LAYERS = 4
+# Small training runs take 25 GB each.
+SIDE_BY_SIDE = 4
+
+
+class Training:
+    """One small training run of the main job, by its command line; equal ones are run once."""
+
+    def __init__(self, mode: str, *words: str, steps: int = 8) -> None:
+        self.mode = mode
+        self.words = ("--small", "--steps", str(steps), *words)
+
+
+class Trainings:
+    """The session's training runs, a few side by side on a GPU that nothing else uses, while the next ones import."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE)
+        self._gpu = Semaphore(SIDE_BY_SIDE)
+        self._results: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
+
+    def start(self, training: Training) -> Future[dict[str, Any]]:
+        key = (training.mode, *training.words)
+        if key not in self._results:
+            log = self._folder / f"{len(self._results)}.log"
+            self._results[key] = self._pool.submit(self._train, training, log)
+        return self._results[key]
+
+    def __call__(self, training: Training) -> dict[str, Any]:
+        return self.start(training).result()
+
+    def _train(self, training: Training, log: Path) -> dict[str, Any]:
+        process = TrainingProcess(log)
+        process.wait_until_ready()
+        with self._gpu:
+            return {**process.train(training.mode, training.words), "output": log.read_text()}
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trained(request, tmp_path_factory) -> Iterator[Trainings]:
+    """Return the result of a `Training`; those that tests have as parameters are under way from the session's start."""
+    trainings = Trainings(tmp_path_factory.mktemp("trainings"))
+    for item in request.session.items:
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if isinstance(value, Training):
+                trainings.start(value)
+    yield trainings
+    trainings.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tower_module():
-    os.environ["MASTER_PORT"] = str(29600 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+    os.environ["MASTER_PORT"] = str(free_port())
     from scripts.performance import tower
 
     tower.start_process()

@@ -1,119 +1,121 @@
 """Bridge's pretrain(), unmodified, with vision graphs; every run is a process of its own."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.gpu.conftest import ROOT
-
-
-def train(tmp_path, mode: str, *arguments: str, steps: int = 8) -> dict:
-    out = tmp_path / f"{mode}.json"
-    command = [sys.executable, "-m", "examples.photographs", "--train", mode, "--small", "--steps", str(steps)]
-    command += ["--out", str(out), *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(29700 + os.getpid() % 200)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return {**json.loads(out.read_text()), "output": done.stdout}
-
+from tests.gpu.conftest import Training
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
 # Layer graphs have a pool for every layer, each with its own attention workspace.
 FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
+LARGEST = "max_vision_cuda_graph_seq_length=8192"
+EAGER = Training("eager")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "run",
     [
-        (),
+        Training("graphs", "--validate-every", "4", *CHECKED, LARGEST),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        ("--text-only-every", "3", "--no-overlap"),
+        Training("graphs", "--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, LARGEST),
     ],
     ids=["overlap", "text-only"],
 )
-def test_evaluation_and_checks(tmp_path, arguments):
-    largest = "max_vision_cuda_graph_seq_length=8192"
-    run = train(tmp_path, "graphs", "--validate-every", "4", *arguments, *CHECKED, largest)
-    buckets = run["graphs"]["buckets"].values()
-    assert run["graphs"]["fallbacks"] == {}
+def test_evaluation_and_checks(trained, run):
+    result = trained(run)
+    buckets = result["graphs"]["buckets"].values()
+    assert result["graphs"]["fallbacks"] == {}
     assert sum(b["evaluations"] for b in buckets) > 0
     assert sum(b["replays"] for b in buckets) > 0
-    assert len(run["checks"]) >= 2
-    assert all(math.isfinite(loss) for loss in run["losses"])
-    assert "eager fallbacks: none" in run["output"]
+    assert len(result["checks"]) >= 2
+    assert all(math.isfinite(loss) for loss in result["losses"])
+    assert "eager fallbacks: none" in result["output"]
+
+
+def assert_losses_equal(graphs, eager):
+    assert graphs["graphs"]["replays"] > 0
+    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
+    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+
+
+def frozen(*parts):
+    fields = [f"freeze_vision_{part}=true" for part in parts]
+    return Training("eager", *fields), Training("graphs", *BUCKETS, *fields)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "eager, graphs",
     [
-        ("freeze_vision_model=true",),
-        ("freeze_vision_projection=true",),
-        ("freeze_vision_model=true", "freeze_vision_projection=true"),
-        ("vision_cuda_graph_scope=[attn]", *FEW),
-        ("vision_cuda_graph_scope=[mlp]", *FEW),
+        frozen("model"),
+        frozen("projection"),
+        frozen("model", "projection"),
+        (EAGER, Training("graphs", *BUCKETS, "vision_cuda_graph_modules=[attn]", *FEW)),
+        (EAGER, Training("graphs", *BUCKETS, "vision_cuda_graph_modules=[mlp]", *FEW)),
     ],
     ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
 )
-def test_first_losses_equal_eager(tmp_path, fields):
-    eager = train(tmp_path, "eager", *[f for f in fields if "freeze" in f], steps=6)
-    graphs = train(tmp_path, "graphs", *BUCKETS, *fields, steps=6)
-    assert graphs["graphs"]["replays"] > 0
-    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
-    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+def test_first_losses_equal_eager(trained, eager, graphs):
+    assert_losses_equal(trained(graphs), trained(eager))
 
 
-@pytest.mark.parametrize("modules", ["attn,mlp", "attn", "mlp", ""], ids=["attn-mlp", "attn", "mlp", "whole-layer"])
-def test_language_model_graphs_beside_vision_graphs(tmp_path, modules):
+def language_model(modules):
     words = ("model.cuda_graph_impl=transformer_engine", f"model.cuda_graph_modules=[{modules}]")
-    eager = train(tmp_path, "eager", steps=8)
-    graphs = train(tmp_path, "graphs", *BUCKETS, *words, steps=8)
-    assert graphs["graphs"]["replays"] > 0
-    assert graphs["language_model_layers"] == 4
-    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
-    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+    return Training("graphs", *BUCKETS, *words)
 
 
-@pytest.mark.parametrize("vision", ["transformer_engine", "none"])
-def test_the_whole_language_model_on_a_graph(tmp_path, vision):
-    words = ("model.cuda_graph_impl=full_iteration", f"vision_cuda_graph_impl={vision}", "--text-only-every", "3")
-    common = ("--validate-every", "4", "--no-overlap")
-    eager = train(tmp_path, "eager", *common, "--text-only-every", "3", steps=8)
-    graphs = train(tmp_path, "graphs", *BUCKETS, *words, *common, steps=8)
-    whole = graphs["language_model_graphs"]
-    assert whole["fallbacks"] == {} and whole["replayed_steps"] == 5
-    assert sum(b["evaluations"] for b in whole["buckets"].values()) > 0
-    assert bool(graphs["graphs"]) == (vision == "transformer_engine")
-    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
-    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+@pytest.mark.parametrize(
+    "eager, graphs",
+    [(EAGER, language_model(modules)) for modules in ("attn,mlp", "attn", "mlp", "")],
+    ids=["attn-mlp", "attn", "mlp", "whole-layer"],
+)
+def test_language_model_graphs_beside_vision_graphs(trained, eager, graphs):
+    result = trained(graphs)
+    assert result["language_model_layers"] == 4
+    assert_losses_equal(result, trained(eager))
 
 
-def test_the_whole_language_model_beside_overlapped_communication(tmp_path):
-    eager = train(tmp_path, "eager", steps=8)
-    graphs = train(tmp_path, "graphs", *BUCKETS, "model.cuda_graph_impl=full_iteration", steps=8)
-    assert graphs["language_model_graphs"]["replayed_steps"] == 5 and graphs["graphs"]["replays"] > 0
-    assert graphs["losses"][:4] == pytest.approx(eager["losses"][:4], rel=2e-4)
-    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-3)
+def whole_language_model(*words):
+    return Training("graphs", *BUCKETS, "model.cuda_graph_impl=full_iteration", *words)
 
 
-def test_dropout_inside_the_whole_language_model(tmp_path):
-    words = ("hidden_dropout=0.1", "attention_dropout=0.1")
-    eager = train(tmp_path, "eager", *words, steps=8)
-    graphs = train(tmp_path, "graphs", *BUCKETS, "model.cuda_graph_impl=full_iteration", *words, steps=8)
-    assert graphs["language_model_graphs"]["replayed_steps"] == 5
-    assert graphs["losses"] == pytest.approx(eager["losses"], rel=5e-2)
+PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
 
 
-def test_checkpoint_resume(tmp_path):
+@pytest.mark.parametrize(
+    "eager, graphs",
+    [
+        (EAGER, whole_language_model()),
+        (Training("eager", *PLAIN), whole_language_model(*PLAIN)),
+        (Training("eager", *PLAIN), whole_language_model(*PLAIN, "vision_cuda_graph_impl=none")),
+    ],
+    ids=["overlap", "text-only and evaluation", "eager encoder"],
+)
+def test_the_whole_language_model_on_a_graph(trained, eager, graphs):
+    result, expected = trained(graphs), trained(eager)
+    whole = result["language_model_graphs"]
+    assert whole["fallbacks"] == {} and whole["replayed_steps"] == len(result["losses"]) - 3
+    evaluated = sum(b["evaluations"] for b in whole["buckets"].values())
+    assert (evaluated > 0) is ("--validate-every" in graphs.words)
+    assert bool(result["graphs"]) is ("vision_cuda_graph_impl=none" not in graphs.words)
+    assert result["losses"][:4] == pytest.approx(expected["losses"][:4], rel=2e-4)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+
+
+def test_dropout_inside_the_whole_language_model(trained):
+    dropout = ("hidden_dropout=0.1", "attention_dropout=0.1")
+    result, expected = trained(whole_language_model(*dropout)), trained(Training("eager", *dropout))
+    assert result["language_model_graphs"]["replayed_steps"] == len(result["losses"]) - 3
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-2)
+
+
+def test_checkpoint_resume(trained, tmp_path):
     folder = str(tmp_path / "checkpoint")
-    whole = train(tmp_path, "graphs", *BUCKETS, steps=8)
-    train(tmp_path, "graphs", "--save", folder, *BUCKETS, steps=4)
-    resumed = train(tmp_path, "graphs", "--save", folder, "--load", folder, *BUCKETS, steps=8)
+    trained(Training("graphs", "--save", folder, *BUCKETS, steps=4))
+    resumed = trained(Training("graphs", "--save", folder, "--load", folder, *BUCKETS))
+    whole = trained(Training("graphs", *BUCKETS))
     assert len(resumed["losses"]) == 4
     assert resumed["graphs"]["replays"] > 0
     assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=5e-3)

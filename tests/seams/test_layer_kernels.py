@@ -13,7 +13,12 @@ import torch
 from torch.nn import functional as F
 
 from bridge_cg_plugin.upstream import layer_kernels
-from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
+from bridge_cg_plugin.upstream.layer_kernels import (
+    fused_layer_kernels,
+    fused_layernorm_backward,
+    narrow_layernorm_backward,
+    replaced,
+)
 from tests.unit.towers import new_tower
 
 
@@ -152,10 +157,11 @@ def test_transformer_engines_attention_takes_these_arguments():
     assert set(wanted) <= set(names)
 
 
-def test_layernorms_backward_is_called_as_the_kernel_expects():
+@pytest.mark.parametrize("swap", [fused_layernorm_backward, narrow_layernorm_backward])
+def test_layernorms_backward_is_called_as_the_kernel_expects(swap):
     extension = importlib.import_module(layer_kernels.TE_EXTENSION)
     original = extension.layernorm_bwd
-    with pytest.raises(KeyError), fused_layernorm_backward():
+    with pytest.raises(KeyError), swap():
         assert extension.layernorm_bwd is not original
         raise KeyError
     assert extension.layernorm_bwd is original
@@ -164,6 +170,25 @@ def test_layernorms_backward_is_called_as_the_kernel_expects():
     assert (
         "tex.layernorm_bwd(dgrad,inputmat,mu,rsigma,ln_weight,ctx.bwd_ln_sm_margin,ctx.zero_centered_gamma,)" in source
     )
+
+
+@pytest.mark.parametrize(
+    "rows, asked, margin", [(100, 0, 116), (784, 0, 108), (2304, 0, 60), (16384, 0, 0), (16384, 8, 8), (784, 120, 120)]
+)
+def test_layernorms_backward_gets_the_multiprocessors_its_rows_are_worth(monkeypatch, rows, asked, margin):
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    found = layer_kernels._narrowed(lambda *args: args)
+    x = torch.empty(rows, 8)
+    assert found(x, x, BIAS, BIAS, BIAS, asked, False) == (x, x, BIAS, BIAS, BIAS, margin, False)
+
+
+def test_deterministic_runs_keep_layernorms_backward(monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    extension = importlib.import_module(layer_kernels.TE_EXTENSION)
+    original = extension.layernorm_bwd
+    with narrow_layernorm_backward():
+        assert extension.layernorm_bwd is original
 
 
 def test_a_strided_gradient_goes_to_the_original():

@@ -1,0 +1,48 @@
+"""The command line of the main job and of each of its runs."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+DESCRIPTION = "Train on photographs eager and with vision graphs and compare."
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of a command line, this process's where none is given."""
+    parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=DESCRIPTION)
+    parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
+    parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
+    parser.add_argument("--small", action="store_true", help="a tower of 6 layers, for tests")
+    parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
+    parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")
+    parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
+    parser.add_argument("--save", help="checkpoint folder to write")
+    parser.add_argument("--load", help="checkpoint folder to resume from")
+    parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="eager runs after the first share the GPU; their times do not count"
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="OVERRIDES",
+        help="a further graphed run with these overrides added",
+    )
+    parser.add_argument("--records", type=Path, help="write benchmark records to this file")
+    parser.add_argument("--train", choices=("eager", "graphs"), help="train once in this process, without comparison")
+    parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
+    parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
+    return parser.parse_intermixed_args(words)
+
+
+def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
+    """Return the command line of each single run."""
+    arguments = ["--steps", str(steps), *args.overrides]
+    for name in ("single", "small", "no_overlap"):
+        if getattr(args, name):
+            arguments.append("--" + name.replace("_", "-"))
+    for name in ("validate_every", "text_only_every", "save", "load"):
+        if getattr(args, name):
+            arguments += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    return arguments
