@@ -7,6 +7,9 @@ from .errors import OptionError
 from .sources import Written
 from .values import is_unset, parse_flag, words
 
+# Newer and older releases' names.
+PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -26,7 +29,7 @@ class Facts:
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         pipeline_stages: Stages of pipeline parallelism.
         context_ranks: Ranks of context parallelism.
-        in_batch_packing: Whether a microbatch's sequences are packed into one.
+        in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
         multi_token_layers: Layers of multi-token prediction.
         low_precision: The fp8 or fp4 recipe that layers compute in.
         by_hand: Fields that a person wrote.
@@ -45,7 +48,7 @@ class Facts:
     images: bool | None = None
     pipeline_stages: int | None = None
     context_ranks: int | None = None
-    in_batch_packing: bool | None = None
+    in_batch_packing: str | None = None
     multi_token_layers: int | None = None
     low_precision: str | None = None
     by_hand: frozenset[str] = frozenset()
@@ -77,7 +80,7 @@ def facts_of(written: Written) -> Facts:
         images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
-        in_batch_packing=_flag(settings, "enable_in_batch_packing"),
+        in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
         multi_token_layers=_count(settings, "mtp_num_layers"),
         low_precision=_low_precision(settings),
         by_hand=written.by_hand,

@@ -37,6 +37,7 @@ SETTINGS = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "enable_in_batch_packing",
+    "pack_sequences_in_batch",
     "mtp_num_layers",
     "fp8",
     "fp4",

@@ -168,6 +168,11 @@ def test_what_can_work_passes(words):
     graph_options(words)
 
 
+def test_in_batch_packing_is_refused_under_an_older_releases_name():
+    with pytest.raises(OptionError, match="dataset.pack_sequences_in_batch=True: allowed is false"):
+        graph_options(f"{FULL} {VISION} dataset.pack_sequences_in_batch=true")
+
+
 def test_local_takes_router_and_preprocessing_as_one():
     found = graph_options(f"{LOCAL} cuda_graph_modules=moe_preprocess").language_model
     assert found.modules == (CudaGraphModule.moe_preprocess, CudaGraphModule.moe_router)

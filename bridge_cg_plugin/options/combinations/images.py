@@ -21,7 +21,12 @@ def whole_language_model(options: GraphOptions, facts: Facts) -> bool:
 
 
 def _refused(
-    what: str, reason: str, finds: Callable[[Facts], object], field: str, value: Callable[[Facts], object], allowed: str
+    what: str,
+    reason: str,
+    finds: Callable[[Facts], object],
+    field: str | Callable[[Facts], str],
+    value: Callable[[Facts], object],
+    allowed: str,
 ) -> Combination:
     """Return the combination of `full_iteration` and a setting, on a model that takes images."""
 
@@ -29,7 +34,8 @@ def _refused(
         return whole_language_model(options, facts) and finds(facts)
 
     def error(options: GraphOptions, facts: Facts) -> tuple[str, object, str, str]:
-        return field, value(facts), f"{allowed} {_ALLOWED}", f"Change it, or set {IMPL}=transformer_engine."
+        name = field if isinstance(field, str) else field(facts)
+        return name, value(facts), f"{allowed} {_ALLOWED}", f"Change it, or set {IMPL}=transformer_engine."
 
     return Combination(f"`full_iteration` on a model that takes images, with {what}", reason, found, error)
 
@@ -55,7 +61,7 @@ IMAGES = (
         "in-batch packing",
         "The bounds of packed sequences reach the layers as Python objects, which a graph cannot take",
         lambda f: f.in_batch_packing,
-        "dataset.enable_in_batch_packing",
+        lambda f: f"dataset.{f.in_batch_packing}",
         lambda f: True,
         "false",
     ),
