@@ -7,6 +7,9 @@ from .errors import OptionError
 from .sources import Written
 from .values import is_unset, parse_flag, words
 
+# Newer and older releases' names.
+PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -24,6 +27,11 @@ class Facts:
         moe: Whether the model has mixture-of-experts layers.
         mamba: Whether the model has Mamba layers.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
+        pipeline_stages: Stages of pipeline parallelism.
+        context_ranks: Ranks of context parallelism.
+        in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
+        multi_token_layers: Layers of multi-token prediction.
+        low_precision: The fp8 or fp4 recipe that layers compute in.
         by_hand: Fields that a person wrote.
     """
 
@@ -38,6 +46,11 @@ class Facts:
     moe: bool | None = None
     mamba: bool | None = None
     images: bool | None = None
+    pipeline_stages: int | None = None
+    context_ranks: int | None = None
+    in_batch_packing: str | None = None
+    multi_token_layers: int | None = None
+    low_precision: str | None = None
     by_hand: frozenset[str] = frozenset()
 
 
@@ -65,6 +78,11 @@ def facts_of(written: Written) -> Facts:
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
         mamba=_mamba(written),
         images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
+        pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
+        context_ranks=_count(settings, "context_parallel_size"),
+        in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
+        multi_token_layers=_count(settings, "mtp_num_layers"),
+        low_precision=_low_precision(settings),
         by_hand=written.by_hand,
     )
 
@@ -79,6 +97,15 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise OptionError(name, value, "a number", "Change it in the model's configuration.") from None
+
+
+def _count(settings: dict[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    return None if is_unset(value) else int(_number(name, value))
+
+
+def _low_precision(settings: dict[str, Any]) -> str | None:
+    return next((str(settings[name]) for name in ("fp8", "fp4") if not is_unset(settings.get(name))), None)
 
 
 def _above_zero(settings: dict[str, Any], name: str) -> bool | None:

@@ -34,6 +34,13 @@ SETTINGS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "spatial_merge_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "enable_in_batch_packing",
+    "pack_sequences_in_batch",
+    "mtp_num_layers",
+    "fp8",
+    "fp4",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
@@ -46,7 +53,7 @@ OTHER_FIELDS = (
     "megatron_fsdp_cuda_graph_mode",
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
-OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine")
+OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset")
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)

@@ -1,7 +1,7 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ def active_helpers() -> list["VisionTECudaGraphHelper"]:
     return [helper for helper in _active if helper.graphs is not None]
 
 
-def default_executor() -> Executor:
-    """Return what can record on this machine."""
-    return CudaGraphExecutor() if torch.cuda.is_available() else ReferenceExecutor()
+def default_executor(generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Executor:
+    """Return what can record on this machine; `generators` are those that recorded work may draw from."""
+    return CudaGraphExecutor(generators=generators) if torch.cuda.is_available() else ReferenceExecutor()
 
 
 class VisionTECudaGraphHelper:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .full_iteration import CURRENT
 from .helper import VisionTECudaGraphHelper, active_helpers, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
@@ -42,8 +43,9 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            for helper in active_helpers():
-                write_metrics(state, helper.graphs.metrics())
+            graphs = [*(helper.graphs for helper in active_helpers()), *([CURRENT.graphs] if CURRENT.graphs else [])]
+            for each in graphs:
+                write_metrics(state, each.metrics())
         return result
 
     return training_log
@@ -74,6 +76,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
+        CURRENT.end()
         OWN_LOOP.end()
         old(*args, **kwargs)
 

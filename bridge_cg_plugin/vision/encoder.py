@@ -13,8 +13,10 @@ from ..announce import announce, warn
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
+from ..graphs.instance import InstanceForward
 from ..graphs.program import Bucket
 from ..graphs.region import Region
+from ..graphs.report import GIB, merge_statistics, metrics, render
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
@@ -25,7 +27,6 @@ from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
 from .qwen3_vl import PackSegments, Qwen3VLEncoder, RecordingKernels
-from .report import GIB, merge_statistics, metrics, render
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -44,12 +45,14 @@ class EncoderFamily:
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
+        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
     """
 
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
+    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
 
 class VisionGraphs:
@@ -96,13 +99,12 @@ class VisionGraphs:
         self._checked_step = 0
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
-        self._eager_forward = model.forward
-        self._replaced = model.__dict__.get("forward")
         self._fallbacks: Counter[str] = Counter()
         self._paused = 0
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
-        model.forward = self._forward
+        self._instance = InstanceForward(model, self._forward)
+        self._eager_forward = self._instance.original
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -121,12 +123,7 @@ class VisionGraphs:
     def detach(self) -> None:
         """Give the encoder its former forward back and drop all graphs."""
         self.reset()
-        if self.model.__dict__.get("forward") != self._forward:
-            return
-        if self._replaced is not None:
-            self.model.forward = self._replaced
-        else:
-            self.model.__dict__.pop("forward", None)
+        self._instance.restore()
 
     @property
     def captured(self) -> bool:
@@ -311,6 +308,8 @@ class VisionGraphs:
                 region.sinks.clear()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
+        if self.captured:
+            self.family.before_eager((self.model,))
         timing = self._costs.time_eager(batch) if self._may_time() else None
         hidden, deepstack = self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
         if timing is not None and hidden.requires_grad:
@@ -401,7 +400,7 @@ class VisionGraphs:
 
     def metrics(self) -> dict[str, float]:
         """Return scalars for TensorBoard and W&B, by tag."""
-        return metrics(self.statistics())
+        return metrics(self.statistics(), "vision_cuda_graph")
 
     def report(self) -> str:
         """Return the run's report as text."""

@@ -19,6 +19,7 @@ from megatron.bridge.training.config import (
     ConfigContainer,
     DistributedInitConfig,
     LoggerConfig,
+    RerunStateMachineConfig,
     RNGConfig,
     TokenizerConfig,
     TrainingConfig,
@@ -141,7 +142,7 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         params_dtype=torch.bfloat16,
     )
     overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
-    graphs = {name: value for name, value in overrides.items() if name in FIELDS}
+    graphs = graph_overrides(run)
     for name in overrides.keys() - graphs.keys():
         if not hasattr(provider, name):
             raise ValueError(f"the model provider has no field {name!r}")
@@ -152,6 +153,17 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
     elif run.impl != "none":
         apply_options(graph_options(provider, {"vision_cuda_graph_impl": run.impl}, graphs), provider)
     return provider
+
+
+def asks_for_full_iteration(run: Run) -> bool:
+    """Whether a run's overrides say full_iteration, in any spelling; those of an eager run are not used."""
+    return graph_options(graph_overrides(run)).language_model.impl == "full_iteration"
+
+
+def graph_overrides(run: Run) -> dict[str, Any]:
+    """Return the overrides that are graph options, by field."""
+    overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
+    return {name: value for name, value in overrides.items() if name in FIELDS}
 
 
 def training_config(run: Run) -> ConfigContainer:
@@ -193,6 +205,8 @@ def training_config(run: Run) -> ConfigContainer:
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=CheckpointConfig(save=run.save, load=run.load, save_interval=None, ckpt_format="torch_dist"),
         rng=RNGConfig(seed=1234, te_rng_tracker=True),
+        # Bridge allows no check of the loss under full_iteration; eager runs beside it go without it as well.
+        rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=not asks_for_full_iteration(run)),
         dist=DistributedInitConfig(),
         mixed_precision="bf16_mixed",
     )
@@ -253,6 +267,7 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
         "graphs": statistics.value,
         "checks": statistics.checks,
         "language_model_layers": statistics.language_model_layers,
+        "language_model_graphs": statistics.language_model,
     }
     if out is not None:
         out.write_text(json.dumps(result))
@@ -266,14 +281,19 @@ class StatisticsKeeper(Callback):
         self.value: dict[str, Any] | None = None
         self.checks: list[tuple[float, float | None]] = []
         self.language_model_layers = 0
+        self.language_model: dict[str, Any] | None = None
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Read the active helper's statistics and count the language model's layers that have graphs."""
+        """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
+        from bridge_cg_plugin.upstream.full_iteration import CURRENT
         from bridge_cg_plugin.upstream.helper import active_helpers
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
+        if CURRENT.graphs is not None:
+            whole = CURRENT.graphs
+            self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.replayed_steps}
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]

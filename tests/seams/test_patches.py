@@ -7,6 +7,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream import (
     batches,
+    full_iteration,
     language_model,
     patches,
     performance,
@@ -21,7 +22,16 @@ from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
 from bridge_cg_plugin.upstream.seams import Seam
 
-GROUPS = (language_model, train_loop, training_config, batches, provider_fields, qwen3_vl, performance)
+GROUPS = (
+    language_model,
+    full_iteration,
+    train_loop,
+    training_config,
+    batches,
+    provider_fields,
+    qwen3_vl,
+    performance,
+)
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
 PATCHES = [patch for patch in EVERY if patch.seam.packaged]
 ABSENT = object()

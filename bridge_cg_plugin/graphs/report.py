@@ -1,8 +1,8 @@
-"""The report of a run's vision graphs, and the figures that loggers get."""
+"""The report of a run's graphs, and the figures that loggers get."""
 
 from collections.abc import Mapping, Sequence
 
-from ..graphs.statistics import BucketStatistics, RegionStatistics
+from .statistics import BucketStatistics, RegionStatistics
 
 GIB = 2**30
 
@@ -24,17 +24,17 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     return total
 
 
-def metrics(statistics: RegionStatistics) -> dict[str, float]:
-    """Return the scalars for TensorBoard and W&B, by tag."""
+def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
+    """Return the scalars for TensorBoard and W&B, by tag; every tag starts with `prefix/`."""
     fallbacks = sum(statistics.fallbacks.values())
     runs = statistics.replays + fallbacks
     return {
-        "vision_cuda_graph/replays": float(statistics.replays),
-        "vision_cuda_graph/fallbacks": float(fallbacks),
-        "vision_cuda_graph/replayed_share": statistics.replays / runs if runs else 0.0,
-        "vision_cuda_graph/padding_share": statistics.padding_share,
-        "vision_cuda_graph/memory_gb": statistics.memory_bytes / GIB,
-        **{f"vision_cuda_graph/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
+        f"{prefix}/replays": float(statistics.replays),
+        f"{prefix}/fallbacks": float(fallbacks),
+        f"{prefix}/replayed_share": statistics.replays / runs if runs else 0.0,
+        f"{prefix}/padding_share": statistics.padding_share,
+        f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
+        **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
 
 
