@@ -34,6 +34,7 @@ MODES = {
     "upstream": ("upstream", ("--no-overlap",)),
     "plugin": ("graphs", ()),
     "plugin_language_model": ("graphs", ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[]")),
+    "plugin_full_iteration": ("graphs", ("model.cuda_graph_impl=full_iteration",)),
 }
 # Processes that import side by side while none trains.
 AHEAD = 4

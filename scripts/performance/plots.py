@@ -35,7 +35,8 @@ NAMES = {
     "compile_reduce_overhead": "torch.compile, reduce-overhead",
     "plugin": "plugin",
     "plugin_fast": "plugin, fast kernels",
-    "plugin_language_model": "plugin, language model on graphs too",
+    "plugin_language_model": "plugin, language model's layers on graphs too",
+    "plugin_full_iteration": "plugin, full_iteration",
     "limit": "arithmetic at 700 TFLOP/s",
 }
 COLOURS = {
@@ -46,6 +47,7 @@ COLOURS = {
     "plugin": "#2f81f7",
     "plugin_fast": "#0d9488",
     "plugin_language_model": "#0d9488",
+    "plugin_full_iteration": "#65a30d",
     "limit": GREY,
 }
 FAMILY_COLOURS = (

@@ -36,8 +36,8 @@ def runs(monkeypatch):
 
             def train(self, mode, words):
                 started.append((mode, list(words)))
-                language_model = any(word.startswith("model.cuda_graph_impl") for word in words)
-                found = by_mode["plugin_language_model" if language_model else mode]
+                impl = next((w.partition("=")[2] for w in words if w.startswith("model.cuda_graph_impl")), mode)
+                found = by_mode[impl]
                 if isinstance(found, Exception):
                     raise found
                 return found
@@ -66,20 +66,22 @@ def test_every_mode_beside_eager(runs, tmp_path):
         eager=result(500.0),
         upstream=result(600.0, [8.0, *LOSSES[1:]]),
         graphs=result(250.0),
-        plugin_language_model=result(200.0),
+        transformer_engine=result(200.0),
+        full_iteration=result(175.0),
     )
     found = bench(tmp_path, "--images", "mixed,large", "--language-models", "16x2048")
-    assert [mode for mode, _ in started] == ["eager", "upstream", "graphs", "graphs"] * 2
+    assert [mode for mode, _ in started] == ["eager", "upstream", *["graphs"] * 3] * 2
     assert {key: r["ratio"] for key, r in found.items() if key[0] == "mixed_16x2048"} == {
         ("mixed_16x2048", "eager"): 1.0,
         ("mixed_16x2048", "upstream"): 1.2,
         ("mixed_16x2048", "plugin"): 0.5,
         ("mixed_16x2048", "plugin_language_model"): 0.4,
+        ("mixed_16x2048", "plugin_full_iteration"): 0.35,
     }
     upstream = found["mixed_16x2048", "upstream"]
     assert upstream["loss_rel"] == 1.0 and upstream["overlap"] is False and "another function" in upstream["wrong"]
     assert found["large_16x2048", "plugin"]["loss_rel"] == 0.0 and found["large_16x2048", "plugin"]["overlap"]
-    assert ["--large" in words for _, words in started] == [False] * 4 + [True] * 4
+    assert ["--large" in words for _, words in started] == [False] * 5 + [True] * 5
     assert all(words[:4] == ["--steps", "8", "--language-model", "16x2048"] for _, words in started)
 
 
@@ -165,7 +167,8 @@ def test_the_words_of_every_run_are_understood(training, mode, images, language_
     assert (model.num_layers, model.hidden_size, model.vision_config.out_hidden_size) == (layers, width, width)
     assert model.num_attention_heads % model.num_query_groups == 0
     assert model.vision_cuda_graph_impl == ("none" if mode == "eager" else "transformer_engine")
-    assert (model.cuda_graph_impl == "transformer_engine") == (mode == "plugin_language_model")
+    impls = {"plugin_language_model": "transformer_engine", "plugin_full_iteration": "full_iteration"}
+    assert model.cuda_graph_impl == impls.get(mode, "none")
     assert config.ddp.overlap_param_gather == (mode != "upstream") and run.upstream == (mode == "upstream")
     data = config.dataset
     patches = [height * width // 256 for height, width in data.sizes]
