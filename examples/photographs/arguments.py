@@ -12,7 +12,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=DESCRIPTION)
     parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
     parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
-    parser.add_argument("--small", action="store_true", help="a tower of 6 layers, for tests")
+    parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes, for tests")
     parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
     parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")
     parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
