@@ -6,11 +6,11 @@ import pytest
 
 from tests.gpu.conftest import Training
 
-BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
 # Layer graphs have a pool for every layer, each with its own attention workspace.
 FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
-LARGEST = "max_vision_cuda_graph_seq_length=8192"
+LARGEST = "max_vision_cuda_graph_seq_length=4608"
 EAGER = Training("eager")
 
 
