@@ -5,6 +5,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from .report.command import add_arguments, run_report
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
@@ -25,13 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
     explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
-    for command in (doctor, audit, explain):
+    report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
+    add_arguments(report)
+    for command in (doctor, audit, explain, report):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if args.command == "explain":
         return run_explain(_words(arguments), args.json)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command == "report":
+        return run_report(args)
     if args.command == "audit":
         return run_audit(args.sources, args.json)
     return run_doctor(args.json, not args.no_gpu)

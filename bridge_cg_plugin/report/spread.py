@@ -1,0 +1,51 @@
+"""Whether a graphed run stays inside what eager runs differ by."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FACTOR = 1.5
+# Rounding of one printed loss; eager runs agree to the bit in their first steps.
+FLOOR = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Result of a comparison.
+
+    Attributes:
+        inside: Whether every step is within `FACTOR` times the spread of the eager runs so far.
+        worst: Largest distance over its allowance.
+        step: Where that was.
+    """
+
+    inside: bool
+    worst: float
+    step: int
+
+
+def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float]) -> Spread:
+    """Compare a run with eager ones, step by step.
+
+    Differences of training runs grow with the steps, so step t's allowance is the largest difference of any two eager
+    runs up to t, times `FACTOR`, and at least `FLOOR` of the value. The run's distance is to the nearest eager one. Two
+    eager runs can happen to be much closer than a third is to either; `docs/benchmarks/README.md` has figures.
+
+    Raises:
+        ValueError: Fewer than two eager runs, or runs of different length or none.
+    """
+    if len(eager) < 2:
+        raise ValueError(f"a spread needs at least 2 eager runs, got {len(eager)}")
+    lengths = [len(run) for run in (*eager, graphs)]
+    if 0 in lengths or len(set(lengths)) > 1:
+        raise ValueError(f"the runs have {', '.join(map(str, lengths))} steps; all must have the same number, not 0")
+    spread, worst, place, inside = 0.0, -1.0, 0, True
+    for step, (*values, candidate) in enumerate(zip(*eager, graphs, strict=True)):
+        spread = max(spread, *(abs(a - b) for a, b in itertools.combinations(values, 2)))
+        allowance = max(FACTOR * spread, FLOOR * abs(values[0]))
+        share = min(abs(candidate - value) for value in values) / allowance
+        inside = inside and share <= 1  # a NaN is not inside
+        if not (share <= worst or math.isnan(worst)):
+            worst, place = share, step
+    return Spread(inside, worst, place)

@@ -1,0 +1,477 @@
+"""`bridge-cg report`: what is read from records, event files and logs, the verdict, and how the page looks."""
+
+import html.parser
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin import cli
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.report import metrics, render
+from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.report.gpus import peak_tflops
+from bridge_cg_plugin.report.page import make_page
+from bridge_cg_plugin.report.plots import INK, draw
+from bridge_cg_plugin.report.records import read_records
+from bridge_cg_plugin.report.render import to_html, to_json, to_markdown
+from bridge_cg_plugin.report.runs import GIB, Run, counts_of
+from bridge_cg_plugin.report.sources import read_runs
+from bridge_cg_plugin.report.training_log import read_graphs
+from bridge_cg_plugin.report.verdict import verdicts
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG = Path(__file__).parent / "report_inputs" / "training.log"
+PRETRAIN = ROOT / "docs/benchmarks/pretrain.jsonl"
+
+
+def statistics():
+    found = RegionStatistics(static_bytes=GIB // 4, capture_seconds=3.25, warmup_microbatches=12)
+    found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200, memory=GIB)
+    found.buckets[Bucket(2048, (32, 1024))] = BucketStatistics(replays=3, evaluations=2, tokens=900, padding=100)
+    found.buckets[Bucket(4096, (32, 1024))] = BucketStatistics()
+    found.fallbacks.update({"too_many_tokens": 3, "no_free_slot": 1})
+    return found
+
+
+def run(mode, losses=(3.0, 2.0, 1.0), **fields):
+    return Run(case="c", mode=mode, losses=tuple(enumerate(losses, 1)), **fields)
+
+
+def log_with_report(folder):
+    report = render(statistics(), "vision CUDA graphs", {"plan": "3 buckets"})
+    lines = [f"[rank0]: [bridge-cg] {line}" for line in report.splitlines()]
+    path = folder / "graphs.log"
+    path.write_text(LOG.read_text() + "\n".join(lines) + "\n")
+    return path
+
+
+# Logs
+
+
+def test_a_log_gives_losses_norms_times_throughput_and_memory():
+    (found,) = read_runs([str(LOG)])
+    assert found.losses == ((10, 8.252446), (20, 4.279747), (30, 0.1246484))
+    assert found.grad_norms == ((10, 5.982), (20, 9.739), (30, 4.563))
+    assert found.times == ((10, 1210.5), (20, 300.0), (30, 320.0))
+    assert found.samples_per_s == pytest.approx(8 / 0.62)
+    assert found.tflops_per_gpu == pytest.approx(395.0)
+    assert found.peak_gb == pytest.approx(34.652e9 / GIB)
+
+
+def test_the_interval_that_capture_is_part_of_does_not_count():
+    (found,) = read_runs([str(LOG)])
+    assert found.settled_ms == (300.0, 320.0)
+    assert found.median_ms == 310.0
+
+
+def test_a_log_of_one_interval_says_that_warm_up_is_included(tmp_path):
+    path = tmp_path / "short.log"
+    path.write_text("\n".join(LOG.read_text().splitlines()[:3]))
+    page = make_page(read_runs([str(path)]))
+    assert page.runs[0].settled_ms == () and page.runs[0].median_ms == 1210.5
+    assert "warm-up included" in to_markdown(page)
+
+
+def test_a_log_has_what_the_plugin_reported(tmp_path):
+    (found,) = read_runs([str(log_with_report(tmp_path))])
+    counts = found.graphs["vision"]
+    assert (counts.replays, counts.unused_buckets, counts.warmup_microbatches) == (29, 1, 12)
+    assert counts.fallbacks == {"too_many_tokens": 3, "no_free_slot": 1}
+    assert [b.name for b in counts.buckets] == ["1024/32/1024", "2048/32/1024"]
+    assert counts.buckets[0].padding_share == 0.25
+    assert counts.capture_s == 3.2 and counts.memory_gb == 1.25
+
+
+counted = st.builds(
+    BucketStatistics,
+    replays=st.integers(0, 10**6),
+    evaluations=st.integers(0, 10**6),
+    tokens=st.integers(0, 10**9),
+    padding=st.integers(0, 10**9),
+    memory=st.integers(0, 100 * GIB),
+)
+regions = st.builds(
+    RegionStatistics,
+    buckets=st.dictionaries(
+        st.builds(lambda t, a, b: Bucket(t, (a, b)), st.integers(1, 2**20), st.integers(1, 512), st.integers(1, 2**20)),
+        counted,
+        max_size=6,
+    ),
+    fallbacks=st.dictionaries(st.sampled_from(["too_many_tokens", "no_free_slot", "other_shapes"]), st.integers(1, 99)),
+    warmup_microbatches=st.integers(0, 10**6),
+    capture_seconds=st.floats(0, 1e4),
+    static_bytes=st.integers(0, 100 * GIB),
+)
+
+
+@given(regions, st.sampled_from([("vision CUDA graphs", "vision"), ("language-model CUDA graphs", "language model")]))
+def test_every_report_of_the_plugin_is_read_as_it_was_counted(found, names):
+    title, model = names
+    read = read_graphs(render(found, title, {"plan": "1 2 3"}).splitlines())[model]
+    meant = counts_of(found.as_dict())
+    assert (read.replays, read.unused_buckets, dict(read.fallbacks)) == (
+        *(meant.replays, meant.unused_buckets),
+        dict(meant.fallbacks),
+    )
+    assert read.warmup_microbatches == meant.warmup_microbatches
+    assert read.padding_share == pytest.approx(meant.padding_share, abs=6e-4)
+    assert read.memory_gb == pytest.approx(meant.memory_gb, abs=6e-3)
+    assert [(b.name, b.replays, b.evaluations) for b in read.buckets] == [
+        (b.name, b.replays, b.evaluations) for b in meant.buckets
+    ]
+
+
+# Event files
+
+
+@pytest.fixture
+def events(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = tmp_path / "plugin"
+    writer = SummaryWriter(str(folder / "rank0"))
+    for step in range(1, 21):
+        writer.add_scalar("lm loss", 4.0 - step / 10, step)
+        writer.add_scalar("lm loss vs samples", 9.0, step * 4)
+        writer.add_scalar("lm loss validation", 9.0, step)
+        writer.add_scalar("loss-scale", 1.0, step)
+        writer.add_scalar("grad-norm", 1.0 + step, step)
+        writer.add_scalar("memory/mem-max-allocated-gigabytes", 30.0 + step, step)
+        writer.add_scalar("throughput/samples_per_sec", 1.0 if step < 7 else 13.0, step)
+        writer.add_scalar("throughput/tflops/device", 100.0 if step < 7 else 400.0, step)
+    for step in (10, 20):
+        writer.add_scalar("iteration-time", 0.3, step)
+        for tag, value in metrics(statistics(), "vision_cuda_graph").items():
+            writer.add_scalar(tag, value, step)
+    writer.close()
+    return folder
+
+
+def test_event_files_give_the_same_figures(events):
+    (found,) = read_runs([str(events)], peak_tflops=1000.0)
+    assert found.mode == "plugin"
+    assert len(found.losses) == 20 and found.losses[0] == (1, pytest.approx(3.9))
+    assert found.grad_norms[-1] == (20, 21.0)
+    assert found.settled_ms == pytest.approx([300.0])
+    assert found.samples_per_s == pytest.approx(13.0)
+    assert found.flop_utilization == pytest.approx(0.4)
+    assert found.peak_gb == pytest.approx(50e9 / GIB)
+    counts = found.graphs["vision"]
+    assert counts.replays == 29 and counts.fallbacks == {"too_many_tokens": 3, "no_free_slot": 1}
+    assert counts.replayed_share == pytest.approx(29 / 33)
+
+
+def test_event_files_without_a_loss_are_refused(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_scalar("batch-size", 4, 1)
+    writer.close()
+    with pytest.raises(OptionError, match=r"have a loss.*tensorboard_dir"):
+        read_runs([str(tmp_path)])
+
+
+# Records
+
+
+def test_the_committed_records_make_a_page_per_release():
+    page = make_page(read_records(PRETRAIN))
+    assert {run.case for run in page.runs} == {"mixed 0.6.2", "mixed 0.4.2"}
+    assert {run.peak_tflops for run in page.runs} == {989.4}
+    graphed = next(run for run in page.runs if run.mode == "plugin")
+    assert graphed.graphs["vision"].replays == 188
+    text = to_markdown(page)
+    assert "| mixed 0.6.2: plugin | 303.1 | 0.54 |" in text
+    assert "## Graphs" in text and "188" in text
+
+
+def test_a_folder_of_records_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text(PRETRAIN.read_text())
+    assert len(read_runs([str(tmp_path)])) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", r"runs\.jsonl:2.*It is no JSON"),
+        ("[]", "It is no JSON object"),
+        ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
+        ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
+    ],
+)
+def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"case": "a", "mode": "eager", "versions": {}, "losses": [1.0]}\n' + line + "\n")
+    with pytest.raises(OptionError, match=says):
+        read_runs([str(path)])
+
+
+def test_records_of_no_training_run_are_refused():
+    with pytest.raises(OptionError, match="records with losses"):
+        read_runs([str(ROOT / "docs/benchmarks/autoload.jsonl")])
+
+
+# Inputs
+
+
+def test_a_mode_before_a_path_names_the_run(tmp_path):
+    graphed = log_with_report(tmp_path)
+    found = read_runs([f"eager1={LOG}", f"eager2={LOG}", f"plugin={graphed}"])
+    assert [run.mode for run in found] == ["eager1", "eager2", "plugin"]
+    assert [v.state for v in verdicts(found)] == ["same"]
+
+
+def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
+    path = tmp_path / "lr=1e-4.log"
+    path.write_text(LOG.read_text())
+    assert read_runs([str(path)])[0].mode == "lr=1e-4"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere.log"], r"run='nowhere.log': allowed is a path that exists"),
+        ([str(LOG), str(LOG)], "every mode of a case once.*eager1=a.log"),
+        ([f"plugin={PRETRAIN}"], "PATH alone for a file of several runs"),
+        ([str(ROOT / "docs/benchmarks/format.md")], "iteration N"),
+        ([str(ROOT / "recipes")], "TensorBoard event files or .jsonl"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_refused(words, says):
+    with pytest.raises(OptionError, match=says):
+        read_runs(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989.4), ("NVIDIA B200", 2250.0), ("NVIDIA H100 PCIe", None), ("NVIDIA L4", None), ("none", None)],
+)
+def test_peaks(name, peak):
+    assert peak_tflops(name) == peak
+
+
+# Verdict
+
+
+def test_a_run_inside_the_spread_is_the_same():
+    (found,) = verdicts([run("eager1"), run("eager2", (3.0, 2.1, 1.0)), run("plugin", (3.0, 2.05, 1.0))])
+    assert (found.state, found.norm) == ("same", None)
+
+
+def test_a_run_outside_is_different_and_the_step_is_named():
+    (found,) = verdicts([run("eager1"), run("eager2", (3.0, 2.1, 1.0)), run("upstream", (3.0, 2.6, 1.0))])
+    assert found.state == "different" and "at step 2" in found.reason
+
+
+def test_gradient_norms_count_too():
+    def with_norms(mode, *norms):
+        return run(mode, grad_norms=tuple(enumerate(norms, 1)))
+
+    (found,) = verdicts([with_norms("eager1", 1, 1, 1), with_norms("eager2", 1, 1, 1), with_norms("plugin", 1, 2, 1)])
+    assert found.state == "different" and found.loss.inside and not found.norm.inside
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([run("eager1"), run("plugin")], "here are 1"),
+        ([run("eager1"), run("eager2", error="broke"), run("plugin")], "here are 1, and 1 failed"),
+        ([run("eager1"), run("eager2"), run("plugin", error="out of memory")], "failed: out of memory"),
+        ([run("eager1"), run("eager2"), run("plugin", (3.0, 2.0))], "different steps .*plugin 2"),
+        ([run("eager1", ()), run("eager2", ()), run("plugin", ())], "different steps"),
+    ],
+)
+def test_without_a_fair_comparison_there_is_no_verdict(runs, says):
+    (found,) = verdicts(runs)
+    assert found.state == "unknown"
+    assert re.search(says, found.reason)
+
+
+def test_graphs_that_never_replayed_prove_nothing():
+    idle = counts_of(RegionStatistics().as_dict())
+    (found,) = verdicts([run("eager1"), run("eager2"), run("plugin", graphs={"vision": idle})])
+    assert found.state == "unknown" and "Nothing was replayed" in found.reason
+
+
+def test_a_nan_is_different_and_null_in_json():
+    nan = float("nan")
+    page = make_page([run("eager1"), run("eager2"), run("plugin", (3.0, nan, nan))])
+    assert page.verdicts[0].state == "different"
+    assert json.loads(to_json(page))["runs"][2]["losses"] == [[1, 3.0], [2, None], [3, None]]
+
+
+# The page
+
+TIMES = tuple((step, 500.0 + step) for step in range(1, 21))
+
+
+def whole_page():
+    graphed = {"vision": counts_of(statistics().as_dict())}
+    wrong = "computes another function: <no> rotary embedding"
+    return make_page(
+        [
+            run("eager1", times=TIMES, gpu="NVIDIA H200", images_per_s=12.5, tokens_per_s=16384.0),
+            run("eager2", times=TIMES, tflops_per_gpu=500.0, peak_tflops=1000.0, peak_gb=32.0),
+            run("plugin", times=tuple((step, ms / 2) for step, ms in TIMES), graphs=graphed),
+            run("upstream", (3.0, 9.0, 9.0), times=TIMES, wrong=wrong),
+            Run(case="c", mode="broken", error="RuntimeError: a | b"),
+        ],
+        "A <page>",
+    )
+
+
+def test_markdown_has_everything():
+    text = to_markdown(whole_page())
+    for part in ("# A <page>", "NVIDIA H200", "**SAME** plugin", "**DIFFERENT** upstream", "**NO VERDICT** broken"):
+        assert part in text
+    for part in ("failed: RuntimeError: a \\| b", "computes another function", "12.50", "16,384", "50.0%", "32.0"):
+        assert part in text
+    for part in ("no_free_slot 1, too_many_tokens 3", "1024/32/1024", "25.0%", "1 more were captured and not used"):
+        assert part in text
+    assert "| plugin | 256.8 | 0.50 |" in text
+
+
+def test_every_table_of_the_markdown_is_rectangular():
+    for block in to_markdown(whole_page()).split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
+
+
+def test_json_has_the_runs_as_they_were_read():
+    whole = json.loads(to_json(whole_page()))
+    assert [v["state"] for v in whole["verdicts"]] == ["same", "different", "unknown"]
+    assert whole["runs"][2]["graphs"]["vision"]["replays"] == 29
+    assert whole["runs"][1]["flop_utilization"] == 0.5
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags that are open, and every address that a page would load."""
+
+    VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            self.ids += [value] if name == "id" else []
+            self.addresses += [value] if name in ("src", "href", "xlink:href") else []
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_html_page_is_whole_and_loads_nothing():
+    page = whole_page()
+    plots = draw(page)
+    text = to_html(page, plots)
+    reader = Reader()
+    reader.feed(text)
+    assert not reader.open
+    assert reader.addresses and all(address.startswith("#") for address in reader.addresses)
+    assert len(reader.ids) == len(set(reader.ids))
+    assert {address[1:] for address in reader.addresses} <= set(reader.ids)
+    assert "@import" not in text and "<script" not in text
+    assert "A &lt;page&gt;" in text and "&lt;no&gt;" in text
+    assert "prefers-color-scheme: dark" in text
+    assert [plot.title for plot in plots] == [
+        "Losses",
+        "Losses less the first eager run's",
+        "Step times",
+        "Share of steps by step time",
+        "Replays and padding per bucket",
+    ]
+
+
+def test_plots_are_svg_in_the_colour_of_the_text():
+    for plot in draw(whole_page()):
+        root = ElementTree.fromstring(plot.svg)
+        assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib
+        assert INK not in plot.svg and "currentColor" in plot.svg
+
+
+def test_the_same_runs_give_the_same_page():
+    page = whole_page()
+    assert to_html(page, draw(page)) == to_html(page, draw(page))
+
+
+# The command
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    out, text = tmp_path / "deep" / "page.html", tmp_path / "page.md"
+    assert cli.main(["report", str(PRETRAIN), "--html", str(out), "--markdown", str(text)]) == 0
+    said = capsys.readouterr().out
+    assert "Step time" in said and "SAME mixed 0.6.2: plugin" in said
+    assert out.read_text().startswith("<!doctype html>") and text.read_text().startswith("# pretrain.jsonl")
+
+
+def test_the_command_prints_json_alone(capsys):
+    assert cli.main(["report", str(PRETRAIN), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "allowed is a path that exists"),
+        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: allowed is a number above 0"),
+        ([str(LOG), "--markdown", str(LOG / "below")], "a place that can be written"),
+    ],
+)
+def test_refused_input_is_status_2_and_one_line(words, says, capsys):
+    assert cli.main(["report", *words]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and not said.out and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "says"),
+    [
+        ("matplotlib", ["--html", "x.html"], r"pip install 'bridge-cg-plugin\[report\]'"),
+        ("rich", [], "pip install rich"),
+    ],
+)
+def test_a_missing_package_is_named(package, words, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["report", str(LOG), *words]) == 2
+    said = capsys.readouterr().err
+    assert re.search(says, said)
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_missing_tensorboard_is_named(events, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("tensorboard.backend.event_processing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    with pytest.raises(OptionError, match="pip install tensorboard"):
+        read_runs([str(events)])
+
+
+def test_loading_the_report_imports_neither_torch_nor_megatron():
+    import subprocess
+
+    code = (
+        "import sys; from bridge_cg_plugin.report import command, plots, events; "
+        "print({'torch', 'megatron', 'matplotlib', 'tensorboard', 'rich'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()", done.stderr
