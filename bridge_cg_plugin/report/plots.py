@@ -63,7 +63,7 @@ def draw(page: Page) -> list[Plot]:
 
 
 def _plot(name: str, title: str, paint: Callable[["Axes", Sequence[Run]], bool], runs: Sequence[Run]) -> Plot | None:
-    matplotlib = _matplotlib()
+    matplotlib = require()
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -77,7 +77,12 @@ def _plot(name: str, title: str, paint: Callable[["Axes", Sequence[Run]], bool],
     return Plot(title, _embedded(out.getvalue(), name, title))
 
 
-def _matplotlib() -> Any:
+def require() -> Any:
+    """Return the matplotlib package.
+
+    Raises:
+        OptionError: It is not installed.
+    """
     try:
         import matplotlib
     except ModuleNotFoundError as error:

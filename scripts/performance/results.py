@@ -23,8 +23,13 @@ def provenance(repeats: int, seed: int) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "versions": {**{name: _version(name) for name in PACKAGES}, "commit": _commit()},
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *map(_without_folder, sys.argv[1:])]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """Return this process's command line for a record."""
+    return "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *map(_without_folder, sys.argv[1:])])
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
@@ -64,7 +69,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "top": list,
     "losses": list,
     "grad_norms": list,
+    "step_ms": list,
     "graphs": (dict, type(None)),
+    "language_model_graphs": (dict, type(None)),
+    **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
     **dict.fromkeys(("fwd_ms", "host_ms", "gpu_busy_ms", "tflop", "capture_s", "compile_s"), NUMBER),
     **dict.fromkeys(("forward_rel", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER),
     **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb"), NUMBER),

@@ -115,11 +115,12 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
 
 
-def train(run: Prepared) -> None:
-    """Train in this process, which torchrun or srun may have started as one of many."""
+def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
+    """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
     from bridge_cg_plugin.upstream.steps import train_function
 
-    train_function(run.mode)(config=run.config, forward_step_func=run.forward_step)
+    further = {"callbacks": list(callbacks)} if callbacks else {}
+    train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
     import torch
 
     if torch.distributed.is_initialized():

@@ -1,0 +1,124 @@
+"""scripts/performance/recorded_run.py with a recipe of Bridge, up to Bridge's training function, which is a fake."""
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.upstream import steps
+from bridge_cg_plugin.upstream.patches import bridge_release
+from scripts.performance import recorded_run
+from scripts.performance.results import check_record
+
+RECIPE = "qwen3_vl_8b_sft_config"
+STEPS = 9
+
+
+class Tower(nn.Module):
+    def forward(self, hidden_states, grid_thw):
+        return hidden_states
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vision_model = Tower()
+
+
+def fake_training(calls):
+    """Fire a training's callbacks as Bridge's loop does: 3 images in each step of 9."""
+
+    def train(config, forward_step_func, callbacks):
+        calls.append(SimpleNamespace(config=config, step=forward_step_func, on=bridge_cg_plugin.status()["active"]))
+        (recorder,) = callbacks
+        state = SimpleNamespace(cfg=config, train_state=SimpleNamespace(floating_point_operations_so_far=0.0))
+        model = Model()
+        context = SimpleNamespace(state=state, model=[model], loss_dict=None, grad_norm=None)
+        recorder.on_train_start(context)
+        for step in range(config.train.train_iters):
+            recorder.on_train_step_start(context)
+            for images in (1, 2):
+                model.vision_model(hidden_states=torch.zeros(4, 2), grid_thw=torch.ones(images, 3))
+            context.loss_dict, context.grad_norm = {"lm loss": torch.tensor(9.0 - step)}, 1.0 + step
+            recorder.on_train_step_end(context)
+            state.train_state.floating_point_operations_so_far += 5e12
+        recorder.on_train_end(context)
+
+    return train
+
+
+@pytest.fixture
+def calls(bridge, monkeypatch):
+    if not hasattr(bridge, RECIPE):
+        pytest.skip(f"this release has no {RECIPE}")
+    made = []
+    for module, attribute in steps.TRAIN.values():
+        monkeypatch.setattr(importlib.import_module(module), attribute, fake_training(made))
+    return made
+
+
+def run(tmp_path, kind, *words):
+    record = tmp_path / "record.json"
+    given = ["--record", str(record), "--as", kind, "--recipe", RECIPE, *words, f"train.train_iters={STEPS}"]
+    return recorded_run.main(given), record
+
+
+def test_a_run_is_recorded(calls, tmp_path, capsys):
+    status, record = run(tmp_path, "eager", "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")
+    assert status == 0
+    found = json.loads(record.read_text())
+    check_record({"case": "c", "mode": "eager1", **found})
+    assert found["losses"] == [9.0 - step for step in range(STEPS)]
+    assert found["grad_norms"] == [1.0 + step for step in range(STEPS)]
+    assert len(found["step_ms"]) == STEPS and found["repeats"] == STEPS - 6
+    seconds = sum(found["step_ms"][6:]) / 1e3
+    config = calls[0].config
+    assert found["images_per_s"] == pytest.approx(3 * 3 / seconds)
+    assert found["samples_per_s"] == pytest.approx(3 * config.train.global_batch_size / seconds)
+    assert found["tokens_per_s"] == pytest.approx(found["samples_per_s"] * config.model.seq_length)
+    assert found["tflops_per_gpu"] == pytest.approx(15 / seconds)
+    assert found["graphs"] is None
+    assert f"[compare] step {STEPS} of {STEPS}" in capsys.readouterr().out
+
+
+def test_runs_start_alike_and_leave_nothing(calls, tmp_path):
+    assert run(tmp_path, "eager")[0] == 0
+    config = calls[0].config
+    assert (config.checkpoint.load, config.checkpoint.save, config.logger.tensorboard_dir) == (None, None, None)
+
+
+def test_the_plugins_run_has_it_on(calls, tmp_path):
+    assert run(tmp_path, "plugin", "--vision_cuda_graph_impl", "transformer_engine")[0] == 0
+    assert calls[0].on and calls[0].config.model.vision_cuda_graph_impl == "transformer_engine"
+
+
+def test_upstreams_run_has_the_plugin_off_and_no_overlap(calls, tmp_path, capsys):
+    words = ["--vision_cuda_graph_impl", "transformer_engine", "--max_vision_cuda_graph_seq_length", "4096"]
+    status, _ = run(tmp_path, "upstream", *words)
+    if bridge_release() == "0.4.2":
+        assert status == 2 and "has no vision graphs" in capsys.readouterr().err and calls == []
+        return
+    assert status == 0
+    assert not calls[0].on
+    config = calls[0].config
+    assert (config.model.vision_cuda_graph_impl, config.model.max_vision_cuda_graph_seq_length) == (
+        "transformer_engine",
+        4096,
+    )
+    assert not config.ddp.overlap_param_gather and not config.ddp.overlap_grad_reduce
+    from megatron.bridge.models.qwen_vl import qwen3_vl_step
+
+    assert calls[0].step is qwen3_vl_step.forward_step
+
+
+def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
+    from scripts.performance.bench_step import error_in
+
+    status, record = run(tmp_path, "plugin", "train.train_itres=5")
+    said = capsys.readouterr().err
+    assert status == 2 and not record.exists() and calls == []
+    assert error_in(said).startswith("OptionError: train.train_itres")

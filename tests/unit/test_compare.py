@@ -1,0 +1,181 @@
+"""scripts/performance/compare.py: what it starts, what it makes of runs that end well, fail or hang."""
+
+import json
+import shlex
+import sys
+import time
+
+import pytest
+
+from bridge_cg_plugin.report.records import read_records
+from scripts.performance import compare
+from scripts.performance.watched import TimeLeft, run_watched
+
+RECIPE = "some_recipe_pretrain_config"
+# A run: prints steps and writes a record, or does what its mode is told to.
+FAKE = """
+import json, sys, time
+kind, told, record = sys.argv[1], json.loads(sys.argv[2]), sys.argv[-1]
+told = told.get(kind, {})
+for step in range(1, 9):
+    print(f"[compare] step {step} of 8", flush=True)
+time.sleep(told.get("sleep", 0))
+if "say" in told:
+    print(told["say"])
+    sys.exit(told.get("status", 1))
+losses = [9.0 - step for step in range(8)]
+losses[4] += told.get("off", 0.0)
+versions = {"megatron-bridge": "0"}
+graphs = {"replays": 16 if kind == "plugin" else 0, "fallbacks": {"no_free_slot": 2}, "padding_share": 0.1,
+          "memory_bytes": 2**30, "static_bytes": 0, "capture_seconds": 1.0, "warmup_microbatches": 6, "buckets": {}}
+json.dump({"ms": told.get("ms", 100.0), "step_ms": [told.get("ms", 100.0)] * 8, "losses": losses,
+           "grad_norms": losses, "peak_gb": 3.0, "graphs": graphs if kind == "plugin" else None,
+           "images_per_s": 12.0, "tokens_per_s": 4096.0, "repeats": 2, "seed": 1, "date": "2026-11-21",
+           "gpu": "NVIDIA H200", "versions": versions}, open(record, "w"))
+"""
+
+
+@pytest.fixture
+def comparing(tmp_path, monkeypatch):
+    """Run compare.py with fake runs; returns (status, records by mode, folder)."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    out = tmp_path / "out"
+
+    def run(told=None, *words):
+        real = compare.plan
+
+        def plan(args, rest):
+            fake = (sys.executable, str(script))
+            return [
+                compare.PlannedRun(r.mode, r.kind, (*fake, r.kind, json.dumps(told or {}))) for r in real(args, rest)
+            ]
+
+        monkeypatch.setattr(compare, "plan", plan)
+        monkeypatch.setattr(compare, "check", lambda args, rest: None)
+        status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
+        monkeypatch.setattr(compare, "plan", real)
+        return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
+
+    return run
+
+
+def test_all_modes_make_one_page(comparing, capsys):
+    status, runs, out = comparing({"plugin": {"ms": 50.0}, "upstream": {"off": 3.0}})
+    assert status == 0
+    assert list(runs) == ["eager1", "eager2", "upstream", "plugin"]
+    assert runs["plugin"].graphs["vision"].replays == 16 and runs["plugin"].images_per_s == 12.0
+    said = capsys.readouterr().out
+    assert "plugin: 50.0 ms a step (4 of 4" in said and "SAME plugin" in said and "DIFFERENT upstream" in said
+    page = json.loads((out / "page.json").read_text())
+    assert {v["mode"]: v["state"] for v in page["verdicts"]} == {"upstream": "different", "plugin": "same"}
+    assert "computes another function" in (out / "page.md").read_text()
+    assert (out / "page.html").read_text().count("<svg") >= 4
+    assert "step 8 of 8" in (out / "eager2.log").read_text()
+
+
+def test_a_mode_that_fails_is_shown_and_stops_no_other(comparing, capsys):
+    told = {"upstream": {"say": "Traceback\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried | to"}}
+    status, runs, out = comparing(told)
+    assert status == 0 and runs["upstream"].error.startswith("out of memory: torch.OutOfMemoryError")
+    assert runs["plugin"].losses
+    assert "failed: out of memory" in capsys.readouterr().out
+    assert "Tried" in (out / "page.html").read_text()
+
+
+@pytest.mark.parametrize("kind", ["eager", "plugin"])
+def test_a_failed_eager_or_plugin_run_is_status_1(comparing, kind):
+    status, runs, _ = comparing({kind: {"say": "no exception here", "status": 7}})
+    assert status == 1
+    name = "eager1" if kind == "eager" else "plugin"
+    assert runs[name].error == "the process ended with status 7; its last line: no exception here"
+
+
+def test_a_plugin_that_trains_another_model_is_status_1(comparing):
+    status, _, out = comparing({"plugin": {"off": 1.0}})
+    assert status == 1 and "**DIFFERENT** plugin" in (out / "page.md").read_text()
+
+
+def test_a_run_that_hangs_is_ended(comparing):
+    began = time.monotonic()
+    status, runs, _ = comparing({"upstream": {"sleep": 600}}, "--time_limit", "4")
+    assert time.monotonic() - began < 60
+    assert status == 0 and runs["upstream"].error == "not finished after 4 s (--time_limit)"
+
+
+def test_a_process_without_a_record_failed(tmp_path):
+    assert run_watched([sys.executable, "-c", "pass"], tmp_path / "log", 60, lambda step: None) == ""
+
+
+# The command line
+
+
+def dry(capsys, *words):
+    assert compare.main(["--recipe", RECIPE, "--dry-run", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {mode: shlex.split(command) for mode, _, command in (line.partition(": ") for line in lines)}
+
+
+def test_a_dry_run_prints_the_commands(capsys):
+    commands = dry(capsys, "--steps", "12", "optimizer.lr=1e-5")
+    assert list(commands) == ["eager1", "eager2", "upstream", "plugin"]
+    for command in commands.values():
+        assert command[1].endswith("recorded_run.py") and command[-2:] == ["optimizer.lr=1e-5", "train.train_iters=12"]
+    assert commands["eager1"] == commands["eager2"]
+
+
+def test_graph_options_are_the_plugins(capsys):
+    graphs = [
+        "--vision_cuda_graph_slots",
+        "2",
+        "--max-vision-cuda-graph-seq-length",
+        "4096",
+        "--cuda_graph_impl",
+        "none",
+    ]
+    commands = dry(capsys, *graphs, "model.vision_cuda_graph_buckets=[64]", "train.global_batch_size=4")
+    wanted = {"eager1": ["--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none", "train.global_batch_size=4"]}
+    wanted["upstream"] = ["--vision_cuda_graph_impl", "transformer_engine"]
+    wanted["upstream"] += [*("--max_vision_cuda_graph_seq_length", "4096", "--cuda_graph_impl", "none")]
+    for mode, words in wanted.items():
+        assert set(words) <= set(commands[mode])
+        assert not {"--vision_cuda_graph_slots", "model.vision_cuda_graph_buckets=[64]"} & set(commands[mode])
+    assert {*graphs, "model.vision_cuda_graph_buckets=[64]"} <= set(commands["plugin"])
+
+
+def test_several_gpus_run_under_torchrun(capsys):
+    command = dry(capsys, "--gpus_per_node", "4", "--modes", "plugin")["plugin"]
+    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--steps", "6"], "steps=6: allowed is a whole number of at least 7"),
+        (["--eager_runs", "1"], "eager_runs=1: allowed is a whole number of at least 2"),
+        (["--modes", "eager,plugn"], "modes='eager,plugn': allowed is any of eager, upstream, plugin"),
+        (["--time_limit", "0"], "time_limit=0.0"),
+        (["--vision_cuda_graph_slts", "2"], "allowed is --vision_cuda_graph_slots"),
+        (["--vision_cuda_graph_slots", "0"], "vision_cuda_graph_slots"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(capsys, words, says):
+    assert compare.main(["--recipe", RECIPE, *words]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and not said.out
+
+
+# The time left
+
+
+def test_nothing_is_known_before_half_of_the_first_run():
+    left = TimeLeft(4, 20)
+    assert left.seconds(5.0, 9) is None
+    assert left.seconds(10.0, 10) == 10.0 + 60.0
+
+
+def test_runs_that_are_done_say_how_long_others_take():
+    left = TimeLeft(4, 20)
+    left.done += [60.0, 62.0]
+    assert left.seconds(20.0, 1) == 41.0 + 61.0
+    assert left.seconds(90.0, 19) == 61.0
