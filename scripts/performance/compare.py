@@ -31,6 +31,7 @@ from bridge_cg_plugin.options.flags import take_flags  # noqa: E402
 from bridge_cg_plugin.options.language_model import IMPL  # noqa: E402
 from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS  # noqa: E402
+from bridge_cg_plugin.report import plots  # noqa: E402
 from bridge_cg_plugin.report.command import print_page, write_page  # noqa: E402
 from bridge_cg_plugin.report.page import Page, make_page  # noqa: E402
 from bridge_cg_plugin.report.records import read_records  # noqa: E402
@@ -140,17 +141,18 @@ def _field(word: str) -> str:
     return word.partition("=")[0].lstrip("+~").removeprefix("model.")
 
 
-def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
+def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     """Build the plugin's configuration once, in a process of its own, before anything trains.
 
-    Raises:
-        OptionError: It is refused.
+    Returns:
+        What it was refused with, in one line; empty where it was not.
     """
     words = ["--recipe", args.recipe, *words_of("plugin", rest), f"train.train_iters={args.steps}", "--dry-run"]
     done = subprocess.run([sys.executable, str(RECIPE_SCRIPT), *words], capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["nothing"]
-        raise OptionError("recipe", args.recipe, "one that builds with these words", f"It said: {lines[-1]}")
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"run_recipe.py ended with status {done.returncode}"]
+    return next((line for line in lines if ": allowed is " in line), lines[-1])
 
 
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
@@ -203,12 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.dry_run:
             print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
             return 0
-        from bridge_cg_plugin.report import plots
-
         plots.require()
-        check(args, rest)
     except OptionError as error:
         print(error, file=sys.stderr)
+        return 2
+    refused = refusal(args, rest)
+    if refused:
+        print(refused, file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     records = make_runs(runs, args, Watch([run.mode for run in runs], args.steps))

@@ -87,7 +87,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 
 # What takes times has the GPU to itself: these come first, before training runs start.
-TIMED = ("test_benchmarks", "test_costs")
+TIMED = ("test_benchmarks", "test_compare", "test_costs")
 
 
 def is_timed(item: pytest.Item) -> bool:

@@ -96,6 +96,16 @@ def test_the_plugins_run_has_it_on(calls, tmp_path):
     assert calls[0].on and calls[0].config.model.vision_cuda_graph_impl == "transformer_engine"
 
 
+def test_a_preset_is_trained_eager_too(calls, tmp_path):
+    from bridge_cg_plugin.upstream import recipe_names
+
+    if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
+        pytest.skip("the presets derive from recipes of a later megatron-bridge")
+    words = ["--recipe", "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"]
+    assert run(tmp_path, "eager", *words, "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")[0] == 0
+    assert calls[0].config.model.vision_cuda_graph_impl == "none"
+
+
 def test_upstreams_run_has_the_plugin_off_and_no_overlap(calls, tmp_path, capsys):
     words = ["--vision_cuda_graph_impl", "transformer_engine", "--max_vision_cuda_graph_seq_length", "4096"]
     status, _ = run(tmp_path, "upstream", *words)

@@ -52,7 +52,7 @@ def comparing(tmp_path, monkeypatch):
             ]
 
         monkeypatch.setattr(compare, "plan", plan)
-        monkeypatch.setattr(compare, "check", lambda args, rest: None)
+        monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
         return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
@@ -163,6 +163,17 @@ def test_bad_input_is_refused_before_anything_runs(capsys, words, says):
     assert compare.main(["--recipe", RECIPE, *words]) == 2
     said = capsys.readouterr()
     assert says in said.err and not said.out
+
+
+def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "run_recipe.py"
+    script.write_text(
+        "import sys; print('noise\\nrecipe=1: allowed is 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
+    )
+    monkeypatch.setattr(compare, "RECIPE_SCRIPT", script)
+    assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "recipe=1: allowed is 2. Mend it.\n"
+    assert not (tmp_path / "out").exists()
 
 
 # The time left
