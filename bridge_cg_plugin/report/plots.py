@@ -18,19 +18,23 @@ INK = "#010203"
 EAGER = ("#8a919a", "#b08d57", "#7a9e87")
 OTHERS = ("#2f81f7", "#e11d48", "#0d9488", "#9333ea", "#d97706", "#65a30d")
 SIZE = (4.5, 3.1)
-STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 8.5,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    "grid.color": INK,
-    "grid.alpha": 0.15,
-}
+
+
+def style(ink: str) -> dict[str, Any]:
+    """Return matplotlib's settings for plots on any ground: no background, text and axes in one colour."""
+    return {
+        "svg.fonttype": "none",
+        "font.size": 8.5,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
+        "grid.color": ink,
+        "grid.alpha": 0.15,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def _plot(name: str, title: str, paint: Callable[["Axes", Sequence[Run]], bool],
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**style(INK), "svg.hashsalt": name}):
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         if not paint(figure.add_subplot(), runs):
@@ -125,6 +129,8 @@ def _lines(
     name: str,
     log: bool = False,
 ) -> bool:
+    from matplotlib.ticker import FormatStrFormatter, LogFormatter, MaxNLocator
+
     for run, colour in zip(runs, colours(runs), strict=True):
         found = points(run)
         if found:
@@ -145,6 +151,9 @@ def _lines(
         return False
     if log and all(value > 0 for run in runs for _, value in points(run)):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # labels where there is room
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=7.5)
     return True
 

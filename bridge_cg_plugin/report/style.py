@@ -40,6 +40,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.875rem; font-varian
 th, td { padding: 0.4rem 0.7rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { background: var(--raised); white-space: nowrap; }
 td:first-child { white-space: nowrap; font-weight: 600; }
+td:not(.figure):not(:first-child):not(:empty) { min-width: 10rem; }
 .figure { text-align: right; white-space: nowrap; }
 tbody tr:last-child td { border-bottom: 0; }
 """.strip()

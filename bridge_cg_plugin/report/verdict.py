@@ -45,7 +45,7 @@ def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
     norms = [_values(r.grad_norms) for r in (*usable, run)]
     norm = compare_to_spread(norms[:-1], norms[-1]) if _same_steps([r.grad_norms for r in (*usable, run)]) else None
     both = [("losses", loss), *([("gradient norms", norm)] if norm else [])]
-    worst = ", ".join(f"{name} {s.worst:.2f} at step {run.losses[s.step][0]}" for name, s in both)
+    worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in both)
     reason = (
         f"Largest distance to the nearest of {len(usable)} eager runs over what they allow: {worst}; 1 is the limit."
     )

@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.report.plots import style  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
 from scripts.performance.workloads import CASES, frames_of  # noqa: E402
 
@@ -54,20 +55,7 @@ FAMILY_COLOURS = (
     *("#2f81f7", "#d97706", "#e11d48", "#0d9488", "#9333ea", "#ca8a04", "#65a30d"),
     *("#c026d3", "#64748b", "#0891b2", GREY),
 )
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "bridge-cg",
-    "font.size": 10,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-    "grid.color": GREY,
-    "grid.alpha": 0.25,
-}
+STYLE = {**style(GREY), "svg.hashsalt": "bridge-cg", "font.size": 10, "grid.alpha": 0.25}
 
 
 def measured(records: Records) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scripts.performance.recorder import Recorder
     from scripts.performance.results import provenance
 
+    print(f"{run.mode}() with {run.step}, {args.kind}\n{run.summary}", flush=True)
     recorder = Recorder()
     run_recipe.train(run, [recorder])
     if is_first():
@@ -85,9 +86,10 @@ def with_upstreams_graphs(run: run_recipe.Prepared) -> run_recipe.Prepared:
 
     if not drives_vision_graphs():
         raise OptionError("as", "upstream", "eager or plugin", "The installed release has no vision graphs.")
-    sections = [run.config.ddp, getattr(run.config, "comm_overlap", None)]
-    for section in (section for section in sections if section is not None):
-        section.overlap_param_gather = section.overlap_grad_reduce = False
+    overlap = getattr(run.config, "comm_overlap", None)
+    for section in (run.config.ddp, overlap, getattr(overlap, "user_comm_overlap_cfg", None)):
+        if section is not None:
+            section.overlap_param_gather = section.overlap_grad_reduce = False
     return replace(run, forward_step=forward_step(run.step, run.mode))
 
 
