@@ -1,8 +1,8 @@
-"""The report of a run's vision graphs, and the figures that loggers get."""
+"""The report of a run's graphs, and the figures that loggers get."""
 
 from collections.abc import Mapping, Sequence
 
-from ..graphs.statistics import BucketStatistics, RegionStatistics
+from .statistics import BucketStatistics, RegionStatistics
 
 GIB = 2**30
 
@@ -24,18 +24,19 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     return total
 
 
-def metrics(statistics: RegionStatistics) -> dict[str, float]:
-    """Return the scalars for TensorBoard and W&B, by tag."""
+def metrics(statistics: RegionStatistics, group: str) -> dict[str, float]:
+    """Return the scalars for TensorBoard and W&B, by tag `group/name`."""
     fallbacks = sum(statistics.fallbacks.values())
     runs = statistics.replays + fallbacks
-    return {
-        "vision_cuda_graph/replays": float(statistics.replays),
-        "vision_cuda_graph/fallbacks": float(fallbacks),
-        "vision_cuda_graph/replayed_share": statistics.replays / runs if runs else 0.0,
-        "vision_cuda_graph/padding_share": statistics.padding_share,
-        "vision_cuda_graph/memory_gb": statistics.memory_bytes / GIB,
-        **{f"vision_cuda_graph/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
+    values = {
+        "replays": float(statistics.replays),
+        "fallbacks": float(fallbacks),
+        "replayed_share": statistics.replays / runs if runs else 0.0,
+        "padding_share": statistics.padding_share,
+        "memory_gb": statistics.memory_bytes / GIB,
+        **{f"fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
+    return {f"{group}/{name}": value for name, value in values.items()}
 
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
