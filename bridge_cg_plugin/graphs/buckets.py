@@ -170,7 +170,7 @@ def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = N
     if unpacked_from is not None and tokens >= unpacked_from:
         bounds.add((1, tokens))
     kept: list[tuple[int, int]] = []
-    for segments, largest in sorted(bounds, key=lambda b: (scan_cost(*b, unpacked_from), b)):
+    for segments, largest in sorted(bounds, key=lambda b: (scan_cost(b[0], b[1], unpacked_from), b)):
         if not any(segments <= s and largest <= size for s, size in kept):
             kept.append((segments, largest))
     return kept

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-Key = tuple[int, int, torch.dtype]
+Key = tuple[object, ...]
 
 
 class HostCopies:

@@ -180,6 +180,11 @@ class Region:
         self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
         return outputs
 
+    def why_not(self, batch: Any) -> str | None:
+        """Return why a batch cannot be replayed now, None if it can. Nothing is counted."""
+        place = self._place(batch)
+        return place if isinstance(place, str) else None
+
     def _place(self, batch: Any) -> tuple[Slot, Bucket, Mode] | str:
         """Return where the batch is replayed, or why it cannot be."""
         if not self.captured:

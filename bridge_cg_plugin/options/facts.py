@@ -23,6 +23,11 @@ class Facts:
         hidden_dropout: Whether MLP and MoE use random numbers.
         moe: Whether the model has mixture-of-experts layers.
         mamba: Whether the model has Mamba layers.
+        packed_data: Whether the dataset packs documents.
+        context_parallel: Whether a sequence is spread over several ranks.
+        mla: Whether attention is multi-latent.
+        low_precision: "fp8" or "fp4" where matrix products run in it.
+        warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         by_hand: Fields that a person wrote.
     """
@@ -37,6 +42,11 @@ class Facts:
     hidden_dropout: bool | None = None
     moe: bool | None = None
     mamba: bool | None = None
+    packed_data: bool | None = None
+    context_parallel: bool | None = None
+    mla: bool | None = None
+    low_precision: str | None = None
+    warmup_steps: int | None = None
     images: bool | None = None
     by_hand: frozenset[str] = frozenset()
 
@@ -64,6 +74,13 @@ def facts_of(written: Written) -> Facts:
         if "num_moe_experts" not in settings
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
         mamba=_mamba(written),
+        packed_data=_flag(settings, "enable_in_batch_packing") or _flag(settings, "enable_offline_packing"),
+        context_parallel=_number("context_parallel_size", settings.get("context_parallel_size") or 1) > 1,
+        mla=_flag(settings, "multi_latent_attention"),
+        low_precision=next((n for n in ("fp8", "fp4") if _is_on(settings.get(n))), None),
+        warmup_steps=None
+        if is_unset(settings.get("cuda_graph_warmup_steps"))
+        else int(_number("cuda_graph_warmup_steps", settings["cuda_graph_warmup_steps"])),
         images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
         by_hand=written.by_hand,
     )
@@ -79,6 +96,10 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise OptionError(name, value, "a number", "Change it in the model's configuration.") from None
+
+
+def _is_on(value: Any) -> bool:
+    return not is_unset(value) and str(value).strip().lower() not in ("", "false", "0", "none")
 
 
 def _above_zero(settings: dict[str, Any], name: str) -> bool | None:

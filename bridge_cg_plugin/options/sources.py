@@ -12,12 +12,12 @@ from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .migration import SWITCHES
 from .offload import OFFLOAD_FIELDS
-from .packed import MAX_PACKED_SEQS
+from .packed import PACKED_FIELDS
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 LANGUAGE_MODEL_FIELDS = (IMPL, MODULES, INFERENCE, SCOPE, *SWITCHES)
 VISION_FIELDS = (*PROVIDER_FIELDS.values(), SCOPE_FIELD)
-FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, MAX_PACKED_SEQS, *OFFLOAD_FIELDS.values())
+FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, *PACKED_FIELDS.values(), *OFFLOAD_FIELDS.values())
 # What else combinations depend on.
 SETTINGS = (
     "te_rng_tracker",
@@ -34,10 +34,16 @@ SETTINGS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "spatial_merge_size",
+    "context_parallel_size",
+    "multi_latent_attention",
+    "fp8",
+    "fp4",
+    "cuda_graph_warmup_steps",
+    "enable_in_batch_packing",
+    "enable_offline_packing",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
-    "cuda_graph_warmup_steps",
     "cuda_graph_use_single_mempool",
     "cuda_graph_retain_backward_graph",
     "moe_pad_experts_for_cuda_graph_inference",
@@ -46,7 +52,7 @@ OTHER_FIELDS = (
     "megatron_fsdp_cuda_graph_mode",
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
-OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine")
+OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset")
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -206,7 +212,7 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
-    known = (*FIELDS, *OTHER_FIELDS)
+    known = (*FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
     if name in known:
         return
     graph = "cuda_graph" in name or "cudagraph" in name

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .helper import VisionTECudaGraphHelper, active_helpers, get_vision_cuda_graph_seq_length
+from .graph_helper import active_helpers
+from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
 from .registry import seam

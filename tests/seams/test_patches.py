@@ -8,6 +8,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.upstream import (
     batches,
     language_model,
+    packed_helper,
     patches,
     performance,
     provider_fields,
@@ -21,7 +22,16 @@ from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
 from bridge_cg_plugin.upstream.seams import Seam
 
-GROUPS = (language_model, train_loop, training_config, batches, provider_fields, qwen3_vl, performance)
+GROUPS = (
+    language_model,
+    train_loop,
+    training_config,
+    packed_helper,
+    batches,
+    provider_fields,
+    qwen3_vl,
+    performance,
+)
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
 PATCHES = [patch for patch in EVERY if patch.seam.packaged]
 ABSENT = object()

@@ -11,7 +11,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import train_loop
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper, active_helpers, parameter_gather
+from bridge_cg_plugin.upstream.graph_helper import active_helpers, parameter_gather
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.patches import bridge_release
 from bridge_cg_plugin.upstream.registry import seam
 
