@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..options import OptionError
+from ..options import OptionError, packed_options
 from .patches import Patch
 from .registry import seam
 from .registry.language_model import STEP
@@ -52,7 +52,8 @@ def _at_fixed_length(old: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        if getattr(cfg.model, "cuda_graph_impl", "none") != "transformer_engine":
+        replays = getattr(cfg.model, "cuda_graph_impl", "none") == "transformer_engine"
+        if not replays or packed_options(cfg.model).enabled:
             return batch
         return padded(batch, cfg.model.seq_length)
 

@@ -23,6 +23,7 @@ from .environment import check_process
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
+from .registry.packed import SEAMS as PACKED_SEAMS
 
 
 def check_seams(options: GraphOptions) -> None:
@@ -36,6 +37,8 @@ def check_seams(options: GraphOptions) -> None:
     if not options.vision.enabled:
         asked = IMPL
         needed = PATCH_NAMES if options.language_model.captures(CudaGraphModule.attn) else ()
+        if options.packed.enabled:
+            needed = tuple(entry.name for entry in PACKED_SEAMS)
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
