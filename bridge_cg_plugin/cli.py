@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
     explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    from .planner import command as planner
+
+    planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, explain):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_explain(_words(arguments), args.json)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command == "plan":
+        return planner.run(args)
     if args.command == "audit":
         return run_audit(args.sources, args.json)
     return run_doctor(args.json, not args.no_gpu)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
 GRANULARITY = 64
+# Up to here matrix libraries choose kernels by the number of rows, so padding would change eager's rounding.
+EXACT_BELOW = 256
 # Between the planned capacities, neighbours differ by at most this factor, which bounds the padding of sizes that
 # warm-up did not show. A further bucket costs capture time and little memory: it shares its slot's pool.
 LARGEST_STEP = 1.25

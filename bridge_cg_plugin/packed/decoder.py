@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import BucketPlan, plan_buckets, segment_limits
+from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
 from ..graphs.executor import Executor
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
@@ -18,9 +18,6 @@ from ..graphs.region import Region
 from ..options import PackedOptions
 from .batch import PackedBatch, pack_batch
 from .program import PackedProgram, PackLayout, RecordingKernels, Run
-
-# Up to here matrix libraries choose kernels by the number of rows, so padding would change eager's rounding.
-EXACT_BELOW = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +165,7 @@ class PackedGraphs(GraphedModule):
 
     def _limits(self, capacity: int) -> list[tuple[int, int]]:
         longest = min(self.options.max_seqlen or capacity, capacity)
-        found = segment_limits(capacity, min(self.options.max_packed_seqs, capacity))
+        found = segment_limits(capacity, min(self.options.max_packed_seqs or 1, capacity))
         return list(dict.fromkeys((documents, min(most, longest)) for documents, most in found))
 
     def _program(self, part: DecoderPart) -> PackedProgram:
@@ -196,6 +193,9 @@ class PackedGraphs(GraphedModule):
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
         batch = self._batch(args, kwargs)
+        if isinstance(batch, str):
+            self._count_unsuited(batch)
+            return self._eager_forward(*args, **kwargs)
         if not self._may_replay(batch):
             return self._eager_forward(*args, **kwargs)
         if not self._installed:
@@ -215,17 +215,22 @@ class PackedGraphs(GraphedModule):
             call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, self.family.shards
         )
 
-    def _may_replay(self, batch: PackedBatch | str) -> bool:
-        """Whether a replay may be tried; observes before capture and counts what keeps it from one afterwards."""
-        if self.captured and not self._paused and not isinstance(batch, str):
-            return True
+    def _count_unsuited(self, reason: str) -> None:
+        """Count a call that no graph can serve, if there are graphs."""
         if self.captured:
             self._note_eager()
             if not self._paused:
-                self._fallbacks[batch] += 1
-        elif self.failure is not None:
+                self._fallbacks[reason] += 1
+
+    def _may_replay(self, batch: PackedBatch) -> bool:
+        """Whether a replay may be tried; a batch is observed before capture."""
+        if self.captured:
+            if self._paused:
+                self._note_eager()
+            return not self._paused
+        if self.failure is not None:
             self._fallbacks["capture_failed"] += 1
-        elif not isinstance(batch, str):
+        else:
             self._observed.append(_observed(batch))
         return False
 

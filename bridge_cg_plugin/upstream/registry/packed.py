@@ -105,6 +105,14 @@ SEAMS = (
         parameters=("t", "cu_seqlens", "freqs"),
     ),
     Seam(
+        name="packed_files",
+        module="megatron.bridge.utils.safe_pickle",
+        target="safe_load_npy",
+        kind="function",
+        touch="called",
+        purpose="the planner reads Bridge's packed files",
+    ),
+    Seam(
         name="GPTModelProvider.init",
         module=GPT_PROVIDER,
         target="GPTModelProvider.__init__",
