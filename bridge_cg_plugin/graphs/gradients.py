@@ -1,7 +1,9 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,16 @@ from torch.utils.hooks import RemovableHandle
 SMALL = 1 << 16
 
 
+class Reduction(Protocol):
+    """Data parallelism's reduction of gradients, as far as a replayed backward concerns it."""
+
+    def waits(self) -> bool:
+        """Whether a gradient that arrives now may set off communication."""
+
+    def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take note that the `main_grad` of these parameters holds all of a backward's gradient."""
+
+
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
 
@@ -18,13 +30,24 @@ class GradientSinks:
     it exists, so no second copy of all gradients is kept. Data parallelism still sees a gradient arrive: it gets a
     placeholder and the flag `grad_added_to_main_grad`, the convention of Transformer Engine's fused accumulation.
     Any other parameter gets its gradient returned to autograd.
+
+    Handing hundreds of placeholders over takes autograd milliseconds. Where the reduction says that nobody waits for
+    them, and nobody else has put a hook on a parameter, autograd does not get to know these parameters.
+
+    Args:
+        parameters: The region's trainable parameters.
+        reduction: What waits for gradients; None hands every gradient over.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], reduction: Reduction | None = None) -> None:
         self.parameters = tuple(parameters)
+        self._reduction = reduction
+        self._hooked = any(map(_hooks, self.parameters))
         self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
         self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
         self._placeholders = _Placeholders(self._accumulated)
+        self._returned = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is None)
+        self._anchor = torch.zeros((), requires_grad=True)
         self._handles: list[RemovableHandle] = []
         self._marked: list[nn.Parameter] = []
 
@@ -66,8 +89,24 @@ class GradientSinks:
         """Keep the gradients that autograd must hand on; None where `main_grad` has it already."""
         return tuple(g if main_grad is None else None for g, main_grad in zip(gradients, self.main_grads, strict=True))
 
-    def hand_over(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return what a replayed backward gives autograd for each parameter: placeholders, or copies."""
+    def receivers(self) -> tuple[Tensor, ...]:
+        """Return the tensors through which autograd is to know a replay's backward: all parameters, or an anchor."""
+        if self._reduction is None or self._hooked or self._reduction.waits() or self._newly_hooked():
+            return self.parameters
+        return (self._anchor, *self._returned)
+
+    def _newly_hooked(self) -> bool:
+        own = 1 if self._handles else 0
+        return any(_hooks(p) > own for p in self._accumulated)
+
+    def hand_over(self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return what a replayed backward gives autograd for each receiver: placeholders, or copies."""
+        if receivers is not self.parameters:
+            if self._reduction.waits():
+                callback = functools.partial(self._reduction.arrived, self._accumulated)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
+            kept = (g for g, main_grad in zip(gradients, self.main_grads, strict=True) if main_grad is None)
+            return None, *(None if g is None else g.clone() for g in kept)
         if self._handles:
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)
         return tuple(
@@ -90,6 +129,11 @@ class GradientSinks:
                 self._marked.append(parameter)
 
         return mark
+
+
+def _hooks(parameter: nn.Parameter) -> int:
+    """How many hooks a parameter has; those on its node of the autograd graph cannot be seen."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _adder(

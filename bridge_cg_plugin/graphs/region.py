@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import CaptureError, OutOfMemoryInCapture
 from .executor import Executor
-from .gradients import GradientSinks
+from .gradients import GradientSinks, Reduction
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
 from .recording import TRAINING, Mode, RegionBody
@@ -28,6 +28,7 @@ class Region:
         slots: Microbatches that may be between their forward and their backward at once.
         evaluation: Also record a forward-only graph for evaluation.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
 
     Attributes:
         aliases: Stand-ins for the region's parameters, once captured.
@@ -45,6 +46,7 @@ class Region:
         slots: int = 1,
         evaluation: bool = True,
         before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
@@ -57,6 +59,7 @@ class Region:
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
+        self._reduction = reduction
         self._slots: list[Slot] = []
         self.aliases: ParameterAliases | None = None
         self.sinks: GradientSinks | None = None
@@ -75,7 +78,7 @@ class Region:
         started = time.perf_counter()
         self.reset()
         self.aliases = ParameterAliases(self.program.modules())
-        self.sinks = GradientSinks(self.aliases.trainable)
+        self.sinks = GradientSinks(self.aliases.trainable, self._reduction)
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
         try:

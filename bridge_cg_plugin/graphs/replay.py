@@ -42,8 +42,9 @@ def replay(
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        call = _Call(lease, sinks, bucket, mode, rows, program.size(batch), observer)
-        return _Replay.apply(call, *inputs, *sinks.parameters)
+        receivers = sinks.receivers()
+        call = _Call(lease, sinks, receivers, bucket, mode, rows, program.size(batch), observer)
+        return _Replay.apply(call, *inputs, *receivers)
     except BaseException:
         lease.release()
         raise
@@ -58,19 +59,20 @@ def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> t
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "lease", "mode", "observer", "rows", "sinks", "size")
+    __slots__ = ("bucket", "lease", "mode", "observer", "receivers", "rows", "sinks", "size")
 
     def __init__(
         self,
         lease: Lease,
         sinks: GradientSinks,
+        receivers: tuple[Tensor, ...],
         bucket: Bucket,
         mode: Mode,
         rows: tuple[int, ...],
         size: int,
         observer: BackwardObserver | None,
     ) -> None:
-        self.lease, self.sinks, self.bucket, self.mode = lease, sinks, bucket, mode
+        self.lease, self.sinks, self.receivers, self.bucket, self.mode = lease, sinks, receivers, bucket, mode
         self.rows, self.size, self.observer = rows, size, observer
 
 
@@ -96,7 +98,7 @@ class _Replay(Function):
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)
-        parameters = call.sinks.hand_over(gradients.parameters)
+        parameters = call.sinks.hand_over(gradients.parameters, call.receivers)
         call.lease.release()
         return None, *inputs, *parameters
 

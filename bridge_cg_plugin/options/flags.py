@@ -87,6 +87,9 @@ FLAGS = (
     _vision("exact_below", "TOKENS", "up to here only graphs of exactly the microbatch's size"),
     _vision("kernels", "KIND", "exact or fast"),
     _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
+    _vision(
+        "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"
+    ),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),
     _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),

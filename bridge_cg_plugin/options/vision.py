@@ -11,6 +11,7 @@ IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("exact", "fast")
+GRADIENT_HOOKS = ("awaited", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,9 @@ class VisionGraphOptions:
             row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
+        gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
+            "awaited" in the microbatches whose gradients the reduction waits for, "always" in all. Hooks that a user
+            puts on a parameter fire always; those on its node of the autograd graph need "always".
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -48,6 +52,7 @@ class VisionGraphOptions:
     exact_below: int = 256
     kernels: Literal["exact", "fast"] = "exact"
     gradient_accumulation_fusion: bool = True
+    gradient_hooks: Literal["awaited", "always"] = "awaited"
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -139,6 +144,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "exact_below": whole_number(0),
     "kernels": _one_of(KERNELS),
     "gradient_accumulation_fusion": parse_flag,
+    "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..announce import announce
 from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
 from ..graphs.executor import Executor
+from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
 from ..graphs.program import Bucket
@@ -104,6 +105,7 @@ class PackedGraphs(GraphedModule):
         executor: Makes recordings.
         slots: Microbatches in flight that `options.slots="auto"` stands for.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
+        reduction: Data parallelism's reduction of gradients, where there is one.
         host: Host copies of offsets.
     """
 
@@ -124,12 +126,14 @@ class PackedGraphs(GraphedModule):
         executor: Executor,
         slots: int = 1,
         before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
         host: HostCopies | None = None,
     ) -> None:
         super().__init__(decoder, executor, options.strict, before_replay)
         self.options, self.modules, self.family = options, tuple(modules), family
         self.slots = slots if options.slots == "auto" else options.slots
         self.host = host or HostCopies()
+        self._reduction = reduction
         self.plan: BucketPlan | None = None
         self._observed: list[Observed] = []
         self._installed: list[tuple[nn.Module, str]] = []
@@ -143,7 +147,13 @@ class PackedGraphs(GraphedModule):
         buckets = [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
         for part in self.family.parts(self.modules):
             region = Region(
-                self._program(part), self.executor, buckets, self.slots, self.options.evaluation, self._before_replay
+                self._program(part),
+                self.executor,
+                buckets,
+                self.slots,
+                self.options.evaluation,
+                self._before_replay,
+                self._reduction,
             )
             region.capture()
             self._regions.append(region)

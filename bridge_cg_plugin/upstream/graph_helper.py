@@ -1,7 +1,6 @@
 """What Bridge's train loop drives: the interface of megatron-core's graph helpers over graphed modules."""
 
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,39 +64,16 @@ def default_executor() -> Executor:
     return CudaGraphExecutor() if torch.cuda.is_available() else ReferenceExecutor()
 
 
+def stages_of(config: Any) -> int:
+    """Return the pipeline's stages."""
+    return getattr(config, "pipeline_model_parallel_size", None) or 1
+
+
 def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
     """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B."""
-    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+    stages = stages_of(config)
     interleaved = (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1) > 1
     return max(1, min(stages * (2 if interleaved and stages > 1 else 1), num_microbatches))
-
-
-def parameter_gather(chunks: Sequence[nn.Module], module: nn.Module) -> Callable[[], None] | None:
-    """Return what a replay must call first under `overlap_param_gather`: wait for the module's parameters.
-
-    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
-    order of buckets.
-    """
-    parameters = list(module.parameters())
-    if not parameters:
-        return None
-    owned = {id(p) for p in parameters}
-    for chunk in chunks:
-        groups_of = getattr(chunk, "param_to_bucket_group", None)
-        if not groups_of or not any(id(p) in owned for p in groups_of):
-            continue
-        groups = list({id(groups_of[p]): groups_of[p] for p in parameters if p in groups_of}.values())
-
-        def gather(chunk: Any = chunk, groups: Sequence[Any] = groups) -> None:
-            if not getattr(chunk, "remove_forward_pre_hook_handles", None):
-                return
-            ddp = chunk.ddp_config
-            skip = ddp.align_param_gather or getattr(chunk, "overlap_param_gather_with_optimizer_step", False)
-            for group in groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=skip)
-
-        return gather
-    return None
 
 
 WRAPPER_DEPTH = 8

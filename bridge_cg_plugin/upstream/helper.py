@@ -9,14 +9,9 @@ from ..graphs.executor import Executor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
+from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .graph_helper import (
-    GraphHelper,
-    default_executor,
-    microbatches_in_flight,
-    parameter_gather,
-    release_module,
-)
+from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
 from .qwen3_vl import QWEN3_VL, find_vision_model
 
 GRIDS = HostGrids()
@@ -70,6 +65,7 @@ class VisionTECudaGraphHelper(GraphHelper):
                 executor or default_executor(),
                 slots=microbatches_in_flight(source, num_microbatches),
                 before_replay=parameter_gather(chunks, vision_model),
+                reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
                 grids=GRIDS,
             )
         )

@@ -14,10 +14,11 @@ from ..options import OptionError
 from ..options.language_model import MODULES
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
-from .qwen3_vl import fused_rotary, kernels_available
+from .qwen3_vl import kernels_available
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
 from .replaced import replaced
+from .rotary import fused_rotary
 from .transformer_engine import accumulating, forget_attention_selection
 
 ROTARY = seam("packed_rotary")
@@ -113,7 +114,7 @@ class TransformerBlockFamily:
             core = importlib.import_module(ROTARY.module)
             stack.enter_context(replaced(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if kernels_available():
-                stack.enter_context(fused_rotary())
+                stack.enter_context(fused_rotary(modules))
             yield
 
 

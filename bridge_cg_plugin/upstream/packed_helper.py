@@ -12,13 +12,14 @@ from ..options.graph_options import options_of
 from ..options.migration import module_names
 from ..options.sources import collect
 from ..packed.decoder import PackedGraphs
+from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
 from .graph_helper import (
     GraphHelper,
     default_executor,
     microbatches_in_flight,
-    parameter_gather,
     release_module,
+    stages_of,
     unwrapped,
 )
 from .packed_decoder import TransformerBlockFamily
@@ -115,8 +116,19 @@ class DecoderHelper(GraphHelper):
     ) -> None:
         release_module(decoder)
         family = TransformerBlockFamily(decoder)
-        gather = parameter_gather(chunks, decoder)
-        self._take(PackedGraphs(decoder, options, modules, family, executor, slots, gather, PACK_OFFSETS))
+        self._take(
+            PackedGraphs(
+                decoder,
+                options,
+                modules,
+                family,
+                executor,
+                slots=slots,
+                before_replay=parameter_gather(chunks, decoder),
+                reduction=gradient_reduction(chunks, decoder, pipelined=stages_of(decoder.config) > 1),
+                host=PACK_OFFSETS,
+            )
+        )
 
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:

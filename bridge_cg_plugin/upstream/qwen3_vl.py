@@ -1,7 +1,6 @@
 """Bridge's Qwen3-VL vision model: how to find it, what its graphs need from upstream, and its one patch."""
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,11 +13,9 @@ from ..vision.encoder import EncoderFamily
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
 from .registry import seam
-from .registry.models import ATTENTION
-from .replaced import replaced
+from .rotary import fused_rotary
 from .transformer_engine import forget_attention_selection, fused_accumulation
 
-ROTARY = seam("rotary_kernel").target
 WRAPPER_DEPTH = 8
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
 
@@ -51,7 +48,7 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     if not kernels_available():
         yield
         return
-    with fused_rotary(), fused_layer_kernels(modules):
+    with fused_rotary(modules), fused_layer_kernels(modules):
         yield
 
 
@@ -65,41 +62,6 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
     with fused_layernorm_backward() if kernels_available() else nullcontext():
         yield
-
-
-@contextmanager
-def fused_rotary() -> Iterator[None]:
-    """Let upstream's attention module rotate queries and keys with the plugin's kernel."""
-    attention = sys.modules.get(ATTENTION)
-    if attention is None:
-        yield
-        return
-    with replaced(attention, ROTARY, _fused_rotary(getattr(attention, ROTARY))):
-        yield
-
-
-def _fused_rotary(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    from ..vision.kernels.rotary import apply_rotary, cos_and_sin
-
-    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def apply_rotary_pos_emb_absolute(
-        t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        fits = (
-            cu_seqlens is not None
-            and t.dim() == 3
-            and freqs.shape[-1] == t.shape[-1]
-            and config.apply_rotary_pos_emb_in_fp32
-            and not config.rotary_interleaved
-        )
-        if not fits:
-            return original(t, freqs, config, cu_seqlens)
-        if id(freqs) not in tables:
-            tables[id(freqs)] = (freqs, *cos_and_sin(freqs))
-        return apply_rotary(t, *tables[id(freqs)][1:])
-
-    return apply_rotary_pos_emb_absolute
 
 
 QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation)

@@ -12,6 +12,7 @@ from ..announce import announce
 from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
+from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.program import Bucket
 from ..graphs.region import Region
@@ -61,6 +62,7 @@ class VisionGraphs(GraphedModule):
         executor: Makes recordings.
         slots: Microbatches in flight that `options.slots="auto"` stands for.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
+        reduction: Data parallelism's reduction of gradients, where there is one.
         grids: Host copies of grids.
     """
 
@@ -80,6 +82,7 @@ class VisionGraphs(GraphedModule):
         executor: Executor,
         slots: int = 1,
         before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
         grids: HostGrids | None = None,
     ) -> None:
         super().__init__(model, executor, options.strict, before_replay)
@@ -88,6 +91,7 @@ class VisionGraphs(GraphedModule):
         self.grids = grids or HostGrids()
         self.plan: BucketPlan | None = None
         self.checks: list[CheckResult] = []
+        self._reduction = reduction if options.gradient_hooks == "awaited" else None
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
         self._checked_step = 0
@@ -186,7 +190,7 @@ class VisionGraphs(GraphedModule):
             buckets = [Bucket(c) for c in capacities]
             programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
         return [
-            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay)
+            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay, self._reduction)
             for p in programs
         ]
 

@@ -2,25 +2,26 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .compare import compare_to_spread
-from .processes import train_in_process
+from .processes import TrainingProcess
 
 # Steps whose times do not count: warm-up, capture, the first replays.
 SKIPPED = 6
 
 
-def run_eager(count: int, side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
-    """Train eager `count` times; side by side, only the first, which runs alone, keeps its step times."""
+def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
+    """Train eager in each process; side by side, only the first, which runs alone, keeps its step times."""
     if not side_by_side:
-        return [train_in_process("eager", arguments) for _ in range(count)]
-    first = train_in_process("eager", arguments)
-    with ThreadPoolExecutor(max(count - 1, 1)) as pool:
-        others = list(pool.map(lambda _: train_in_process("eager", arguments), range(count - 1)))
+        return [process.train("eager", arguments) for process in processes]
+    first = processes[0].train("eager", arguments)
+    with ThreadPoolExecutor(max(len(processes) - 1, 1)) as pool:
+        others = list(pool.map(lambda process: process.train("eager", arguments), processes[1:]))
     return [first, *({**run, "step_ms": None} for run in others)]
 
 
@@ -47,15 +48,31 @@ def main(
         side_by_side: Whether eager runs after the first share the GPU.
         also: Further graphed runs against the same eager ones, each by the overrides it adds, apart by blanks.
     """
-    eager = run_eager(eager_runs, side_by_side, arguments)
     variants = [arguments, *([*arguments, *words.split()] for words in also)]
-    same = [compare(eager, variant, steps, records) for variant in variants]
+    with started(eager_runs + len(variants)) as processes:
+        eager = run_eager(processes[:eager_runs], side_by_side, arguments)
+        graphed = zip(processes[eager_runs:], variants, strict=True)
+        same = [compare(eager, process.train("graphs", words), words, steps, records) for process, words in graphed]
     return 0 if all(same) else 1
 
 
-def compare(eager: list[dict[str, Any]], arguments: list[str], steps: int, records: Path | None) -> bool:
-    """Train with graphs, print the comparison with eager runs, and return whether both train the same."""
-    graphs = train_in_process("graphs", arguments)
+@contextmanager
+def started(count: int) -> Iterator[list[TrainingProcess]]:
+    """Start processes side by side; those that were not used end here."""
+    processes = [TrainingProcess() for _ in range(count)]
+    try:
+        for process in processes:
+            process.wait_until_ready()
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+
+
+def compare(
+    eager: list[dict[str, Any]], graphs: dict[str, Any], arguments: list[str], steps: int, records: Path | None
+) -> bool:
+    """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same."""
     print_steps([*eager, graphs], steps)
     loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
     norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])

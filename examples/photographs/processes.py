@@ -1,49 +1,77 @@
-"""Training runs in processes of their own, forked from one that has imported the stack: imports take half a minute."""
+"""Training runs in processes of their own, which import the stack, half a minute's work, before they are needed."""
 
 import json
 import multiprocessing
 import os
 import socket
 import tempfile
-import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-# The server must not initialize CUDA, which a forked process could not use: PyTorch then asks NVML for GPUs.
-SERVER_ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_starting = threading.Lock()
 
 
 class TrainingFailed(RuntimeError):
     """A training process ended with an error; the message ends with what it wrote, where that was kept."""
 
 
-def train_in_process(mode: str, arguments: Sequence[str], log: Path | None = None) -> dict[str, Any]:
-    """Train in a new process.
+class TrainingProcess:
+    """A new process that imports the stack at once and then waits for what it shall train.
 
     Args:
-        mode: "eager" or "graphs".
-        arguments: The command line's other words.
         log: File for the process's output; without it the output goes to this one's.
-
-    Returns:
-        What `training.train` returns.
-
-    Raises:
-        TrainingFailed: The process failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        words = ["--train", mode, "--out", str(out), *arguments]
-        process = _context().Process(target=_train, args=(words, free_port(), log))
-        process.start()
-        process.join()
-        if process.exitcode != 0:
-            written = log.read_text()[-8000:] if log is not None else ""
-            raise TrainingFailed(f"training {' '.join(words)} ended with status {process.exitcode}\n{written}")
-        return json.loads(out.read_text())
+
+    def __init__(self, log: Path | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._log = log
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_import_and_train, args=(theirs, log))
+        self._process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until everything is imported.
+
+        Raises:
+            TrainingFailed: The process failed.
+        """
+        try:
+            self._connection.recv()
+        except EOFError:
+            self._fail("importing the stack")
+
+    def train(self, mode: str, arguments: Sequence[str]) -> dict[str, Any]:
+        """Train once, and end the process.
+
+        Args:
+            mode: "eager" or "graphs".
+            arguments: The command line's other words.
+
+        Returns:
+            What `training.train` returns.
+
+        Raises:
+            TrainingFailed: The process failed.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "run.json"
+            words = ["--train", mode, "--out", str(out), *arguments]
+            self._connection.send((words, free_port()))
+            self._process.join()
+            if self._process.exitcode != 0:
+                self._fail(" ".join(words))
+            return json.loads(out.read_text())
+
+    def close(self) -> None:
+        """End the process if it still waits."""
+        self._connection.close()
+        self._process.join()
+
+    def _fail(self, doing: str) -> None:
+        self._process.join()
+        written = self._log.read_text()[-8000:] if self._log is not None else ""
+        raise TrainingFailed(f"the process ended with status {self._process.exitcode}: {doing}\n{written}")
 
 
 def free_port() -> int:
@@ -53,27 +81,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    with _starting:
-        context.set_forkserver_preload([f"{__package__}.imported"])
-        before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
-        os.environ.update(SERVER_ENVIRONMENT)
-        try:
-            forkserver.ensure_running()
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return context
-
-
-def _train(words: list[str], port: int, log: Path | None) -> None:
-    from .arguments import parse
-    from .training import train_once
-
-    os.environ["MASTER_PORT"] = str(port)
+def _import_and_train(connection: Connection, log: Path | None) -> None:
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    from .arguments import parse
+    from .training import train_once
+
+    connection.send("ready")
+    try:
+        words, port = connection.recv()
+    except EOFError:
+        return
+    os.environ["MASTER_PORT"] = str(port)
     train_once(parse(words))

@@ -3,51 +3,68 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
 import torch
 
-from examples.photographs.processes import free_port, train_in_process
+from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
 # Small training runs take 25 GB each.
 SIDE_BY_SIDE = 4
 
 
+@dataclass(frozen=True)
 class Training:
-    """One small training run of the main job, by its command line; equal ones are run once."""
+    """One small training run of the main job; equal ones are run once.
 
-    def __init__(self, mode: str, *words: str, steps: int = 8) -> None:
-        self.mode = mode
-        self.words = ("--small", "--steps", str(steps), *words)
+    Attributes:
+        mode: "eager" or "graphs".
+        words: Further words of its command line; "{folder}" stands for the session's folder.
+        steps: Optimizer steps.
+        after: A run that must have ended before.
+    """
+
+    mode: str
+    words: tuple[str, ...] = ()
+    steps: int = 6
+    after: "Training | None" = None
 
 
 class Trainings:
-    """The session's training runs, a few side by side on a GPU that nothing else uses."""
+    """The session's training runs, a few side by side on a GPU that nothing else uses, while the next ones import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE)
-        self._results: dict[tuple[str, ...], Future[dict[str, Any]]] = {}
+        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE)
+        self._gpu = Semaphore(SIDE_BY_SIDE)
+        self._results: dict[Training, Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
-        key = (training.mode, *training.words)
-        if key not in self._results:
+        if training not in self._results:
+            before = self.start(training.after) if training.after is not None else None
             log = self._folder / f"{len(self._results)}.log"
-            self._results[key] = self._pool.submit(_train, training, log)
-        return self._results[key]
+            self._results[training] = self._pool.submit(self._train, training, log, before)
+        return self._results[training]
 
     def __call__(self, training: Training) -> dict[str, Any]:
         return self.start(training).result()
 
+    def _train(self, training: Training, log: Path, before: Future[dict[str, Any]] | None) -> dict[str, Any]:
+        process = TrainingProcess(log)
+        process.wait_until_ready()
+        if before is not None:
+            before.result()
+        words = ["--small", "--steps", str(training.steps), *(w.format(folder=self._folder) for w in training.words)]
+        with self._gpu:
+            return {**process.train(training.mode, words), "output": log.read_text()}
+
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-def _train(training: Training, log: Path) -> dict[str, Any]:
-    return {**train_in_process(training.mode, training.words, log), "output": log.read_text()}
 
 
 @pytest.fixture(scope="session", autouse=True)

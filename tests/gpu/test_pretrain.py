@@ -17,10 +17,12 @@ EAGER = Training("eager")
 @pytest.mark.parametrize(
     "run",
     [
-        Training("graphs", "--validate-every", "4", *CHECKED, LARGEST),
+        Training("graphs", ("--validate-every", "4", *CHECKED, LARGEST), steps=8),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        Training("graphs", "--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, LARGEST),
+        Training(
+            "graphs", ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, LARGEST), steps=8
+        ),
     ],
     ids=["overlap", "text-only"],
 )
@@ -42,8 +44,8 @@ def assert_losses_equal(graphs, eager):
 
 
 def frozen(*parts):
-    fields = [f"freeze_vision_{part}=true" for part in parts]
-    return Training("eager", *fields), Training("graphs", *BUCKETS, *fields)
+    fields = tuple(f"freeze_vision_{part}=true" for part in parts)
+    return Training("eager", fields), Training("graphs", (*BUCKETS, *fields))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,8 @@ def frozen(*parts):
         frozen("model"),
         frozen("projection"),
         frozen("model", "projection"),
-        (EAGER, Training("graphs", *BUCKETS, "vision_cuda_graph_modules=[attn]", *FEW)),
-        (EAGER, Training("graphs", *BUCKETS, "vision_cuda_graph_modules=[mlp]", *FEW)),
+        (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[attn]", *FEW))),
+        (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[mlp]", *FEW))),
     ],
     ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
 )
@@ -63,7 +65,7 @@ def test_first_losses_equal_eager(trained, eager, graphs):
 
 def language_model(modules):
     words = ("model.cuda_graph_impl=transformer_engine", f"model.cuda_graph_modules=[{modules}]")
-    return Training("graphs", *BUCKETS, *words)
+    return Training("graphs", (*BUCKETS, *words))
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,15 @@ def test_language_model_graphs_beside_vision_graphs(trained, eager, graphs):
     assert_losses_equal(result, trained(eager))
 
 
-def test_checkpoint_resume(trained, tmp_path):
-    folder = str(tmp_path / "checkpoint")
-    trained(Training("graphs", "--save", folder, *BUCKETS, steps=4))
-    resumed = trained(Training("graphs", "--save", folder, "--load", folder, *BUCKETS))
-    whole = trained(Training("graphs", *BUCKETS))
-    assert len(resumed["losses"]) == 4
-    assert resumed["graphs"]["replays"] > 0
-    assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=5e-3)
+SAVED = Training("graphs", ("--save", "{folder}/checkpoint", *BUCKETS), steps=4)
+RESUMED = Training(
+    "graphs", ("--save", "{folder}/checkpoint", "--load", "{folder}/checkpoint", *BUCKETS), steps=8, after=SAVED
+)
+
+
+@pytest.mark.parametrize("resumed, whole", [(RESUMED, Training("graphs", BUCKETS, steps=8))], ids=["resumed"])
+def test_checkpoint_resume(trained, resumed, whole):
+    result = trained(resumed)
+    assert len(result["losses"]) == 4
+    assert result["graphs"]["replays"] > 0
+    assert result["losses"] == pytest.approx(trained(whole)["losses"][4:], rel=5e-3)

@@ -26,6 +26,7 @@ VALUES = {
     "exact_below": 0,
     "kernels": "fast",
     "gradient_accumulation_fusion": False,
+    "gradient_hooks": "always",
     "evaluation": False,
     "strict": True,
     "check_interval": 7,

@@ -1,4 +1,5 @@
 import copy
+import functools
 import inspect
 import re
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import train_loop
-from bridge_cg_plugin.upstream.graph_helper import active_helpers, parameter_gather
+from bridge_cg_plugin.upstream.data_parallel import gradient_reduction, parameter_gather
+from bridge_cg_plugin.upstream.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.patches import bridge_release
 from bridge_cg_plugin.upstream.registry import seam
@@ -177,7 +179,7 @@ def gathered_chunk(model, align=False, hooks=True):
     groups = [Group(log, "first"), Group(log, "second")]
     parameters = list(model.parameters())
     chunk.param_to_bucket_group = {p: groups[i >= len(parameters) // 2] for i, p in enumerate(parameters)}
-    chunk.ddp_config = SimpleNamespace(align_param_gather=align)
+    chunk.ddp_config = SimpleNamespace(align_param_gather=align, overlap_grad_reduce=True)
     chunk.remove_forward_pre_hook_handles = {"module": "handle"} if hooks else {}
     return chunk, log
 
@@ -204,6 +206,56 @@ def test_no_gather_without_data_parallelism():
     assert parameter_gather([model], model) is None
     assert parameter_gather([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
     assert parameter_gather([model], nn.Identity()) is None
+
+
+@pytest.mark.parametrize(
+    "overlap, pipelined, last, waits",
+    [
+        (False, False, True, False),
+        (False, True, True, False),
+        (True, False, False, False),
+        (True, False, True, True),
+        (True, True, False, True),
+    ],
+)
+def test_the_reduction_waits_for_the_last_microbatch(overlap, pipelined, last, waits):
+    model = nn.Linear(4, 4)
+    chunk, _ = gathered_chunk(model)
+    chunk.ddp_config.overlap_grad_reduce = overlap
+    for group in chunk.param_to_bucket_group.values():
+        group.is_last_microbatch = last
+    assert gradient_reduction([nn.Linear(2, 2), chunk], model, pipelined).waits() is waits
+
+
+def test_no_reduction_without_data_parallelism():
+    model = nn.Linear(4, 4)
+    assert gradient_reduction([model], model, pipelined=False) is None
+    assert gradient_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model, pipelined=False) is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    model = nn.Linear(4, 4)
+    chunk, _ = gathered_chunk(model)
+    parameters = list(model.parameters())
+    group = SimpleNamespace(
+        ddp_config=chunk.ddp_config,
+        is_last_microbatch=last,
+        is_first_batch=False,
+        params=set(parameters),
+        param_to_bucket=dict.fromkeys(parameters),
+        per_param_grad_ready_counts={},
+        golden_per_param_grad_ready_counts=dict.fromkeys(parameters, 1),
+        started=[],
+    )
+    group.start_grad_sync = lambda force_all_reduce: group.started.append(force_all_reduce)
+    group.register_grad_ready = functools.partial(_ParamAndGradBucketGroup.register_grad_ready, group)
+    chunk.param_to_bucket_group = dict.fromkeys(parameters, group)
+    chunk.force_all_reduce = False
+    gradient_reduction([chunk], model, pipelined=False).arrived(parameters)
+    assert group.started == ([False] if last else [])
 
 
 def test_upstreams_data_parallelism_has_what_the_gather_uses():
@@ -240,12 +292,17 @@ def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monke
 def test_the_attention_module_has_the_function_that_kernels_replace(active):
     import importlib
 
-    from bridge_cg_plugin.upstream.qwen3_vl import ATTENTION, fused_kernels
+    from bridge_cg_plugin.upstream.registry.models import ATTENTION
+    from bridge_cg_plugin.upstream.rotary import fused_rotary
 
-    attention = importlib.import_module(ATTENTION)
+    attention, model = importlib.import_module(ATTENTION), new_tower()
+    modules = [m for m in model.modules() if type(m) is attention.Qwen3VLSelfAttention]
     original = attention.apply_rotary_pos_emb_absolute
     assert list(inspect.signature(original).parameters) == ["t", "freqs", "config", "cu_seqlens"]
     assert "apply_rotary_pos_emb_absolute(" in inspect.getsource(attention.Qwen3VLSelfAttention)
-    with pytest.raises(KeyError), fused_kernels(()):
+    with pytest.raises(KeyError), fused_rotary([model]):
+        assert attention.apply_rotary_pos_emb_absolute is not original
+        assert modules and all({"forward", "get_query_key_value_tensors"} <= set(vars(m)) for m in modules)
         raise KeyError
+    assert all(not {"forward", "get_query_key_value_tensors"} & set(vars(m)) for m in modules)
     assert attention.apply_rotary_pos_emb_absolute is original

@@ -5,6 +5,7 @@ import pytest
 
 from examples.photographs import arguments as command
 from examples.photographs import gpu
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 
 
 def run_of(losses, replays=4):
@@ -26,33 +27,31 @@ EAGER = [2.0] * 8, [2.1] * 8
 def runs(monkeypatch):
     """Return a function that sets what the three processes of the main job give."""
 
-    def give(graphs, replays=4):
+    def give(graphs, replays=4, again=None):
         results = iter([run_of(EAGER[0], None), run_of(EAGER[1], None), run_of(graphs, replays)])
         modes = []
 
-        def train_in_process(mode, arguments):
-            modes.append(mode)
-            return next(results)
+        class Process:
+            def wait_until_ready(self):
+                modes.append("ready")
 
-        monkeypatch.setattr(gpu, "train_in_process", train_in_process)
+            def train(self, mode, arguments):
+                modes.append(mode)
+                return again if again is not None and arguments else next(results)
+
+            def close(self):
+                modes.append("closed")
+
+        monkeypatch.setattr(gpu, "TrainingProcess", Process)
         return modes
 
     return give
 
 
-def train_again(losses):
-    """Return what wraps a launcher so that a run with overrides ends with the given losses."""
-
-    def wrap(train):
-        return lambda mode, arguments: run_of(losses, 4) if arguments else train(mode, arguments)
-
-    return wrap
-
-
 def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
     modes = runs([2.05] * 8)
     assert gpu.main(8, 2, []) == 0
-    assert modes == ["eager", "eager", "graphs"]
+    assert modes == ["ready"] * 3 + ["eager", "eager", "graphs"] + ["closed"] * 3
     assert "verdict: SAME" in capsys.readouterr().out
 
 
@@ -67,19 +66,39 @@ def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
     modes = runs([2.05] * 8)
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, side_by_side=True) == 0
-    assert modes == ["eager", "eager", "graphs"]
+    assert modes[3:-3] == ["eager", "eager", "graphs"]
     assert [json.loads(line)["ms"] for line in path.read_text().splitlines()] == [100.0, None, 100.0]
 
 
-def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path, monkeypatch):
-    first, again = runs([2.05] * 8), train_again([2.5] * 8)
-    monkeypatch.setattr(gpu, "train_in_process", again(gpu.train_in_process))
+def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path):
+    modes = runs([2.05] * 8, again=run_of([2.5] * 8))
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, also=["model.cuda_graph_impl=transformer_engine"]) == 1
-    assert first == ["eager", "eager", "graphs"]
+    assert modes[4:-4] == ["eager", "eager", "graphs", "graphs"]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     verdicts = {r["case"]: r["inside_spread"] for r in records if r["mode"] == "plugin"}
     assert verdicts == {"mixed": True, "mixed_language_model": False}
+
+
+def test_processes_end_when_one_fails(monkeypatch):
+    ended = []
+
+    class Process:
+        wait_until_ready = train = lambda self, *_: (_ for _ in ()).throw(TrainingFailed("no"))
+        close = lambda self: ended.append(self)  # noqa: E731
+
+    monkeypatch.setattr(gpu, "TrainingProcess", Process)
+    with pytest.raises(TrainingFailed):
+        gpu.main(8, 2, [])
+    assert len(ended) == 3
+
+
+def test_a_training_process_tells_what_went_wrong(tmp_path):
+    process = TrainingProcess(tmp_path / "run.log")
+    process.wait_until_ready()
+    with pytest.raises(TrainingFailed, match="no field 'no_such_field'"):
+        process.train("graphs", ["no_such_field=1"])
+    process.close()
 
 
 def test_records_of_another_release_stay(runs, tmp_path, monkeypatch):

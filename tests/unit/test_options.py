@@ -95,6 +95,7 @@ ACCEPTED = [
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
     ("gradient_accumulation_fusion", "false", False),
+    ("gradient_hooks", "always", "always"),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -166,6 +167,7 @@ REFUSED = [
     ("kernels", "fastest"),
     ("kernels", 3),
     ("gradient_accumulation_fusion", "perhaps"),
+    ("gradient_hooks", "never"),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -238,7 +240,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str,
-        "gradient_accumulation_fusion": bool,
+        "gradient_accumulation_fusion": bool, "gradient_hooks": str,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

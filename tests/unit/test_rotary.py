@@ -13,8 +13,9 @@ TOKENS, HEADS, WIDTH = 12, 3, 20
 SCRIPT = """
 import sys, torch
 from types import SimpleNamespace
-from bridge_cg_plugin.upstream.qwen3_vl import _fused_rotary
-from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin
+from bridge_cg_plugin.upstream.rotary import _Rotation, fused_rotary
+from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_qkv
+from tests.unit.towers import draw, new_tower
 
 cases = torch.load(sys.argv[1])
 for case in cases:
@@ -26,7 +27,7 @@ for case in cases:
     case.update(out=out.detach(), input_gradient=gradient, contiguous=out.is_contiguous())
 
 calls = []
-shim = _fused_rotary(lambda t, *unused: calls.append(1) or t)
+shim = _Rotation(lambda t, *unused: calls.append(1) or t).rotated
 t, angles = torch.randn(4, 2, 8), torch.randn(4, 1, 1, 8)
 good = SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=False)
 shim(t, angles, good, torch.tensor([0, 4]))
@@ -36,7 +37,45 @@ shim(t[:, None], angles, good, torch.tensor([0, 4]))
 shim(t, angles[..., :4], good, torch.tensor([0, 4]))
 shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=False, rotary_interleaved=False), torch.tensor([0, 4]))
 shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=True), torch.tensor([0, 4]))
-torch.save({"cases": cases, "fused": fused, "originals": len(calls)}, sys.argv[2])
+
+def projected(case, apart):
+    source = case["source"]
+    tokens, heads, _ = source.shape
+    mixed = source.detach().requires_grad_()
+    # A copy stands for the projection, whose output is overwritten.
+    parts = rotate_qkv(mixed.clone().view(tokens, -1), *cos_and_sin(case["angles"]), heads)
+    values = [part.detach().clone() for part in parts]
+    gradients = case["gradients"].clone().unbind(2)
+    gradients = [g.contiguous() for g in gradients] if apart else gradients
+    before = gradients[0].data_ptr()
+    (gradient,) = torch.autograd.grad(parts, mixed, gradients)
+    return values, gradient, gradient.data_ptr() == before
+
+for case in cases:
+    if case["strided"]:
+        case["projected"] = [projected(case, apart) for apart in (False, True)]
+
+def train(model, kernels):
+    model.zero_grad()
+    pixels, grid = draw([[1, 4, 4], [1, 4, 6]])
+    with kernels:
+        hidden, features = model(pixels, grid)
+        (hidden.square().mean() + sum(f.square().mean() for f in features)).backward()
+    return hidden.detach(), [p.grad for p in model.parameters()]
+
+from contextlib import nullcontext
+model = new_tower()
+towers = [train(model, nullcontext()), train(model, fused_rotary([model]))]
+counted = {"kernel": 0}
+from bridge_cg_plugin.vision.kernels import rotary
+launch = rotary._launch_qkv
+def count(*args):
+    counted["kernel"] += 1
+    launch(*args)
+rotary._launch_qkv = count
+train(model, fused_rotary([model]))
+found = {"cases": cases, "fused": fused, "originals": len(calls), "towers": towers, "launches": counted["kernel"]}
+torch.save(found, sys.argv[2])
 """
 
 
@@ -46,7 +85,8 @@ def make_case(dtype, strided, large, seed):
     source = torch.randn(TOKENS, HEADS, 3 * WIDTH if strided else WIDTH, generator=generator).to(dtype)
     gradient = torch.randn(TOKENS, HEADS, WIDTH, generator=generator).to(dtype)
     angles = torch.cat((half, half), dim=1)[:, None, None]
-    return {"source": source, "strided": strided, "gradient": gradient, "angles": angles}
+    gradients = torch.randn(TOKENS, HEADS, 3, WIDTH, generator=generator).to(dtype)
+    return {"source": source, "strided": strided, "gradient": gradient, "gradients": gradients, "angles": angles}
 
 
 CASES = [(d, s, large) for d in (torch.float32, torch.bfloat16) for s in (False, True) for large in (False, True)]
@@ -109,3 +149,27 @@ def test_forward_equals_bridges_own_function_bit_for_bit(interpreted, index):
 def test_the_kernel_is_used_where_it_fits_only(interpreted):
     assert interpreted["fused"]
     assert interpreted["originals"] == 5
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])
+@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[1]], ids=lambda i: str(CASES[i]))
+def test_queries_keys_and_values_equal_the_eager_formula_bit_for_bit(interpreted, index, apart):
+    case = interpreted["cases"][index]
+    values, gradient, in_place = case["projected"][apart]
+    angles, dtype = case["angles"][:, 0], case["source"].dtype
+    single = case["source"].float().detach().requires_grad_()
+    query, key, value = single.chunk(3, dim=-1)
+    turned = [x * torch.cos(angles) + rotate_half(x) * torch.sin(angles) for x in (query, key)]
+    for ours, expected in zip(values, (*turned, value), strict=True):
+        assert torch.equal(ours, as_stored(expected, dtype))
+    (expected,) = torch.autograd.grad((*turned, value), single, [g.float() for g in case["gradients"].unbind(2)])
+    assert torch.equal(gradient, as_stored(expected, dtype))
+    assert in_place is not apart
+
+
+def test_a_tower_computes_the_same_with_rotation_at_the_projection(interpreted):
+    (hidden, gradients), (rotated, rotated_gradients) = interpreted["towers"]
+    assert torch.equal(rotated, hidden)
+    for ours, expected in zip(rotated_gradients, gradients, strict=True):
+        assert torch.equal(ours, expected)
+    assert interpreted["launches"] == 2 * 3

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from triton.language.extra import libdevice
 
-from .reduction import COLUMNS, ROWS, TILES, add_partials, column_sum, row_programs
+from .reduction import COLUMNS, ROWS, add_partials, column_sum, row_programs, tiles_each
 
 
 @triton.jit
@@ -123,7 +123,8 @@ class _BiasGelu(Function):
         gradient = gradient.contiguous()
         rows, columns = gradient.view(-1, gradient.shape[-1]).shape
         out = torch.empty_like(x)
-        partials = torch.empty((row_programs(rows), columns), dtype=torch.float32, device=x.device)
+        tiles = tiles_each(rows, columns)
+        partials = torch.empty((row_programs(rows, tiles), columns), dtype=torch.float32, device=x.device)
         grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
         _bias_gelu_backward[grid](
             gradient,
@@ -135,7 +136,7 @@ class _BiasGelu(Function):
             columns,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
-            TILES=TILES,
+            TILES=tiles,
             enable_fp_fusion=False,
         )
         return out, add_partials(partials, bias.dtype) if ctx.needs_input_grad[1] else None

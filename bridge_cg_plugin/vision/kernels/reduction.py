@@ -8,8 +8,9 @@ from torch import Tensor
 # One program's tile: wide loads, few registers a thread.
 ROWS = 8
 COLUMNS = 256
-# Tiles of ROWS that one program adds up, so that many programs share the work and few partial sums are left.
-TILES = 16
+# Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
+BUSY = 1024
+MOST_TILES = 16
 SUM_COLUMNS = 64
 SUM_ROWS = 32
 
@@ -38,9 +39,15 @@ def _column_partials(x_ptr, partial_ptr, rows, columns, ROWS: tl.constexpr, COLU
     tl.store(target, tl.sum(total, axis=0), mask=column < columns)
 
 
-def row_programs(rows: int) -> int:
-    """Return how many programs share `rows` rows, which is how many partial sums they leave."""
-    return triton.cdiv(rows, ROWS * TILES)
+def tiles_each(rows: int, columns: int) -> int:
+    """Return how many tiles of `ROWS` rows a program adds up, a power of two."""
+    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    return 1 << min(max(tiles // BUSY, 1), MOST_TILES).bit_length() - 1
+
+
+def row_programs(rows: int, tiles: int) -> int:
+    """Return how many programs of so many tiles share the rows, which is how many partial sums they leave."""
+    return triton.cdiv(rows, ROWS * tiles)
 
 
 def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,7 +63,8 @@ def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum over rows of a contiguous `[rows, columns]` matrix, added in fp32, rounded to `dtype`."""
     rows, columns = x.shape
-    partials = torch.empty((row_programs(rows), columns), dtype=torch.float32, device=x.device)
+    tiles = tiles_each(rows, columns)
+    partials = torch.empty((row_programs(rows, tiles), columns), dtype=torch.float32, device=x.device)
     grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
-    _column_partials[grid](x, partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES)
+    _column_partials[grid](x, partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=tiles)
     return add_partials(partials, dtype)

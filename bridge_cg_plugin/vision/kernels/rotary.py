@@ -1,4 +1,4 @@
-"""Rotary position embedding of a packed `[tokens, heads, width]` tensor in one kernel, fp32 inside.
+"""Rotary position embedding of packed `[tokens, heads, width]` tensors in one kernel, fp32 inside.
 
 The eager formula, rounded where eager rounds: `x * cos + rotate_half(x) * sin` in fp32, then the input's dtype. No
 multiply-add is fused, so forward and backward equal eager's to the last bit.
@@ -88,6 +88,139 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         A contiguous tensor of x's shape and dtype.
     """
     return _Rotary.apply(x, cos, sin)
+
+
+@triton.jit
+def _turned(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotate_qkv(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    SIGN: tl.constexpr,
+    COPY_V: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS_BLOCK)[:, None]
+    lanes = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (heads < HEADS) & (lanes < HALF)
+    cos = tl.load(cos_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
+    query = q_ptr + token * q_token + heads * q_head + lanes
+    key = k_ptr + token * k_token + heads * k_head + lanes
+    q_first = tl.load(query, mask=inside, other=0.0).to(tl.float32)
+    q_second = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
+    k_first = tl.load(key, mask=inside, other=0.0).to(tl.float32)
+    k_second = tl.load(key + HALF, mask=inside, other=0.0).to(tl.float32)
+    target = out_ptr + token * (HEADS * HALF * 6) + heads * (HALF * 6) + lanes
+    kind = out_ptr.dtype.element_ty
+    q_first, q_second = _turned(q_first, q_second, cos, sin)
+    tl.store(target, q_first.to(kind), mask=inside)
+    tl.store(target + HALF, q_second.to(kind), mask=inside)
+    k_first, k_second = _turned(k_first, k_second, cos, sin)
+    tl.store(target + 2 * HALF, k_first.to(kind), mask=inside)
+    tl.store(target + 3 * HALF, k_second.to(kind), mask=inside)
+    if COPY_V:
+        value = v_ptr + token * v_token + heads * v_head + lanes
+        tl.store(target + 4 * HALF, tl.load(value, mask=inside, other=0.0), mask=inside)
+        tl.store(target + 5 * HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
+
+
+def _launch_qkv(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
+    """Rotate the first two parts and write all three, interleaved, to `out`, which may be where they lie already."""
+    tokens, heads, width = parts[0].shape
+    _rotate_qkv[(tokens,)](
+        *parts,
+        cos,
+        sin,
+        out,
+        *(stride for part in parts for stride in part.stride()[:2]),
+        HEADS=heads,
+        HALF=width // 2,
+        HEADS_BLOCK=triton.next_power_of_2(heads),
+        HALF_BLOCK=triton.next_power_of_2(width // 2),
+        SIGN=sign,
+        COPY_V=not _lie_interleaved(parts, out),
+        enable_fp_fusion=False,
+    )
+
+
+def _interleaved(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[tokens, heads, width]` as views of `[tokens, heads * 3 * width]`."""
+    by_head = mixed.view(mixed.shape[0], heads, 3, -1)
+    return by_head[:, :, 0], by_head[:, :, 1], by_head[:, :, 2]
+
+
+def _lie_interleaved(parts: tuple[Tensor, ...], whole: Tensor) -> bool:
+    views = _interleaved(whole, parts[0].shape[1])
+    return all(p.data_ptr() == v.data_ptr() and p.stride() == v.stride() for p, v in zip(parts, views, strict=True))
+
+
+class _RotaryQKV(Function):
+    @staticmethod
+    def forward(ctx, mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        # In place behind autograd's back: whoever made `mixed` keeps no output for its backward.
+        parts = _interleaved(mixed.detach(), heads)
+        _launch_qkv(parts, cos, sin, mixed, 1.0)
+        return parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor):
+        cos, sin = ctx.saved_tensors
+        out = _whole(gradients)
+        if out is None:
+            gradients = tuple(g if g.stride(2) == 1 else g.contiguous() for g in gradients)
+            tokens, heads, width = gradients[0].shape
+            out = gradients[0].new_empty((tokens, heads * 3 * width))
+        _launch_qkv(gradients, cos, sin, out, -1.0)
+        return out, None, None, None
+
+
+def _whole(parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the tensor that parts lie interleaved in, if there is one."""
+    first = parts[0]
+    storage = first.untyped_storage()
+    room = storage.nbytes() // first.element_size() - first.storage_offset()
+    shared = all(p.untyped_storage().data_ptr() == storage.data_ptr() for p in parts)
+    tokens, heads, width = first.shape
+    if not shared or room < 3 * first.numel():
+        return None
+    whole = first.as_strided((tokens, heads * 3 * width), (heads * 3 * width, 1))
+    return whole if _lie_interleaved(parts, whole) else None
+
+
+def rotate_qkv(mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the queries and keys of a projection's output in place.
+
+    Args:
+        mixed: `[tokens, heads * 3 * width]`, contiguous: query, key and value of each head one after the other. Its
+            memory is overwritten.
+        cos, sin: `[tokens, width / 2]` fp32, contiguous.
+        heads: Attention heads.
+
+    Returns:
+        Queries, keys and values `[tokens, heads, width]`, views of `mixed`. Their gradients may lie anywhere; where
+        they lie as their values do, the backward works in place, too.
+    """
+    return _RotaryQKV.apply(mixed, cos, sin, heads)
 
 
 def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,69 @@
+"""What a replay must do for Megatron's data parallelism: wait for gathered parameters, report arrived gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
+    """Return what a replay must call first under `overlap_param_gather`: wait for a model's parameters.
+
+    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
+    order of buckets.
+    """
+    found = _bucket_groups(chunks, model)
+    if found is None:
+        return None
+    chunk, groups = found
+
+    def gather() -> None:
+        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+            return
+        ddp = chunk.ddp_config
+        skip = ddp.align_param_gather or getattr(chunk, "overlap_param_gather_with_optimizer_step", False)
+        for group in groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=skip)
+
+    return gather
+
+
+def gradient_reduction(chunks: Sequence[nn.Module], model: nn.Module, pipelined: bool) -> "MegatronReduction | None":
+    """Return the reduction that a model's gradients go to; None where Megatron's data parallelism has none of them.
+
+    Args:
+        chunks: The training loop's model chunks.
+        model: The model whose parameters are meant.
+        pipelined: Whether a microbatch's forward may run before it is known that its backward is the step's last.
+    """
+    found = _bucket_groups(chunks, model)
+    return MegatronReduction(*found, pipelined) if found is not None else None
+
+
+class MegatronReduction:
+    """The gradient reduction of `DistributedDataParallel`; see `graphs.gradients.Reduction`."""
+
+    def __init__(self, chunk: nn.Module, groups: Sequence[Any], pipelined: bool) -> None:
+        self._chunk, self._groups, self._pipelined = chunk, groups, pipelined
+
+    def waits(self) -> bool:
+        """Whether a gradient that arrives now may set off communication: its hook does nothing else of use."""
+        overlap = self._chunk.ddp_config.overlap_grad_reduce
+        return overlap and (self._pipelined or any(group.is_last_microbatch for group in self._groups))
+
+    def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do what the hooks of these parameters do once their gradients are in `main_grad`."""
+        for parameter in parameters:
+            group = self._chunk.param_to_bucket_group[parameter]
+            group.register_grad_ready(parameter, self._chunk.force_all_reduce)
+
+
+def _bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[nn.Module, list[Any]] | None:
+    """Return the chunk whose data parallelism has the model's parameters, and their bucket groups in order."""
+    parameters = list(model.parameters())
+    for chunk in chunks:
+        groups_of = getattr(chunk, "param_to_bucket_group", None) or {}
+        owned = [p for p in parameters if p in groups_of]
+        if owned:
+            return chunk, list({id(groups_of[p]): groups_of[p] for p in owned}.values())
+    return None
