@@ -26,6 +26,7 @@ class PackedBatch:
             offsets at the end.
         lengths: Tokens of every document, with their padding, on the host.
         tokens: Tokens of the pack on this rank before sequence parallelism splits them.
+        additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
     """
 
     hidden: Tensor
@@ -33,6 +34,7 @@ class PackedBatch:
     offsets: Mapping[str, Tensor]
     lengths: tuple[int, ...]
     tokens: int
+    additions: tuple[Tensor, ...] = ()
 
     @property
     def documents(self) -> int:

@@ -18,6 +18,7 @@ from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..options import PackedOptions
 from .batch import PackedBatch, pack_batch
+from .layout import spread
 from .program import PackedProgram, PackLayout, RecordingKernels, Run
 
 
@@ -30,12 +31,14 @@ class DecoderCall:
         angles: Rotary angles.
         offsets: `cu_seqlens` by name; None where the batch has none.
         max_seqlens: Tokens of the longest document by name.
+        visual: What is added behind the first layers: `[1, tokens]` mask, and `[marked tokens, width]` for each layer.
     """
 
     hidden: Tensor
     angles: Tensor
     offsets: Mapping[str, Tensor | None]
     max_seqlens: Mapping[str, int]
+    visual: tuple[Tensor, Sequence[Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Observed:
     rotated: int
     width: int
     dtype: torch.dtype
+    additions: int
 
     @property
     def kind(self) -> tuple[tuple[str, ...], int, int, torch.dtype]:
@@ -181,7 +185,8 @@ class PackedGraphs(GraphedModule):
     def _program(self, part: DecoderPart) -> PackedProgram:
         (offsets, rotated, width, dtype), _ = Counter(seen.kind for seen in self._observed).most_common(1)[0]
         family = self.family
-        layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards)
+        additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
+        layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
         return PackedProgram(part.name, part.roots, width, dtype, layout, part.run, EXACT_BELOW, family.kernels)
 
     def _install(self, part: DecoderPart, region: Region) -> None:
@@ -221,9 +226,13 @@ class PackedGraphs(GraphedModule):
         call = self.family.read(args, kwargs)
         if isinstance(call, str):
             return call
-        return pack_batch(
+        batch = pack_batch(
             call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, self.family.shards
         )
+        if call.visual is None or self._installed:
+            return batch
+        mask, embeddings = call.visual
+        return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
 
     def _count_unsuited(self, reason: str) -> None:
         """Count a call that no graph can serve, if there are graphs."""
@@ -274,7 +283,8 @@ class PackedGraphs(GraphedModule):
 
 def _observed(batch: PackedBatch) -> Observed:
     width, rotated = batch.hidden.shape[-1], batch.angles.shape[-1]
-    return Observed(batch.tokens, batch.documents, batch.layout, rotated, width, batch.hidden.dtype)
+    dtype, additions = batch.hidden.dtype, len(batch.additions)
+    return Observed(batch.tokens, batch.documents, batch.layout, rotated, width, dtype, additions)
 
 
 class _PartCall:

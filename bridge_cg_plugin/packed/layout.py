@@ -21,6 +21,22 @@ def token_positions(offsets: Tensor, capacity: int) -> Tensor:
     return torch.where(token < ends[-1], token - start, 0)
 
 
+def spread(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return `rows` at the tokens that a mask marks, in their order, and zero elsewhere: `[tokens, 1, width]`.
+
+    A gather, so that neither it nor its backward reads the device.
+
+    Args:
+        mask: `[1, tokens]` bool.
+        rows: `[marked tokens, width]`.
+    """
+    marked = mask.reshape(-1)
+    if not rows.shape[0]:
+        return rows.new_zeros(marked.shape[0], 1, rows.shape[1])
+    place = (marked.cumsum(0) - 1).clamp(min=0)
+    return torch.where(marked[:, None], rows[place], 0)[:, None]
+
+
 def token_angles(table: Tensor, rows: Tensor, offsets: Tensor, absolute: bool) -> Tensor:
     """Return every token's rotary angles, `[capacity, 1, 1, width]`, from a table with one row per position.
 

@@ -12,8 +12,9 @@ from ..graphs.segments import fill_one_segment, write_offsets
 from .batch import PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
-# Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document.
-Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int], Tensor]
+# Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
+# is added behind the first layers.
+Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], Tensor]
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -28,6 +29,7 @@ class PackLayout:
         per_position: Whether angles come with a row per position in a document; else with a row per token.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
         shards: Ranks that hold a part of the tokens each (sequence parallelism).
+        additions: Behind how many of the first layers something is added to the hidden states.
     """
 
     offsets: tuple[str, ...]
@@ -35,6 +37,7 @@ class PackLayout:
     per_position: bool = True
     absolute: bool = False
     shards: int = 1
+    additions: int = 0
 
 
 class PackedProgram:
@@ -76,8 +79,10 @@ class PackedProgram:
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         documents, layout = bucket.limits[0], self.layout
+        rows = TensorSpec((bucket.tokens // layout.shards, 1, self._width), self._dtype, differentiable=True)
         return {
-            "hidden": TensorSpec((bucket.tokens // layout.shards, 1, self._width), self._dtype, differentiable=True),
+            "hidden": rows,
+            **dict.fromkeys(self._additions, rows),
             "angles": TensorSpec((bucket.tokens, 1, 1, layout.rotated), torch.float32),
             "rows": TensorSpec((1,), torch.int64),
             **{name: TensorSpec((documents + 1,), torch.int32) for name in layout.offsets},
@@ -90,7 +95,7 @@ class PackedProgram:
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
         documents, longest = bucket.limits
-        if batch.layout != self.layout.offsets:
+        if batch.layout != self.layout.offsets or len(batch.additions) > self.layout.additions:
             return "other_layout"
         if batch.documents > documents:
             return "too_many_documents"
@@ -106,6 +111,8 @@ class PackedProgram:
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
+        for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
+            _load_rows(buffers[name], rows.detach())
         _load_rows(buffers["angles"], batch.angles)
         buffers["rows"].fill_(batch.angles.shape[0])
         for name in self.layout.offsets:
@@ -113,7 +120,7 @@ class PackedProgram:
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        for name in ("hidden", "angles", "rows"):
+        for name in ("hidden", *self._additions, "angles", "rows"):
             buffers[name].zero_()
         for name in self.layout.offsets:
             fill_one_segment(buffers[name], min(bucket.tokens, bucket.limits[1]))
@@ -125,7 +132,8 @@ class PackedProgram:
         if self.layout.per_position:
             physical = offsets.get(PADDED_OFFSETS[0], buffers["cu_seqlens_q"])
             angles = token_angles(angles, buffers["rows"], physical, self.layout.absolute)
-        return (self._run(buffers["hidden"], angles, offsets, bucket.limits[1]),)
+        additions = [buffers[name] for name in self._additions]
+        return (self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions),)
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""
@@ -137,7 +145,16 @@ class PackedProgram:
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        return (batch.hidden,)
+        return (batch.hidden, *self._padded_additions(batch))
+
+    @property
+    def _additions(self) -> tuple[str, ...]:
+        return tuple(f"addition_{index}" for index in range(self.layout.additions))
+
+    def _padded_additions(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Return as many additions as are recorded; those that the batch lacks have no rows, which is zeros."""
+        missing = self.layout.additions - len(batch.additions)
+        return (*batch.additions, *(batch.hidden.detach()[:0],) * missing)
 
 
 def _load_rows(buffer: Tensor, rows: Tensor) -> None:

@@ -23,7 +23,9 @@ from .transformer_engine import accumulating, forget_attention_selection
 
 ROTARY = seam("packed_rotary")
 THD_ROTARY = seam("packed_rotary_positions")
-READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params")
+VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
+READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
+DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
 # A packed call carries none or a stand-in; attention goes by the offsets.
 WITHOUT_EFFECT = ("attention_mask",)
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
@@ -70,8 +72,17 @@ class TransformerBlockFamily:
             return "call_arguments"
         if hidden.dim() != 3 or hidden.shape[1] != 1 or (not self.per_position and angles.shape[0] != len(hidden)):
             return "call_arguments"
+        visual = self._visual(kwargs)
+        if visual is not None and self.shards > 1:
+            return "call_arguments"
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
-        return DecoderCall(hidden, angles, _offsets(params), max_seqlens)
+        return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+
+    def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
+        mask, embeddings = (kwargs.get(name) for name in VISUAL)
+        if not self._decoder.pre_process or mask is None or not embeddings:
+            return None
+        return mask, embeddings
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """See `DecoderFamily`.
@@ -94,8 +105,19 @@ class TransformerBlockFamily:
                 parts.append(_mlp_part(layer))
         return parts
 
-    def _run_block(self, hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
+    def _run_block(
+        self,
+        hidden: Tensor,
+        angles: Tensor,
+        offsets: Mapping[str, Tensor],
+        longest: int,
+        additions: Sequence[Tensor],
+    ) -> Tensor:
+        visual = {}
         with ExitStack() as stack:
+            if additions:
+                stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
+                visual = dict(zip(VISUAL, (None, additions), strict=True))
             if not self._decoder.pre_process:
                 stack.enter_context(replaced(self._decoder, "input_tensor", hidden))
             return self._forward(
@@ -103,6 +125,7 @@ class TransformerBlockFamily:
                 attention_mask=None,
                 rotary_pos_emb=angles,
                 packed_seq_params=packed_params(offsets, longest),
+                **visual,
             )
 
     @contextmanager
@@ -128,6 +151,11 @@ def packed_params(offsets: Mapping[str, Tensor], longest: int) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest))
+
+
+def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
+    """Add deepstack features that are zero wherever there are none."""
+    return hidden + addition
 
 
 def _offsets(params: Any) -> dict[str, Tensor | None]:
@@ -181,7 +209,9 @@ def _check_layer(layer: nn.Module) -> None:
 def _attention_part(layer: nn.Module) -> DecoderPart:
     forward = layer._forward_attention
 
-    def run(hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> Tensor:
         params = packed_params(offsets, longest)
         return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
 
@@ -193,7 +223,9 @@ def _attention_part(layer: nn.Module) -> DecoderPart:
 def _mlp_part(layer: nn.Module) -> DecoderPart:
     forward = layer._forward_mlp
 
-    def run(hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> Tensor:
         return forward(hidden)
 
     return DecoderPart(

@@ -5,6 +5,9 @@ from functools import partial
 from unittest import mock
 
 import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -71,11 +74,17 @@ class OnCpu(GPTModel):
             return super().forward(*args, **kwargs)
 
 
-def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=True, **config):
-    """Build a GPT model of a few layers with random weights, in training mode."""
-    start_single_process()
-    torch.manual_seed(seed)
-    settings = {
+class QwenOnCpu(Qwen3VLGPTModel):
+    """Qwen3-VL's language model, in the same way."""
+
+    def forward(self, *args, **kwargs):
+        with ON_CPU():
+            return super().forward(*args, **kwargs)
+
+
+def settings_of(layers=2):
+    """Return the configuration of a small model."""
+    return {
         "num_layers": layers,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -95,7 +104,13 @@ def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
     }
-    made = TransformerConfig(**{**settings, **config})
+
+
+def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=True, **config):
+    """Build a GPT model of a few layers with random weights, in training mode."""
+    start_single_process()
+    torch.manual_seed(seed)
+    made = TransformerConfig(**{**settings_of(layers), **config})
     spec = get_gpt_layer_local_spec(num_experts=made.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
     layers = TransformerBlockSubmodules([spec] * made.num_layers, WrappedTorchNorm)
@@ -110,11 +125,47 @@ def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=
             position_embedding_type="rope",
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+    return peaked(model)
+
+
+def new_qwen(seed=0, layers=3):
+    """Build Qwen3-VL's language model: multimodal rotary embedding, image features added behind the first layers."""
+    start_single_process()
+    torch.manual_seed(seed)
+    made = Qwen3VLTransformerConfig(**settings_of(layers), mrope_section=[2, 1, 1])
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    spec.submodules.self_attention.submodules.core_attention = CausalSegments
+    with ON_CPU():
+        model = QwenOnCpu(
+            made,
+            TransformerBlockSubmodules([spec] * layers, WrappedTorchNorm),
+            VOCABULARY,
+            1024,
+            position_embedding_type="mrope",
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    return peaked(model)
+
+
+def peaked(model):
+    """Return the model in training mode, with weights that make attention peaked as in a trained one."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.2)
     return model.train()
+
+
+def with_images(arguments, every=5, features=2, seed=0):
+    """Return the arguments of Qwen3-VL's language model: positions on three axes, features at every so manyth token."""
+    tokens = arguments["input_ids"].shape[1]
+    mask = torch.arange(tokens)[None] % every == 1
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = [torch.randn(int(mask.sum()), 32, generator=generator).requires_grad_() for _ in range(features)]
+    axes = torch.stack([arguments["position_ids"] + axis * (torch.arange(tokens) % 7) for axis in range(3)])
+    visual = {"visual_pos_masks": mask, "deepstack_visual_embeds": embeddings} if features else {}
+    return {**arguments, "position_ids": axes, **visual}
 
 
 def pack(lengths, seed=0, room=None, repeats=0, max_seqlen=None):

@@ -10,7 +10,7 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.packed.batch import PackedBatchError
 
-from .packs import ends, graphs_on, losses_and_gradients, new_model, pack, unpacked
+from .packs import ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
 from .towers import assert_close, poison
 
 WARMUP = (100, 150, 50)
@@ -312,3 +312,43 @@ def test_the_executor_sees_every_bound(bare):
     executor = Counting()
     with graphs_on(bare, pack(WARMUP), executor=executor, cuda_graph_packed_evaluation=False) as graphs:
         assert executor.recorded == len(graphs._regions[0].buckets) > 0
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return new_qwen()
+
+
+def features_and_gradients(model, arguments):
+    """Return losses, and gradients of parameters and image features."""
+    features = arguments.get("deepstack_visual_embeds", [])
+    losses = model(**arguments)
+    weights = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)
+    return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), [*model.parameters(), *features])]
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"]], ids=["whole", "attn"])
+def test_qwen3_vl_with_image_features(qwen, modules):
+    batches = [
+        with_images(pack((100, 160))),
+        with_images(pack((300,)), every=3, seed=1),
+        with_images(pack((20, 90, 180)), features=0),
+    ]
+    expected = [features_and_gradients(qwen, batch) for batch in batches]
+    with graphs_on(qwen, batches[0], cuda_graph_modules=modules) as graphs:
+        for batch, wanted in zip(batches, expected, strict=True):
+            assert_close(features_and_gradients(qwen, batch), wanted)
+        assert replayed(graphs) == len(batches) * len(graphs._regions)
+
+
+def test_more_image_features_than_were_captured(qwen):
+    with graphs_on(qwen, with_images(pack((100, 160)), features=0)) as graphs:
+        features_and_gradients(qwen, with_images(pack((100, 160))))
+        assert graphs.statistics().fallbacks == {"other_layout": 1}
+
+
+def test_qwen3_vl_is_as_it_was_after_recording(qwen):
+    before = dict(vars(qwen.decoder))
+    with graphs_on(qwen, with_images(pack((100, 160)))):
+        pass
+    assert vars(qwen.decoder).keys() == before.keys()

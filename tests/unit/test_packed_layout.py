@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 
 from bridge_cg_plugin.graphs.segments import fill_one_segment, write_offsets
-from bridge_cg_plugin.packed.layout import token_angles, token_positions
+from bridge_cg_plugin.packed.layout import spread, token_angles, token_positions
 from bridge_cg_plugin.upstream.packed_decoder import _takes_packed_tables
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
@@ -72,3 +72,17 @@ def test_a_table_of_as_many_rows_as_tokens(absolute, expected):
     table = torch.arange(5.0)[:, None, None, None]
     found = token_angles(table, torch.tensor([5]), offsets_of([2, 3]), absolute)
     assert found.flatten().tolist() == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_rows_are_spread_to_the_marked_tokens(marks):
+    mask = torch.tensor([marks])
+    rows = torch.randn(sum(marks), 3, requires_grad=True)
+    found = spread(mask, rows)
+    expected = torch.zeros(len(marks), 1, 3)
+    expected[mask[0], 0] = rows.detach()
+    assert torch.equal(found, expected)
+    if sum(marks):
+        weights = torch.randn(len(marks), 1, 3)
+        (gradient,) = torch.autograd.grad((found * weights).sum(), rows)
+        assert torch.equal(gradient, weights[mask[0], 0])

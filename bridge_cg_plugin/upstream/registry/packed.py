@@ -2,6 +2,7 @@
 
 from ..seams import Seam
 from .engine import CORE, DETACHED, RECORDED
+from .models import BLOCK as QWEN_BLOCK
 from .training import RESTORED, TRAIN
 
 GPT_STEP = "megatron.bridge.training.gpt_step"
@@ -67,6 +68,30 @@ SEAMS = (
         purpose="a later pipeline stage takes its input from here, also while it is recorded",
         undo=RECORDED,
         attributes=("layers", "pre_process", "input_tensor", "config"),
+    ),
+    Seam(
+        name="packed_qwen3_vl_decoder",
+        module=QWEN_BLOCK,
+        target="Qwen3VLTransformerBlock.forward",
+        kind="function",
+        touch="instance",
+        purpose="the layers of a packed microbatch of Qwen3-VL's language model replay a graph",
+        undo=DETACHED,
+        parameters=(
+            *("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+            *("visual_pos_masks", "deepstack_visual_embeds"),
+        ),
+        uses=("self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",),
+    ),
+    Seam(
+        name="packed_deepstack",
+        module=QWEN_BLOCK,
+        target="Qwen3VLTransformerBlock._deepstack_process",
+        kind="function",
+        touch="instance",
+        purpose="image features are added to every token, zero where there are none, while work is recorded",
+        undo=RECORDED,
+        parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
     ),
     Seam(
         name="packed_layers",
