@@ -45,7 +45,7 @@ def token_angles(table: Tensor, rows: Tensor, offsets: Tensor, absolute: bool) -
         rows: `[1]` int64, rows of the batch's own table.
         offsets: `[documents + 1]` int32 of documents with their padding.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack, as
-            megatron-core takes it since 0.19; a document's position counts otherwise.
+            megatron-core takes it without its fused kernel; a document's position counts otherwise.
     """
     capacity = table.shape[0]
     positions = token_positions(offsets, capacity)

@@ -22,7 +22,6 @@ from .rotary import fused_rotary
 from .transformer_engine import accumulating, forget_attention_selection
 
 ROTARY = seam("packed_rotary")
-THD_ROTARY = seam("packed_rotary_positions")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
 DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
@@ -54,7 +53,7 @@ class TransformerBlockFamily:
         config = decoder.config
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.per_position = not any(_is_qwen(layer) for layer in decoder.layers)
-        self.absolute = not config.apply_rope_fusion and _takes_packed_tables()
+        self.absolute = not config.apply_rope_fusion
         for layer in decoder.layers:
             _check_layer(layer)
 
@@ -181,12 +180,6 @@ def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(t[:, None], freqs, config, None, mscale, **kwargs)[:, 0]
 
     return apply_rotary_pos_emb
-
-
-def _takes_packed_tables() -> bool:
-    """Whether this release takes a rotary table with as many rows as tokens by the place in the pack."""
-    function = getattr(importlib.import_module(THD_ROTARY.module), THD_ROTARY.target)
-    return "has_packed_freqs" in function.__code__.co_varnames
 
 
 def _is_qwen(layer: nn.Module) -> bool:

@@ -6,7 +6,6 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 
 from bridge_cg_plugin.graphs.segments import fill_one_segment, write_offsets
 from bridge_cg_plugin.packed.layout import spread, token_angles, token_positions
-from bridge_cg_plugin.upstream.packed_decoder import _takes_packed_tables
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
@@ -61,8 +60,7 @@ def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, paddin
     capacity = tokens + padding
     table = torch.zeros(capacity, 1, 1, WIDTH)
     table[: min(rows, capacity)] = angles_table(rows)[:capacity]
-    absolute = _takes_packed_tables()
-    found = token_angles(table, torch.tensor([rows]), offsets_of(lengths, repeats), absolute)
+    found = token_angles(table, torch.tensor([rows]), offsets_of(lengths, repeats), absolute=True)
     assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:tokens])[:, 0], expected)
     assert not found[tokens:].any()
 

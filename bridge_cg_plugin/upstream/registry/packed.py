@@ -128,6 +128,7 @@ SEAMS = (
         touch="read",
         purpose="which positions upstream gives the tokens of a pack",
         parameters=("t", "cu_seqlens", "freqs"),
+        uses=("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
     ),
     Seam(
         name="packed_files",
