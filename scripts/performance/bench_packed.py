@@ -31,6 +31,7 @@ DISTRIBUTIONS = {
 }
 PACK_SIZE = 4096
 MEASURED_PACKS = 24
+MEASURED_CHOICES = 4
 
 
 def main() -> int:
@@ -194,7 +195,7 @@ class Bench:
         return model
 
     def plans(self, case: str, cost) -> list[dict]:
-        """Plan for a distribution, and measure each of the plan's choices on the same packs."""
+        """Plan for a distribution; measure the recommended choice and some others on the same packs."""
         import random
 
         from bridge_cg_plugin.planner.packing import first_fit_shuffle
@@ -206,7 +207,8 @@ class Bench:
         drawn = random.Random(1).sample(packs, MEASURED_PACKS)
         sample = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(drawn)]
         records = []
-        for choice in plan.choices:
+        others = [choice for choice in plan.choices if choice is not plan.best]
+        for choice in (plan.best, *random.Random(2).sample(others, min(len(others), MEASURED_CHOICES - 1))):
             expected = plan_packs_time([pack.lengths for pack in sample], cost, choice)
             helper = self.lm.new_helper(
                 self.model,

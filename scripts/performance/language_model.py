@@ -196,12 +196,11 @@ def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **o
 
 def gpu_busy_ms(run: Any) -> tuple[float, int]:
     """Return the GPU time of one call in milliseconds and how many kernels it launches, from a profile."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    kernels = [e for e in found.events() if e.device_type is DeviceType.CUDA]
-    return sum(e.device_time_total for e in kernels) / 1e3, len(kernels)
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.self_device_time_total for e in kernels) / 1e3, len(kernels)

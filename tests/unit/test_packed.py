@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
@@ -86,6 +88,16 @@ def test_a_choice_holds_for_all_parts_of_layers(bare):
         assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
         del first, second
         gc.collect()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda n: 257 <= sum(n) <= 512))
+def test_any_pack_from_one_capture(model, graphs, lengths):
+    expected = eager(model, graphs, pack(lengths))
+    before = replayed(graphs)
+    found = losses_and_gradients(model, pack(lengths))
+    assert replayed(graphs) == before + 1
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
 def test_documents_do_not_see_each_other(model, graphs):
