@@ -20,6 +20,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("batches", "language_model"),
     "megatron.core.transformer.transformer_layer": ("language_model",),
     "megatron.bridge.models.gpt_provider": ("provider_fields",),
+    "megatron.core.full_cuda_graph": ("full_iteration",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
@@ -74,6 +75,9 @@ def deactivate() -> None:
     if helper is not None:
         for active in helper.active_helpers():
             active.delete_cuda_graphs()
+    full_iteration = sys.modules.get("bridge_cg_plugin.upstream.full_iteration")
+    if full_iteration is not None:
+        full_iteration.CURRENT.end()
     for patch in reversed(_loaded_patches()):
         patch.revert()
 

@@ -171,6 +171,8 @@ def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = N
     bounds |= {(max_segments, min(sizes)), (max_segments, tokens)}
     if unpacked_from is not None and tokens >= unpacked_from:
         bounds.add((1, tokens))
+    # A batch that keeps to the others has fewer tokens, so there is a smaller capacity for it.
+    bounds = {(segments, largest) for segments, largest in bounds if segments * largest >= tokens}
     kept: list[tuple[int, int]] = []
     for segments, largest in sorted(bounds, key=lambda b: (scan_cost(b[0], b[1], unpacked_from), b)):
         if not any(segments <= s and largest <= size for s, size in kept):

@@ -1,7 +1,7 @@
 """Capturing a CUDA graph so that a failure leaves the process usable."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,9 +11,15 @@ from .errors import CaptureError, OutOfMemoryInCapture
 
 
 @contextmanager
-def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def capture_graph(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    stream: torch.cuda.Stream,
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[None]:
     """Record the body's work on `stream` into `graph`, with its memory from `pool`, a handle of PyTorch's.
 
+    The default generator and those given may be drawn from: every replay goes on where they are then.
     Only this thread's calls are checked while recording, so that data loader and NCCL watchdog threads go on.
 
     Raises:
@@ -23,10 +29,12 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Str
     device = stream.device
     stream.wait_stream(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
-    generator = _GeneratorGuard(device)
+    guards = [_GeneratorGuard(g, device) for g in (torch.cuda.default_generators[device.index], *generators)]
     collecting = gc.isenabled()
     gc.disable()
     try:
+        for generator in generators:
+            graph.register_generator_state(generator)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -36,11 +44,11 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Str
                 raise
             graph.capture_end()
     except torch.OutOfMemoryError as error:
-        generator.restore()
+        _restore(guards)
         raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
     except Exception as error:
         _end_pool(pool, device)
-        generator.restore()
+        _restore(guards)
         raise CaptureError(f"{type(error).__name__}: {error}") from error
     finally:
         if collecting:
@@ -62,11 +70,16 @@ def _end_pool(pool: tuple[int, int], device: torch.device) -> None:
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
-class _GeneratorGuard:
-    """Brings the default generator back to life after a failed capture left it in capture mode."""
+def _restore(guards: Sequence["_GeneratorGuard"]) -> None:
+    for guard in guards:
+        guard.restore()
 
-    def __init__(self, device: torch.device) -> None:
-        self._generator = torch.cuda.default_generators[device.index]
+
+class _GeneratorGuard:
+    """Brings a generator back to life after a failed capture left it in capture mode."""
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        self._generator = generator
         self._state = self._generator.get_state()
         self._device = device
 

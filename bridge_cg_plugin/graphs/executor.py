@@ -35,13 +35,23 @@ class Executor(Protocol):
 
 
 class CudaGraphExecutor:
-    """Records CUDA graphs on a stream of its own."""
+    """Records CUDA graphs on a stream of its own.
+
+    Args:
+        device: Where; None is the current device.
+        generators: Returns what recorded work may draw random numbers from, besides the default generator.
+    """
 
     name = "cuda_graph"
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        generators: Callable[[], Sequence[torch.Generator]] = tuple,
+    ) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
+        self._generators = generators
 
     def new_pool(self) -> tuple[int, int]:
         """See `Executor`."""
@@ -62,7 +72,7 @@ class CudaGraphExecutor:
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
-        return CudaGraphRecording(body, pool, self._stream)
+        return CudaGraphRecording(body, pool, self._stream, self._generators())
 
     def pool_bytes(self, pool) -> int:
         """See `Executor`."""

@@ -12,6 +12,7 @@ from torch import nn
 from ..announce import warn
 from .errors import CaptureError, OutOfMemoryInCapture
 from .executor import Executor
+from .instance import InstanceForward
 from .region import Region
 from .report import merge_statistics, metrics, render
 from .statistics import RegionStatistics
@@ -49,9 +50,8 @@ class GraphedModule(ABC):
         self._fallbacks: Counter[str] = Counter()
         self._step = 0
         self._paused = 0
-        self._eager_forward = model.forward
-        self._replaced = model.__dict__.get("forward")
-        model.forward = self._forward
+        self._instance = InstanceForward(model, self._forward)
+        self._eager_forward = self._instance.original
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,12 +81,7 @@ class GraphedModule(ABC):
     def detach(self) -> None:
         """Give the module its former forward back and drop all graphs."""
         self.reset()
-        if self.model.__dict__.get("forward") != self._forward:
-            return
-        if self._replaced is not None:
-            self.model.forward = self._replaced
-        else:
-            self.model.__dict__.pop("forward", None)
+        self._instance.restore()
 
     @property
     def captured(self) -> bool:

@@ -83,4 +83,4 @@ class RegionProgram(Protocol):
         """Return how many leading rows of each output are real."""
 
     def differentiable_inputs(self, batch: Any) -> tuple[Tensor, ...]:
-        """Return the batch's tensors that match the differentiable specs, in their order."""
+        """Return the batch's tensors that match the differentiable specs, in their order; their rows fill the first."""

@@ -152,17 +152,23 @@ class ReferenceRecording:
 
 
 class CudaGraphRecording:
-    """Two CUDA graphs, forward and backward, in one memory pool."""
+    """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`."""
 
-    def __init__(self, body: RegionBody, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        body: RegionBody,
+        pool: tuple[int, int],
+        stream: torch.cuda.Stream,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         self._forward = torch.cuda.CUDAGraph()
         self._backward: torch.cuda.CUDAGraph | None = None
         try:
-            with capture_graph(self._forward, pool, stream):
+            with capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
             if body.has_backward:
                 self._backward = torch.cuda.CUDAGraph()
-                with capture_graph(self._backward, pool, stream):
+                with capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
         finally:
             body.forget()

@@ -43,7 +43,7 @@ def replay(
             return outputs
         inputs = program.differentiable_inputs(batch)
         receivers = sinks.receivers()
-        call = _Call(lease, sinks, receivers, bucket, mode, rows, program.size(batch), observer)
+        call = _Call(lease, sinks, receivers, bucket, mode, rows, tuple(len(t) for t in inputs), observer)
         return _Replay.apply(call, *inputs, *receivers)
     except BaseException:
         lease.release()
@@ -59,7 +59,7 @@ def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> t
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "lease", "mode", "observer", "receivers", "rows", "sinks", "size")
+    __slots__ = ("bucket", "input_rows", "lease", "mode", "observer", "receivers", "rows", "sinks")
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class _Call:
         bucket: Bucket,
         mode: Mode,
         rows: tuple[int, ...],
-        size: int,
+        input_rows: tuple[int, ...],
         observer: BackwardObserver | None,
     ) -> None:
         self.lease, self.sinks, self.receivers, self.bucket, self.mode = lease, sinks, receivers, bucket, mode
-        self.rows, self.size, self.observer = rows, size, observer
+        self.rows, self.input_rows, self.observer = rows, input_rows, observer
 
 
 class _Replay(Function):
@@ -97,7 +97,9 @@ class _Replay(Function):
         gradients = slot.recordings[call.bucket, call.mode].backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
-        inputs = tuple(None if g is None else g[: call.size].clone() for g in gradients.inputs)
+        inputs = tuple(
+            None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
+        )
         parameters = call.sinks.hand_over(gradients.parameters, call.receivers)
         call.lease.release()
         return None, *inputs, *parameters

@@ -24,19 +24,18 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     return total
 
 
-def metrics(statistics: RegionStatistics, group: str) -> dict[str, float]:
-    """Return the scalars for TensorBoard and W&B, by tag `group/name`."""
+def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
+    """Return the scalars for TensorBoard and W&B, by tag; every tag starts with `prefix/`."""
     fallbacks = sum(statistics.fallbacks.values())
     runs = statistics.replays + fallbacks
-    values = {
-        "replays": float(statistics.replays),
-        "fallbacks": float(fallbacks),
-        "replayed_share": statistics.replays / runs if runs else 0.0,
-        "padding_share": statistics.padding_share,
-        "memory_gb": statistics.memory_bytes / GIB,
-        **{f"fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
+    return {
+        f"{prefix}/replays": float(statistics.replays),
+        f"{prefix}/fallbacks": float(fallbacks),
+        f"{prefix}/replayed_share": statistics.replays / runs if runs else 0.0,
+        f"{prefix}/padding_share": statistics.padding_share,
+        f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
+        **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
-    return {f"{group}/{name}": value for name, value in values.items()}
 
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .combinations import COMBINATIONS
 from .graph_options import GraphOptions
-from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule, LanguageModelGraphOptions
+from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
 from .offload import OFFLOAD_FIELDS, OffloadOptions
 from .packed import PackedOptions
@@ -46,7 +46,7 @@ def _plain(part: Any) -> dict[str, Any]:
 def in_words(options: GraphOptions) -> str:
     """Return options as lines for a person."""
     lines = [
-        f"language model: {_language_model(options.language_model)}",
+        f"language model: {_language_model(options)}",
         f"vision: {_vision(options.vision)}",
         f"packed sequences: {_packed(options.packed)}",
         f"offload: {_offload(options.offload)}",
@@ -55,9 +55,12 @@ def in_words(options: GraphOptions) -> str:
     return "\n".join(lines)
 
 
-def _language_model(options: LanguageModelGraphOptions) -> str:
+def _language_model(every: GraphOptions) -> str:
+    options = every.language_model
     if options.impl == "none":
         return "no graphs"
+    if options.impl == "full_iteration" and every.vision.enabled:
+        return "the whole language model, one graph of its forward and one of its backward in every microbatch"
     if options.impl == "full_iteration":
         return "one graph of forward and backward of the whole step; inference eager"
     parts = _listed([_PARTS[module] for module in options.modules]) if options.modules else "whole layers"

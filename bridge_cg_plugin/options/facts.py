@@ -7,6 +7,10 @@ from .errors import OptionError
 from .sources import Written
 from .values import is_unset, parse_flag, words
 
+# Newer and older releases' names.
+PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
+OFFLINE_PACKING = "enable_offline_packing"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -24,11 +28,14 @@ class Facts:
         moe: Whether the model has mixture-of-experts layers.
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
-        context_parallel: Whether a sequence is spread over several ranks.
         mla: Whether attention is multi-latent.
-        low_precision: "fp8" or "fp4" where matrix products run in it.
         warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
+        pipeline_stages: Stages of pipeline parallelism.
+        context_ranks: Ranks of context parallelism.
+        in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
+        multi_token_layers: Layers of multi-token prediction.
+        low_precision: The fp8 or fp4 recipe that layers compute in.
         by_hand: Fields that a person wrote.
     """
 
@@ -43,11 +50,14 @@ class Facts:
     moe: bool | None = None
     mamba: bool | None = None
     packed_data: bool | None = None
-    context_parallel: bool | None = None
     mla: bool | None = None
-    low_precision: str | None = None
     warmup_steps: int | None = None
     images: bool | None = None
+    pipeline_stages: int | None = None
+    context_ranks: int | None = None
+    in_batch_packing: str | None = None
+    multi_token_layers: int | None = None
+    low_precision: str | None = None
     by_hand: frozenset[str] = frozenset()
 
 
@@ -74,14 +84,15 @@ def facts_of(written: Written) -> Facts:
         if "num_moe_experts" not in settings
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
         mamba=_mamba(written),
-        packed_data=_flag(settings, "enable_in_batch_packing") or _flag(settings, "enable_offline_packing"),
-        context_parallel=_number("context_parallel_size", settings.get("context_parallel_size") or 1) > 1,
+        packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
         mla=_flag(settings, "multi_latent_attention"),
-        low_precision=next((n for n in ("fp8", "fp4") if _is_on(settings.get(n))), None),
-        warmup_steps=None
-        if is_unset(settings.get("cuda_graph_warmup_steps"))
-        else int(_number("cuda_graph_warmup_steps", settings["cuda_graph_warmup_steps"])),
+        warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
         images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
+        pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
+        context_ranks=_count(settings, "context_parallel_size"),
+        in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
+        multi_token_layers=_count(settings, "mtp_num_layers"),
+        low_precision=_low_precision(settings),
         by_hand=written.by_hand,
     )
 
@@ -98,8 +109,13 @@ def _number(name: str, value: Any) -> float:
         raise OptionError(name, value, "a number", "Change it in the model's configuration.") from None
 
 
-def _is_on(value: Any) -> bool:
-    return not is_unset(value) and str(value).strip().lower() not in ("", "false", "0", "none")
+def _count(settings: dict[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    return None if is_unset(value) else int(_number(name, value))
+
+
+def _low_precision(settings: dict[str, Any]) -> str | None:
+    return next((str(settings[name]) for name in ("fp8", "fp4") if not is_unset(settings.get(name))), None)
 
 
 def _above_zero(settings: dict[str, Any], name: str) -> bool | None:

@@ -34,13 +34,16 @@ SETTINGS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
     "spatial_merge_size",
+    "pipeline_model_parallel_size",
     "context_parallel_size",
     "multi_latent_attention",
+    "enable_in_batch_packing",
+    "pack_sequences_in_batch",
+    "enable_offline_packing",
+    "mtp_num_layers",
     "fp8",
     "fp4",
     "cuda_graph_warmup_steps",
-    "enable_in_batch_packing",
-    "enable_offline_packing",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (

@@ -35,6 +35,8 @@ class VisionGraphOptions:
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
             "awaited" in the microbatches whose gradients the reduction waits for, "always" in all. Hooks that a user
             puts on a parameter fire always; those on its node of the autograd graph need "always".
+        cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
+            replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -53,6 +55,7 @@ class VisionGraphOptions:
     kernels: Literal["exact", "fast"] = "exact"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
+    cost_fallback: bool = True
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -145,6 +148,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "kernels": _one_of(KERNELS),
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
+    "cost_fallback": parse_flag,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),

@@ -1,6 +1,7 @@
 """What Bridge's train loop drives: the interface of megatron-core's graph helpers over graphed modules."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ def release_module(module: nn.Module) -> None:
             helper.delete_cuda_graphs()
 
 
-def default_executor() -> Executor:
-    """Return what can record on this machine."""
-    return CudaGraphExecutor() if torch.cuda.is_available() else ReferenceExecutor()
+def default_executor(generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Executor:
+    """Return what can record on this machine; `generators` are those that recorded work may draw from."""
+    return CudaGraphExecutor(generators=generators) if torch.cuda.is_available() else ReferenceExecutor()
 
 
 def stages_of(config: Any) -> int:

@@ -19,7 +19,8 @@ from .registry import seam
 from .registry.language_model import STEP
 
 ROTARY_PATCH = "language_model_rotary"
-PATCH_NAMES = (ROTARY_PATCH, "language_model_length")
+LENGTH_PATCH = "language_model_length"
+PATCH_NAMES = (ROTARY_PATCH, LENGTH_PATCH)
 
 
 def rotary_stand_in(config: Any, seq_length: int, micro_batch_size: int, device: Any) -> torch.Tensor:
@@ -52,12 +53,18 @@ def _at_fixed_length(old: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        replays = getattr(cfg.model, "cuda_graph_impl", "none") == "transformer_engine"
-        if not replays or packed_options(cfg.model).enabled:
-            return batch
-        return padded(batch, cfg.model.seq_length)
+        replays = replays_one_length(cfg.model) and not packed_options(cfg.model).enabled
+        return padded(batch, cfg.model.seq_length) if replays else batch
 
     return get_batch
+
+
+def replays_one_length(model: Any) -> bool:
+    """Whether a model's configuration, in any release's words, asks for graphs that replay one sequence length."""
+    impl = getattr(model, "cuda_graph_impl", "none")
+    if impl != "local":
+        return impl in ("transformer_engine", "full_iteration")
+    return "full_iteration" in (getattr(scope, "name", scope) for scope in getattr(model, "cuda_graph_scope", ()) or ())
 
 
 def padded(batch: tuple, length: int) -> tuple:
@@ -91,5 +98,5 @@ def padded(batch: tuple, length: int) -> tuple:
 
 PATCHES = (
     Patch(seam(ROTARY_PATCH), _with_rotary),
-    Patch(seam("language_model_length"), _at_fixed_length),
+    Patch(seam(LENGTH_PATCH), _at_fixed_length),
 )

@@ -14,7 +14,7 @@ from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
-from .transformer_engine import forget_attention_selection, fused_accumulation
+from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
 WRAPPER_DEPTH = 8
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
@@ -64,7 +64,7 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation)
+QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation, accumulate_from_now_on)
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
@@ -76,19 +76,27 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
         model = inner
 
 
+def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
+    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
+        for module in _unwrapped(chunk):
+            yield module
+            inner = getattr(module, "model", None)
+            if isinstance(inner, nn.Module):
+                yield inner
+
+
 def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
     """Return (vision model, the module that holds it or the model itself), or None on a stage without one.
 
     A vision model is found as `vision_model` under any wrapper, one level deeper under `model`, or handed over itself.
     """
-    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
-        for module in _unwrapped(chunk):
-            for holder in (module, getattr(module, "model", None)):
-                vision = getattr(holder, "vision_model", None)
-                if isinstance(vision, nn.Module):
-                    return vision, holder
-            if hasattr(module, "patch_embed") and hasattr(module, "decoder"):
-                return module, module
+    for holder in holders(chunks):
+        vision = getattr(holder, "vision_model", None)
+        if isinstance(vision, nn.Module):
+            return vision, holder
+        if hasattr(holder, "patch_embed") and hasattr(holder, "decoder"):
+            return holder, holder
     return None
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .full_iteration import CURRENT
 from .graph_helper import active_helpers
 from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
@@ -43,8 +44,9 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            for helper in active_helpers():
-                write_metrics(state, helper.graphs.metrics())
+            graphs = [*(helper.graphs for helper in active_helpers()), *([CURRENT.graphs] if CURRENT.graphs else [])]
+            for each in graphs:
+                write_metrics(state, each.metrics())
         return result
 
     return training_log
@@ -75,6 +77,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
+        CURRENT.end()
         OWN_LOOP.end()
         old(*args, **kwargs)
 

@@ -15,37 +15,49 @@ from ..options import (
     facts_of,
 )
 from ..options.graph_options import options_of, warn_once
-from ..options.language_model import IMPL
+from ..options.language_model import IMPL, LanguageModelGraphOptions
 from ..options.migration import SWITCHES
 from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..plugin import broken_seams
 from .environment import check_process
+from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
 from .registry.packed import SEAMS as PACKED_SEAMS
 
 
-def check_seams(options: GraphOptions) -> None:
+def check_seams(options: GraphOptions, images: bool = False) -> None:
     """Refuse graphs where upstream does not look as the plugin relies on for them.
+
+    Args:
+        options: The options.
+        images: Whether the model takes images.
 
     Raises:
         DriftError: Names the seams, the release and what was found.
     """
     broken = broken_seams()
-    asked = PROVIDER_FIELDS["impl"]
+    asked = f"{PROVIDER_FIELDS['impl']}={options.vision.impl}"
     if not options.vision.enabled:
-        asked = IMPL
-        needed = PATCH_NAMES if options.language_model.captures(CudaGraphModule.attn) else ()
+        asked = f"{IMPL}={options.language_model.impl}"
+        needed = _needed(options.language_model, images)
         if options.packed.enabled:
             needed = tuple(entry.name for entry in PACKED_SEAMS)
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
         raise DriftError(
-            f"{asked}=transformer_engine needs parts of upstream that do not fit in megatron-bridge "
-            f"{bridge_release()} ({found}). Set {asked}=none or use a release of the version table."
+            f"{asked} needs parts of upstream that do not fit in megatron-bridge "
+            f"{bridge_release()} ({found}). Set {asked.partition('=')[0]}=none or use a release of the version table."
         )
+
+
+def _needed(language_model: LanguageModelGraphOptions, images: bool) -> tuple[str, ...]:
+    """Return the seams that language-model graphs depend on."""
+    if language_model.impl == "full_iteration" and images:
+        return FULL_ITERATION_SEAMS
+    return PATCH_NAMES if language_model.captures(CudaGraphModule.attn) else ()
 
 
 def check_training_config(config: Any) -> None:
@@ -63,9 +75,10 @@ def check_training_config(config: Any) -> None:
         return
     if options.vision.enabled:
         check_process()
-    check_seams(options)
+    facts = _facts(written, options)
+    check_seams(options, bool(facts.images))
     # megatron-core checks offloading itself, each release what it can do.
-    check_options(replace(options, offload=OffloadOptions()), _facts(written, options), harmless=False)
+    check_options(replace(options, offload=OffloadOptions()), facts, harmless=False)
     warn_once(options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.modules))

@@ -23,6 +23,18 @@ def forget_attention_selection() -> None:
         cache["attention_params"] = None
 
 
+def accumulate_from_now_on(modules: Sequence[nn.Module]) -> None:
+    """Let an eager microbatch add its weight gradients, also if it is the first one that modules see in a step.
+
+    Where the weight-gradient GEMM writes to `main_grad` itself, a step's first microbatch overwrites what is there:
+    zeros, or what replays of earlier microbatches added without the modules' knowing. megatron-core marks first
+    microbatches in all modules of a model that computes in fp8, which the vision encoder itself never does.
+    """
+    for module in (m for root in modules for m in root.modules()):
+        if getattr(module, "is_first_microbatch", False):
+            module.is_first_microbatch = False
+
+
 @contextmanager
 def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let linear modules that add weight gradients to `main_grad` inside their GEMM never overwrite it instead.

@@ -20,6 +20,7 @@ from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
+from .costs import Clock, CudaClock, MeasuredCosts, Shape, shape_of, watch_backward
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
@@ -42,12 +43,14 @@ class EncoderFamily:
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
+        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
     """
 
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
+    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
 
 class VisionGraphs(GraphedModule):
@@ -64,6 +67,7 @@ class VisionGraphs(GraphedModule):
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: Data parallelism's reduction of gradients, where there is one.
         grids: Host copies of grids.
+        clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
     title = "vision CUDA graphs"
@@ -84,6 +88,7 @@ class VisionGraphs(GraphedModule):
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         grids: HostGrids | None = None,
+        clock: Clock | None = None,
     ) -> None:
         super().__init__(model, executor, options.strict, before_replay)
         self.options, self.family = options, family
@@ -97,6 +102,22 @@ class VisionGraphs(GraphedModule):
         self._checked_step = 0
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
+        self._costs = self._measured_costs(clock)
+        self._chosen: dict[Shape, Bucket | None] = {}
+
+    def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
+        """Return where microbatches are timed, or None where times must not decide.
+
+        Deterministic runs must repeat themselves, and tensor-parallel ranks must decide alike, as their collectives
+        depend on it; times do neither. Layers' parts are too short to time one by one.
+        """
+        if not self.options.cost_fallback or not self.options.whole_encoder or deterministic():
+            return None
+        if (getattr(self.model.config, "tensor_model_parallel_size", None) or 1) > 1:
+            return None
+        if clock is None and self.executor.device.type == "cuda":
+            clock = CudaClock()
+        return MeasuredCosts(clock) if clock is not None else None
 
     def _record(self) -> None:
         """See `GraphedModule`."""
@@ -135,6 +156,9 @@ class VisionGraphs(GraphedModule):
             delattr(layer, name)
         self._layers = []
         super().reset()
+        self._chosen = {}
+        if self._costs is not None:
+            self._costs.forget_replays()
 
     def _plan(self, capacity_limit: int | None) -> BucketPlan:
         if self.options.buckets != "auto":
@@ -228,7 +252,14 @@ class VisionGraphs(GraphedModule):
             self._note_eager()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
-        return self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        if self.captured:
+            self.family.before_eager((self.model,))
+        timing = self._costs.time_eager(batch) if self._may_time() else None
+        hidden, deepstack = self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        if timing is not None and hidden.requires_grad:
+            timing.forward_ended()
+            watch_backward(timing, hidden)
+        return hidden, deepstack
 
     def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:
         """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
@@ -251,8 +282,13 @@ class VisionGraphs(GraphedModule):
 
     def _replay(self, batch: VisionBatch) -> tuple[Tensor, ...] | None:
         region = self._regions[0]
+        bucket = self._chosen_bucket(batch) if self._may_time() else None
+        if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
+            self._fallbacks["eager_is_faster"] += 1
+            region.sinks.clear()
+            return None
         if not self._check_is_due():
-            return region.run(batch)
+            return self._timed_replay(batch, bucket)
         check = ReplayCheck(
             self._run_eager,
             region.aliases,
@@ -267,6 +303,23 @@ class VisionGraphs(GraphedModule):
             self._checked_step = self._step
             check.compare_outputs(outputs)
         return outputs
+
+    def _timed_replay(self, batch: VisionBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
+        timing = self._costs.time_replay(bucket) if bucket is not None else None
+        outputs = self._regions[0].run(batch, timing)
+        if timing is not None:
+            timing.forward_ended()
+        return outputs
+
+    def _may_time(self) -> bool:
+        return self._costs is not None and not self._paused and self.model.training and torch.is_grad_enabled()
+
+    def _chosen_bucket(self, batch: VisionBatch) -> Bucket | None:
+        """Return the bucket that a training microbatch takes, remembered by its shape."""
+        shape = shape_of(batch)
+        if shape not in self._chosen:
+            self._chosen[shape] = self._regions[0].choose(batch)[0]
+        return self._chosen[shape]
 
     def _check_is_due(self) -> bool:
         interval = self.options.check_interval

@@ -11,8 +11,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of a command line, this process's where none is given."""
     parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=DESCRIPTION)
     parser.add_argument("--steps", type=int, help="optimizer steps (50 on a GPU, 8 without)")
-    parser.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
-    parser.add_argument("--small", action="store_true", help="a tower of 6 layers, for tests")
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
+    images.add_argument("--large", action="store_true", help="every sample is one 1344 x 1344 image")
+    parser.add_argument("--language-model", help="LAYERSxWIDTH, 4x2048 without it; widths are 2048 and 2560")
+    parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes, for tests")
     parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
     parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")
     parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
@@ -30,7 +33,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="a further graphed run with these overrides added",
     )
     parser.add_argument("--records", type=Path, help="write benchmark records to this file")
-    parser.add_argument("--train", choices=("eager", "graphs"), help="train once in this process, without comparison")
+    parser.add_argument(
+        "--train",
+        choices=("eager", "graphs", "upstream"),
+        help="train once in this process, without comparison; upstream is its own vision graphs, without the plugin",
+    )
     parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
     parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
     return parser.parse_intermixed_args(words)
@@ -39,10 +46,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
     """Return the command line of each single run."""
     arguments = ["--steps", str(steps), *args.overrides]
-    for name in ("single", "small", "no_overlap"):
+    for name in ("single", "large", "small", "no_overlap"):
         if getattr(args, name):
             arguments.append("--" + name.replace("_", "-"))
-    for name in ("validate_every", "text_only_every", "save", "load"):
+    for name in ("validate_every", "text_only_every", "save", "load", "language_model"):
         if getattr(args, name):
             arguments += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     return arguments

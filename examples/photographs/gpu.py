@@ -83,7 +83,11 @@ def compare(
     print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")
-    replayed = bool(graphs["graphs"] and graphs["graphs"]["replays"])
+    whole = graphs.get("language_model_graphs")
+    if whole is not None:
+        print(f"steps whose every microbatch replayed the whole language model: {whole['replayed_steps']} of {steps}")
+    parts = [part for part in (graphs["graphs"], whole) if part is not None]
+    replayed = bool(parts) and all(part["replays"] for part in parts)
     same = loss.inside and norm.inside and replayed
     print(
         f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: loss {loss.worst:.2f} at step "
@@ -97,8 +101,10 @@ def compare(
 
 def case_of(arguments: list[str]) -> str:
     """Return the name of the case that a run's arguments make, for its records."""
-    language_model = any(a.removeprefix("model.").startswith("cuda_graph_") for a in arguments)
-    return ("single" if "--single" in arguments else "mixed") + ("_language_model" if language_model else "")
+    words = [a.removeprefix("model.") for a in arguments]
+    graphs = [word for word in words if word.startswith("cuda_graph_")]
+    kind = "_full_iteration" if any("full_iteration" in word for word in graphs) else "_language_model"
+    return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "")
 
 
 def print_steps(runs: list[dict[str, Any]], steps: int) -> None:

@@ -19,6 +19,8 @@ VISION_START, VISION_END, IMAGE_TOKEN = 151652, 151653, 151655
 CAPTION_TOKENS = 32
 # (height, width) in pixels, as mixed as a crawl's; 448 x 448 is 784 patches.
 MIXED_SIZES = ((448, 448), (336, 512), (640, 480), (256, 384), (768, 768), (512, 672))
+# Few, as cuDNN plans attention anew for every shape that it has not met, which takes longer than a small run.
+FEW_SIZES = ((448, 448), (256, 384), (768, 768))
 SMALL_SIZES = ((64, 96), (128, 96), (96, 160), (192, 192))
 
 

@@ -45,7 +45,7 @@ class TrainingProcess:
         """Train once, and end the process.
 
         Args:
-            mode: "eager" or "graphs".
+            mode: "eager", "graphs" or "upstream".
             arguments: The command line's other words.
 
         Returns:

@@ -19,6 +19,7 @@ from megatron.bridge.training.config import (
     ConfigContainer,
     DistributedInitConfig,
     LoggerConfig,
+    RerunStateMachineConfig,
     RNGConfig,
     TokenizerConfig,
     TrainingConfig,
@@ -33,9 +34,14 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
-from .photographs import MIXED_SIZES, PhotographProvider
+from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
 
 VOCABULARY = 151_936
+LARGE_SIZES = ((1344, 1344),)
+SINGLE_SIZES = ((448, 448),)
+# Width -> attention heads and MLP width, as in Qwen3-1.7B and Qwen3-4B.
+LANGUAGE_MODELS = {2048: (16, 6144), 2560: (32, 9728)}
+PATCH_PIXELS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +53,23 @@ class Run:
         steps: Optimizer steps.
         overrides: Fields set on the model provider, by name.
         single: Whether every sample is one 448 x 448 image.
+        large: Whether every sample is one 1344 x 1344 image.
+        language_model: Its layers and width.
+        upstream: Whether the plugin is off and vision graphs are upstream's own, of one length that holds all images.
         validate_every: Steps between evaluations, 0 for none.
         text_only_every: Every how many samples one has no image, 0 for none.
         save, load: Checkpoint folders.
-        small: Whether the tower is 6 layers deep and embeddings are shared: the same code in half the memory.
+        small: Whether the tower is 6 layers deep, embeddings are shared and images are of few sizes: the same code in
+            half the memory and a fraction of the time.
     """
 
     impl: str = "none"
     steps: int = 50
     overrides: dict[str, Any] | None = None
     single: bool = False
+    large: bool = False
+    language_model: tuple[int, int] = (4, 2048)
+    upstream: bool = False
     validate_every: int = 0
     text_only_every: int = 0
     global_batch: int = 4
@@ -65,21 +78,53 @@ class Run:
     load: str | None = None
     small: bool = False
 
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Return the images' sizes in pixels."""
+        if self.single or self.large:
+            return SINGLE_SIZES if self.single else LARGE_SIZES
+        return FEW_SIZES if self.small else MIXED_SIZES
+
+    def most_images(self) -> int:
+        """Return the most images of a sample."""
+        return 1 if self.single or self.large else 2 if self.small else 3
+
+    def longest(self) -> int:
+        """Return the most patches of a sample."""
+        return self.most_images() * max(height * width for height, width in self.sizes()) // PATCH_PIXELS
+
+
+def parse_language_model(text: str) -> tuple[int, int]:
+    """Return layers and width of `LAYERSxWIDTH`.
+
+    Raises:
+        ValueError: It is written otherwise, or the width has no model.
+    """
+    layers, _, width = text.partition("x")
+    if not (layers.isdigit() and int(layers) and width.isdigit() and int(width) in LANGUAGE_MODELS):
+        widths = ", ".join(map(str, LANGUAGE_MODELS))
+        raise ValueError(
+            f"--language-model {text}: allowed is LAYERSxWIDTH with a width of {widths}; write 4x2048, say"
+        )
+    return int(layers), int(width)
+
 
 def vision_config(run: Run) -> Qwen3VLVisionConfig:
     """Return the tower's Hugging Face configuration."""
+    width = run.language_model[1]
     if run.small:
-        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=2048)
-    return Qwen3VLVisionConfig(depth=27, out_hidden_size=2048)
+        return Qwen3VLVisionConfig(depth=6, deepstack_visual_indexes=[1, 3, 5], out_hidden_size=width)
+    return Qwen3VLVisionConfig(depth=27, out_hidden_size=width)
 
 
 def model_provider(run: Run) -> Qwen3VLModelProvider:
-    """Return Qwen3-VL with the full vision tower and a small language model (4 layers of 2048)."""
+    """Return Qwen3-VL with the full vision tower and the run's language model."""
+    layers, width = run.language_model
+    heads, mlp = LANGUAGE_MODELS[width]
     provider = Qwen3VLModelProvider(
-        num_layers=4,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=16,
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=mlp,
+        num_attention_heads=heads,
         num_query_groups=8,
         kv_channels=128,
         normalization="RMSNorm",
@@ -91,7 +136,7 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         seq_length=2048,
         language_max_sequence_length=2048,
         vision_config=vision_config(run),
-        out_hidden_size=2048,
+        out_hidden_size=width,
         share_embeddings_and_output_weights=run.small,
         make_vocab_size_divisible_by=128,
         gradient_accumulation_fusion=False,
@@ -100,14 +145,28 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         params_dtype=torch.bfloat16,
     )
     overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
-    graphs = {name: value for name, value in overrides.items() if name in FIELDS}
+    graphs = graph_overrides(run)
     for name in overrides.keys() - graphs.keys():
         if not hasattr(provider, name):
             raise ValueError(f"the model provider has no field {name!r}")
         setattr(provider, name, overrides[name])
-    if run.impl != "none":
+    if run.upstream:
+        provider.vision_cuda_graph_impl = "transformer_engine"
+        provider.max_vision_cuda_graph_seq_length = run.longest()
+    elif run.impl != "none":
         apply_options(graph_options(provider, {"vision_cuda_graph_impl": run.impl}, graphs), provider)
     return provider
+
+
+def asks_for_full_iteration(run: Run) -> bool:
+    """Whether a run's overrides say full_iteration, in any spelling; those of an eager run are not used."""
+    return graph_options(graph_overrides(run)).language_model.impl == "full_iteration"
+
+
+def graph_overrides(run: Run) -> dict[str, Any]:
+    """Return the overrides that are graph options, by field."""
+    overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
+    return {name: value for name, value in overrides.items() if name in FIELDS}
 
 
 def training_config(run: Run) -> ConfigContainer:
@@ -141,14 +200,16 @@ def training_config(run: Run) -> ConfigContainer:
             dataloader_type="single",
             num_workers=4,
             seq_length=2048,
-            most_images=1 if run.single else 3,
-            sizes=[(448, 448)] if run.single else list(MIXED_SIZES),
+            most_images=run.most_images(),
+            sizes=list(run.sizes()),
             text_only_every=run.text_only_every,
         ),
         logger=LoggerConfig(log_interval=10),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=CheckpointConfig(save=run.save, load=run.load, save_interval=None, ckpt_format="torch_dist"),
         rng=RNGConfig(seed=1234, te_rng_tracker=True),
+        # Bridge allows no check of the loss under full_iteration; eager runs beside it go without it as well.
+        rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=not asks_for_full_iteration(run)),
         dist=DistributedInitConfig(),
         mixed_precision="bf16_mixed",
     )
@@ -193,7 +254,10 @@ def skip_helper_build() -> None:
 
 def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     """Train and return losses, gradient norms, step times, memory and the graphs' statistics."""
-    bridge_cg_plugin.activate()
+    if run.upstream:
+        bridge_cg_plugin.deactivate()
+    else:
+        bridge_cg_plugin.activate()
     skip_helper_build()
     recorder, statistics = Recorder(), StatisticsKeeper()
     pretrain(training_config(run), forward_step, callbacks=[recorder, statistics])
@@ -206,6 +270,7 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
         "graphs": statistics.value,
         "checks": statistics.checks,
         "language_model_layers": statistics.language_model_layers,
+        "language_model_graphs": statistics.language_model,
     }
     if out is not None:
         out.write_text(json.dumps(result))
@@ -219,14 +284,19 @@ class StatisticsKeeper(Callback):
         self.value: dict[str, Any] | None = None
         self.checks: list[tuple[float, float | None]] = []
         self.language_model_layers = 0
+        self.language_model: dict[str, Any] | None = None
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Read the active helper's statistics and count the language model's layers that have graphs."""
+        """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
+        from bridge_cg_plugin.upstream.full_iteration import CURRENT
         from bridge_cg_plugin.upstream.graph_helper import active_helpers
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
+        if CURRENT.graphs is not None:
+            whole = CURRENT.graphs
+            self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.replayed_steps}
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
@@ -234,11 +304,19 @@ class StatisticsKeeper(Callback):
 
 def train_once(args: argparse.Namespace) -> None:
     """Train as the command line of one run says."""
-    run = Run(
+    train(run_of(args), args.out)
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """Return what the command line of one run says."""
+    return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,
         overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
         single=args.single,
+        large=args.large,
+        language_model=parse_language_model(args.language_model or "4x2048"),
+        upstream=args.train == "upstream",
         validate_every=args.validate_every,
         text_only_every=args.text_only_every,
         overlap=not args.no_overlap,
@@ -246,4 +324,3 @@ def train_once(args: argparse.Namespace) -> None:
         load=args.load,
         small=args.small,
     )
-    train(run, args.out)

@@ -1,67 +1,100 @@
-"""Where the GPU time of a replayed step goes: kernels by total time.
+"""Where the GPU time of one forward plus backward goes: kernels by total time, and families of kernels.
 
-python scripts/performance/profile_vision.py --case 1x768
+    python scripts/performance/profile_vision.py --cases 1x768 --top 25
+    python scripts/performance/profile_vision.py --modes eager,plugin,plugin_fast --records
+
+With --records, one record a case and mode goes to docs/benchmarks/vision_profile.jsonl, which plots.py draws.
 """
 
 import argparse
 import sys
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
+from scripts.performance.workloads import CASES, Grid, description, workloads  # noqa: E402
+
+MODES = ("eager", "plugin", "plugin_fast")
 
 
-def main() -> int:
-    """Profile a few replays and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", default="1x768")
-    parser.add_argument("--bucket", type=int, default=0, help="capacity; the case's own size without it")
-    parser.add_argument("--max-frames", type=int, default=64)
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--kernels", choices=("exact", "fast"), default="exact")
-    parser.add_argument("--top", type=int, default=25)
-    args = parser.parse_args()
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated; all: {', '.join(CASES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"comma-separated; all: {', '.join(MODES)}")
+    parser.add_argument("--top", type=int, default=25, help="kernels that are listed")
+    parser.add_argument("--records", action="store_true", help="write records")
+    parser.add_argument("--out", type=Path, help="their file; docs/benchmarks/vision_profile.jsonl on a GPU")
+    return parser.parse_args(arguments)
 
-    import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Profile, print, write records."""
+    args = parse(arguments)
+    try:
+        grids = workloads(args.cases.split(","), ())
+        unknown = [mode for mode in args.modes.split(",") if mode not in MODES]
+        if unknown:
+            raise ValueError(f"--modes {unknown[0]}: allowed is any of {', '.join(MODES)}; correct the name")
+        out = output_path(args.out, "vision_profile.jsonl") if args.records else None
+    except ValueError as error:
+        print(f"profile_vision.py: {error}", file=sys.stderr)
+        return 2
+    for record in profile_cases(grids, args.modes.split(","), args.top):
+        print_profile(record)
+        if out is not None:
+            put_record(out, record)
+    return 0
+
+
+def profile_cases(grids: dict[str, Grid], modes: Sequence[str], top: int):
+    """Yield a record of every case and mode."""
     from scripts.performance import tower
+    from scripts.performance.modes import MODES as KINDS
 
     tower.start_process()
     model = tower.build_tower()
     grads = tower.MainGrads(model)
-    batch = tower.make_batch(tower.CASES[args.case], model)
-    if not args.eager:
-        options = VisionGraphOptions(
-            impl="transformer_engine",
-            buckets=(args.bucket or batch.tokens,),
-            max_frames=args.max_frames,
-            kernels=args.kernels,
-            strict=True,
-        )
-        helper = VisionTECudaGraphHelper(model, model.config, options=options)
-        helper.create_cudagraphs()
-    times = tower.median_times(lambda: tower.step(model, batch), 10)
-    steps = 3
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            grads.zero()
-            tower.step(model, batch)
-        torch.cuda.synchronize()
-    total, count = defaultdict(float), defaultdict(int)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            total[event.name] += event.self_device_time_total / 1e3 / steps
-            count[event.name] += 1
+    kinds = [KINDS[mode]() for mode in modes]
+    for name, grid in grids.items():
+        batch = tower.make_batch(grid, model)
+        for kind in kinds:
+            with kind.on(model, grads, batch) as (prepared, _):
+                yield profiled(name, kind.name, prepared, batch, top)
+
+
+def profiled(name: str, mode: str, model: Any, batch: Any, top: int) -> dict[str, Any]:
+    """Return the record of one case and mode."""
+    from scripts.performance import measure, tower
+
+    times = measure.median_times(lambda between: tower.step(model, batch, between), 5, warmup=2)
+    kernels = measure.profile(lambda: tower.step(model, batch))
+    return {
+        **description(name, mode, batch.rows),
+        "ms": times.ms,
+        "host_ms": times.host_ms,
+        "gpu_busy_ms": kernels.busy_ms,
+        "kernels": kernels.count,
+        "families": kernels.families(),
+        "top": [list(kernel) for kernel in kernels.largest(top)],
+        **provenance(times.repeats, 0),
+    }
+
+
+def print_profile(record: dict[str, Any]) -> None:
+    """Print a record: its kernels, then its families."""
     print(
-        f"{args.case}: {times.ms:.2f} ms, host {times.host_ms:.2f} ms, GPU busy {sum(total.values()):.2f} ms, "
-        f"{sum(count.values()) // steps} kernels"
+        f"\n{record['case']} {record['mode']}: {record['ms']:.2f} ms, host {record['host_ms']:.2f} ms, "
+        f"GPU busy {record['gpu_busy_ms']:.2f} ms, {record['kernels']} kernels"
     )
-    for name, ms in sorted(total.items(), key=lambda item: -item[1])[: args.top]:
-        print(f"{ms:8.3f} ms {count[name] // steps:5d}  {name[:110]}")
-    return 0
+    for name, ms, count in record["top"]:
+        print(f"{ms:8.3f} ms {count:5d}  {name[:110]}")
+    for name, ms in record["families"].items():
+        print(f"{ms:8.3f} ms        {name}")
 
 
 if __name__ == "__main__":

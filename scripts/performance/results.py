@@ -30,12 +30,104 @@ def provenance(repeats: int, seed: int) -> dict[str, Any]:
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
     """Replace the file by these records."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fresh = path.with_suffix(".new")
+    fresh.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fresh.replace(path)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return a file's records; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# Fields of a record and what their values are; docs/benchmarks/format.md says what they mean.
+NUMBER = (int, float)
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "case": str,
+    "mode": str,
+    "tokens": int,
+    "images": int,
+    "bucket": (int, str, type(None)),
+    "slots": int,
+    "error": str,
+    "wrong": str,
+    "ms": (*NUMBER, type(None)),
+    "ratio": NUMBER,
+    "repeats": int,
+    "seed": int,
+    "date": str,
+    "gpu": str,
+    "versions": dict,
+    "command": str,
+    "families": dict,
+    "kernels": (int, type(None)),
+    "top": list,
+    "losses": list,
+    "grad_norms": list,
+    "graphs": (dict, type(None)),
+    **dict.fromkeys(("fwd_ms", "host_ms", "gpu_busy_ms", "tflop", "capture_s", "compile_s"), NUMBER),
+    **dict.fromkeys(("forward_rel", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER),
+    **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb"), NUMBER),
+    **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
+    "bit_equal": bool,
+    "overlap": bool,
+    "inside_spread": (bool, type(None)),
+    "fallbacks": dict,
+    "fallback": (str, type(None)),
+    "grad_worst": str,
+    "language_model": str,
+    "load_ms": NUMBER,
+    "load_cpu_ms": NUMBER,
+    "added_ms": NUMBER,
+}
+REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")
+
+
+def check_record(record: dict[str, Any]) -> None:
+    """Make sure that a record is as docs/benchmarks/format.md says.
+
+    Raises:
+        ValueError: A field is missing, unknown, or of another type.
+    """
+    where = f"record {record.get('case')}/{record.get('mode')}"
+    missing = [name for name in REQUIRED if name not in record]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    if "ms" not in record and "error" not in record and "forward_rel" not in record:
+        raise ValueError(f"{where}: neither a measurement (ms, forward_rel) nor an error")
+    for name, value in record.items():
+        if name not in FIELDS:
+            raise ValueError(f"{where}: unknown field {name!r}; add it to FIELDS and to docs/benchmarks/format.md")
+        if not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and bool not in _types(FIELDS[name])):
+            raise ValueError(f"{where}: {name}={value!r} is {type(value).__name__}, allowed is {FIELDS[name]}")
+
+
+def _types(allowed: type | tuple[type, ...]) -> tuple[type, ...]:
+    return allowed if isinstance(allowed, tuple) else (allowed,)
+
+
+def put_record(path: Path, record: dict[str, Any]) -> None:
+    """Write one record, in place of an earlier one of the same case and mode."""
+    check_record(record)
+    key = (record["case"], record["mode"])
+    kept = [r for r in read_records(path) if (r["case"], r["mode"]) != key]
+    write_records(path, [*kept, record])
+
+
+def output_path(given: Path | None, name: str) -> Path:
+    """Return where records go: what was given, or docs/benchmarks.
+
+    Raises:
+        ValueError: Nothing was given and there is no GPU: such times are for tests and must not replace measured ones.
+    """
+    if given is None and not torch.cuda.is_available():
+        raise ValueError("--out: without a GPU nothing is measured that docs/benchmarks could hold; name a file")
+    return given if given is not None else ROOT / "docs/benchmarks" / name
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
 
 
 def _without_folder(argument: str) -> str:

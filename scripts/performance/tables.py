@@ -1,10 +1,9 @@
-"""Write docs/benchmarks/README.md and the README's results from the records.
+"""Write docs/benchmarks/README.md, the README's results and the tables of docs/performance.md from the records.
 
 python scripts/performance/tables.py
 """
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +11,32 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs.compare import FACTOR, Spread, compare_to_spread  # noqa: E402
+from scripts.performance.markdown import Records, by_case, fill, origin, table  # noqa: E402
+from scripts.performance.page import page_parts  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
+from scripts.performance.workloads import CASES  # noqa: E402
 
 FOLDER = ROOT / "docs/benchmarks"
-MARKS = ("<!-- results -->", "<!-- /results -->")
+PAGE = ROOT / "docs/performance.md"
+HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes.
+All modes, plots, and what remains above the limit are in [performance](../performance.md)."""
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a Markdown table."""
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def origin(records: list[dict[str, Any]]) -> str:
-    """Return one line with GPU, date, versions and the commands."""
-    first = records[0]
-    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
-    commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
-    gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
-    return f"{gpu}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
-
-
-def speed(records: list[dict[str, Any]]) -> str:
+def speed(records: Records) -> str:
     """Return the tower's times; the fast kernels' columns where they were measured."""
-    eager, fast = ({r["case"]: r for r in records if r["mode"] == mode} for mode in ("eager", "plugin_fast"))
+    eager, fast, found = (by_case(records, mode) for mode in ("eager", "plugin_fast", "plugin"))
     rows = []
-    for r in (r for r in records if r["mode"] == "plugin"):
+    for r in (found[case] for case in CASES if case in found and case in eager):
         memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""
         share = f"{r['added_share']:.1%}" if "added_share" in r else ""
         rows.append(
             [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{r['ratio']:.2f}**"]
             + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
-            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if (f := fast.get(r["case"])) else [])
+            + (
+                [f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"]
+                if (f := fast.get(r["case"]))
+                else [""] * 2 * bool(fast)
+            )
             + [f"{r['eager_memory_gb']:.1f}", memory, share]
         )
     header = ["case", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
@@ -52,7 +44,7 @@ def speed(records: list[dict[str, Any]]) -> str:
     return table([*header, "eager peak GiB", "slot GiB", "half as large a bucket adds"], rows)
 
 
-def parity(records: list[dict[str, Any]]) -> str:
+def parity(records: Records) -> str:
     """Return the worst figures of the parity runs by mode."""
     rows = []
     for mode in dict.fromkeys(r["mode"] for r in records):
@@ -78,7 +70,7 @@ def parity(records: list[dict[str, Any]]) -> str:
     )
 
 
-def training(records: list[dict[str, Any]]) -> str:
+def training(records: Records) -> str:
     """Return the whole runs, each graphed one compared with all eager runs of its case."""
     rows = []
     for r in (r for r in records if r["mode"] == "plugin"):
@@ -111,7 +103,7 @@ def release(record: dict[str, Any]) -> str:
     return record["versions"]["megatron-bridge"]
 
 
-def autoload(records: list[dict[str, Any]]) -> str:
+def autoload(records: Records) -> str:
     """Return what loading the plugin adds to processes that import PyTorch only."""
     rows = [[r["mode"], f"{r['ms']:.0f}", r["load_ms"], r["load_cpu_ms"], r.get("added_ms", "")] for r in records]
     columns = table(["plugin", "whole process ms", "PyTorch's loading of plugins ms", "its CPU ms", "added ms"], rows)
@@ -127,7 +119,7 @@ def share_of_spread(spread: Spread) -> str:
 
 
 def main() -> int:
-    """Write both files."""
+    """Write all files."""
     bench, mixes, runs, loading = (
         read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
@@ -148,14 +140,10 @@ own spread up to that step. {origin(runs)}
 {training(runs)}
 """
     notes = (FOLDER / "notes.md").read_text()
-    (FOLDER / "README.md").write_text(
-        f"# Measured results\n\nWritten by `scripts/performance/tables.py`.\n\n{body}\n{autoload(loading)}\n{notes}"
-    )
+    (FOLDER / "README.md").write_text(f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}")
+    PAGE.write_text(fill(PAGE.read_text(), page_parts(FOLDER)))
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(MARKS[0], 1)
-    after = rest.split(MARKS[1], 1)[-1]
-    readme.write_text(f"{before}{MARKS[0]}\n{body}{MARKS[1]}{after}")
+    readme.write_text(fill(readme.read_text(), {"results": body.rstrip()}))
     return 0
 
 

@@ -1,28 +1,25 @@
-"""The full-size Qwen3-VL vision tower on a GPU, with Megatron's gradient accumulation, and the benchmark's batches."""
+"""The full-size Qwen3-VL vision tower on a GPU, with Megatron's gradient accumulation, and the benchmark's batches.
+
+Without a GPU the tower is the small one of examples/photographs: the same code runs, for tests.
+"""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-Grid = Sequence[tuple[int, int, int]]
-
-CASES: dict[str, Grid] = {
-    "1x448": [(1, 28, 28)],
-    "1x768": [(1, 48, 48)],
-    "4x448": [(1, 28, 28)] * 4,
-    "8mix": [(1, h, w) for h, w in ((16, 24), (28, 28), (32, 20), (48, 48), (12, 12), (40, 30), (24, 36), (20, 20))],
-    "video16": [(16, 20, 20)],
-    "1x2048": [(1, 128, 128)],
-}
+from scripts.performance.measure import on_gpu
+from scripts.performance.workloads import Grid, frames_of
 
 
 def start_process() -> None:
     """Start one process's distributed state with graph-safe random number trackers."""
+    if not on_gpu():
+        from examples.photographs.tower import start_single_process
+
+        return start_single_process()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
@@ -39,7 +36,8 @@ def start_process() -> None:
 def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Build Qwen3-VL-8B's tower (576 M parameters) with random weights on the current GPU.
 
-    Query-key-value weights get std 0.05, which makes attention as peaked as in a trained model.
+    Query-key-value weights get std 0.05, which makes attention as peaked as in a trained model. Without a GPU it is a
+    small fp32 tower, and only the seed counts.
 
     Args:
         seed: Of the weights.
@@ -47,6 +45,10 @@ def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torc
         impl: `vision_cuda_graph_impl` as upstream would see it.
         dtype: Of the weights.
     """
+    if not on_gpu():
+        from examples.photographs.tower import build_tower as build_small
+
+        return build_small(seed, layers=3, width=32, heads=2, out=24)
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import get_vision_model_config
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerSubmodules
@@ -85,9 +87,18 @@ class MainGrads:
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on the parameters."""
+        for parameter in self.parameters:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             node.register_hook(self._hook(parameter))
             self._accumulators.append(node)
+
+    def release(self) -> None:
+        """Drop the hooks with their nodes, which remember the stream that they were made on, until `attach`."""
+        self._accumulators = []
 
     @staticmethod
     def _hook(parameter: nn.Parameter) -> Callable[..., None]:
@@ -114,60 +125,51 @@ class Batch:
     pixels: Tensor
     grid: Tensor
     gradients: list[Tensor]
+    rows: Grid
 
     @property
     def tokens(self) -> int:
         """Patches."""
         return self.pixels.shape[0]
 
+    @property
+    def frames(self) -> int:
+        """Images and video frames."""
+        return frames_of(self.rows)
+
 
 def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
     """Make random pixels for a grid; the grid is announced to the plugin as Bridge's batch step does."""
     from bridge_cg_plugin.upstream.helper import GRIDS
 
-    generator = torch.Generator("cuda").manual_seed(seed)
-    dtype = next(model.parameters()).dtype
+    parameter = next(model.parameters())
+    where, dtype = parameter.device, parameter.dtype
+    generator = torch.Generator(where).manual_seed(seed)
     host = torch.tensor(grid)
     tokens = int(host.prod(1).sum())
-    pixels = torch.randn(tokens, 1536, device="cuda", generator=generator).to(dtype)
+    pixels = torch.randn(tokens, 1536, device=where, generator=generator).to(dtype)
     outputs = 1 + len(model.decoder.deepstack_merger_list)
     shape = (tokens // 4, model.config.out_hidden_size)
-    gradients = [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(outputs)]
-    device = host.cuda()
+    gradients = [torch.randn(shape, device=where, generator=generator).to(dtype) for _ in range(outputs)]
+    device = host.to(where, copy=True)
     GRIDS.remember(device, host)
-    return Batch(pixels, device, gradients)
+    return Batch(pixels, device, gradients, grid)
 
 
-def forward(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Return all outputs of the tower."""
+def forward(model: Callable[..., tuple], batch: Batch) -> list[Tensor]:
+    """Return all outputs of the tower, or of what stands in for it."""
     hidden, deepstack = model(batch.pixels, batch.grid)
     return [hidden, *deepstack]
 
 
-def step(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Run forward and backward; returns the outputs."""
+def step(model: Callable[..., tuple], batch: Batch, between: Callable[[], object] | None = None) -> list[Tensor]:
+    """Run forward and backward; returns the outputs. `between` is called when the forward was submitted."""
     outputs = forward(model, batch)
+    if between is not None:
+        between()
     pairs = [(o, g) for o, g in zip(outputs, batch.gradients, strict=True) if o.requires_grad]
     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return [o.detach() for o in outputs]
-
-
-def median_times(run: Callable[[], object], repeats: int, warmup: int = 3) -> SimpleNamespace:
-    """Time a function; returns medians `ms` (device events, launch to end) and `host_ms` (until it returns)."""
-    for _ in range(warmup):
-        run()
-    torch.cuda.synchronize()
-    total, host = [], []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began = time.perf_counter()
-        start.record()
-        run()
-        end.record()
-        host.append((time.perf_counter() - began) * 1e3)
-        torch.cuda.synchronize()
-        total.append(start.elapsed_time(end))
-    return SimpleNamespace(ms=sorted(total)[repeats // 2], host_ms=sorted(host)[repeats // 2])
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

@@ -6,11 +6,11 @@ import pytest
 
 from tests.gpu.conftest import Training
 
-BUCKETS = ("vision_cuda_graph_buckets=[2304,4608,8192]", "vision_cuda_graph_strict=true")
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
 # Layer graphs have a pool for every layer, each with its own attention workspace.
 FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
-LARGEST = "max_vision_cuda_graph_seq_length=8192"
+LARGEST = "max_vision_cuda_graph_seq_length=4608"
 EAGER = Training("eager")
 
 
@@ -77,6 +77,43 @@ def test_language_model_graphs_beside_vision_graphs(trained, eager, graphs):
     result = trained(graphs)
     assert result["language_model_layers"] == 4
     assert_losses_equal(result, trained(eager))
+
+
+def whole_language_model(*words):
+    return Training("graphs", (*BUCKETS, "model.cuda_graph_impl=full_iteration", *words))
+
+
+PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
+
+
+@pytest.mark.parametrize(
+    "eager, graphs",
+    [
+        (EAGER, whole_language_model()),
+        (Training("eager", PLAIN), whole_language_model(*PLAIN)),
+        (Training("eager", PLAIN), whole_language_model(*PLAIN, "vision_cuda_graph_impl=none")),
+    ],
+    ids=["overlap", "text-only and evaluation", "eager encoder"],
+)
+def test_the_whole_language_model_on_a_graph(trained, eager, graphs):
+    result, expected = trained(graphs), trained(eager)
+    whole = result["language_model_graphs"]
+    assert whole["fallbacks"] == {} and whole["replayed_steps"] == len(result["losses"]) - 3
+    evaluated = sum(b["evaluations"] for b in whole["buckets"].values())
+    assert (evaluated > 0) is ("--validate-every" in graphs.words)
+    assert bool(result["graphs"]) is ("vision_cuda_graph_impl=none" not in graphs.words)
+    assert result["losses"][:4] == pytest.approx(expected["losses"][:4], rel=2e-4)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+
+
+DROPOUT = ("hidden_dropout=0.1", "attention_dropout=0.1")
+
+
+@pytest.mark.parametrize("eager, graphs", [(Training("eager", DROPOUT), whole_language_model(*DROPOUT))], ids=["both"])
+def test_dropout_inside_the_whole_language_model(trained, eager, graphs):
+    result, expected = trained(graphs), trained(eager)
+    assert result["language_model_graphs"]["replayed_steps"] == len(result["losses"]) - 3
+    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-2)
 
 
 SAVED = Training("graphs", ("--save", "{folder}/checkpoint", *BUCKETS), steps=4)

@@ -7,6 +7,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream import (
     batches,
+    full_iteration,
     language_model,
     packed_helper,
     patches,
@@ -24,6 +25,7 @@ from bridge_cg_plugin.upstream.seams import Seam
 
 GROUPS = (
     language_model,
+    full_iteration,
     train_loop,
     training_config,
     packed_helper,

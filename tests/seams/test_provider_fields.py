@@ -27,6 +27,7 @@ VALUES = {
     "kernels": "fast",
     "gradient_accumulation_fusion": False,
     "gradient_hooks": "always",
+    "cost_fallback": False,
     "evaluation": False,
     "strict": True,
     "check_interval": 7,

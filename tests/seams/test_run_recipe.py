@@ -89,7 +89,7 @@ def test_the_mode_can_be_said(trained):
         (["--step_func", "qwen_vl_step"], "allowed is qwen3_vl_step"),
         (["--cuda_graph_impl", "none", "--cuda_graph_modules", "attn"], "nothing is captured"),
         (["--max_packed_seqs", "64"], "cuda_graph_max_packed_seqs=64"),
-        (["--cuda_graph_impl", "full_iteration"], "cuda_graph_impl='full_iteration'"),
+        (["--cuda_graph_impl", "full_iteration"], "=True: allowed is false with cuda_graph_impl=full_iteration"),
         ([*VISION, "rng.te_rng_tracker=false"], "rng.te_rng_tracker=False"),
         ([*VISION, "model.recompute_granularity=full"], "model.recompute_granularity='full'"),
         ([*VISION, "model.vision_cuda_graph_buckets=[3]"], "vision_cuda_graph_buckets"),

@@ -5,7 +5,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import language_model, states, train_loop
+from bridge_cg_plugin.upstream import language_model, states, train_loop, training_config
 from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.graph_fields import read_options
 from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
@@ -16,9 +16,9 @@ from bridge_cg_plugin.upstream.training_config import check_training_config
 
 @pytest.fixture
 def config(active):
-    from examples.photographs.training import Run, training_config
+    from examples.photographs import training
 
-    return training_config(Run(impl="transformer_engine"))
+    return training.training_config(training.Run(impl="transformer_engine"))
 
 
 def refused(config, field):
@@ -216,11 +216,57 @@ def test_language_model_graphs_that_cannot_work(config, fields, field):
     refused(language_model_graphs(config, **fields), field)
 
 
-def test_full_iteration_of_a_model_that_takes_images(config):
+@pytest.mark.parametrize("vision", ["none", "transformer_engine"])
+def test_full_iteration_of_a_model_that_takes_images(config, vision):
     config.rerun_state_machine.check_for_nan_in_loss = False
     language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
-    with pytest.raises(OptionError, match="takes images|reads sizes on the host"):
-        config.validate()
+    config.model.vision_cuda_graph_impl = vision
+    check_training_config(config)
+
+
+def test_the_main_job_validates_with_full_iteration(active):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from examples.photographs import training
+
+    overrides = {"model.cuda_graph_impl": "full_iteration"}
+    config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))
+    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
+    config.validate()
+    found = read_options(config)
+    assert found.language_model.impl == "full_iteration" and found.vision.enabled
+    eager = training.training_config(training.Run(impl="none", overrides=overrides))
+    assert not read_options(eager).enabled
+    checks = [c.rerun_state_machine.check_for_nan_in_loss for c in (config, eager)]
+    assert checks == [False, False]
+    assert training.training_config(training.Run()).rerun_state_machine.check_for_nan_in_loss
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("pipeline_model_parallel_size", 2),
+        ("context_parallel_size", 2),
+        ("recompute_granularity", "selective"),
+        ("num_moe_experts", 8),
+        ("mtp_num_layers", 1),
+        ("fp8", "hybrid"),
+    ],
+)
+def test_full_iteration_that_cannot_work_on_a_model_that_takes_images(config, name, value):
+    config.rerun_state_machine.check_for_nan_in_loss = False
+    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
+    setattr(config.model, name, value)
+    refused(config, f"model.{name}")
+
+
+@pytest.mark.parametrize("name", ["full_iteration", "deepstack_addition"])
+def test_full_iteration_of_a_release_that_moved_a_part_it_needs(config, monkeypatch, name):
+    config.rerun_state_machine.check_for_nan_in_loss = False
+    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
+    with pytest.raises(DriftError, match=f"cuda_graph_impl=full_iteration needs .*{name}: moved"):
+        check_training_config(config)
 
 
 @pytest.mark.parametrize(
@@ -262,13 +308,13 @@ def test_a_broken_rotary_patch_stops_graphs_of_attention_only(active, config, mo
 def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    from examples.photographs.training import Run, training_config
+    from examples.photographs import training
 
     overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
-    config = training_config(Run(impl="transformer_engine", overrides=overrides))
+    config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))
     config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
     config.validate()
     found = read_options(config)
     assert [m.name for m in found.language_model.modules] == ["attn", "mlp"] and found.vision.enabled
-    eager = training_config(Run(impl="none", overrides=overrides))
+    eager = training.training_config(training.Run(impl="none", overrides=overrides))
     assert not read_options(eager).enabled

@@ -127,6 +127,15 @@ def test_a_single_frame_has_a_bound_of_its_own_where_unpacking_pays():
     assert (1, 764) not in frame_limits(764, 64)
 
 
+@given(capacities, st.integers(1, 600))
+def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most):
+    assert all(frames * largest >= tokens for frames, largest in frame_limits(tokens, most))
+
+
+def test_a_single_frame_needs_one_recording():
+    assert frame_limits(32768, 1) == [(1, 32768)]
+
+
 def test_many_small_frames_and_one_large_have_bounds_of_their_own():
     limits = frame_limits(4096, 512)
     assert accepts(limits, 1, 4096)[0] == (1, 4096)

@@ -57,8 +57,38 @@ REFUSED = {
         f"{FULL} rerun_state_machine.check_for_nan_in_loss=true",
         "rerun_state_machine.check_for_nan_in_loss",
     ),
-    "`full_iteration` on a model that takes images": (f"{FULL} {VISION}", "cuda_graph_impl"),
-    "vision graphs with Megatron-FSDP": (f"{VISION} ddp.use_megatron_fsdp=true", "ddp.use_megatron_fsdp"),
+    "`full_iteration` on a model that takes images, with pipeline parallelism": (
+        f"{FULL} {VISION} pipeline_model_parallel_size=2",
+        "model.pipeline_model_parallel_size",
+    ),
+    "`full_iteration` on a model that takes images, with context parallelism": (
+        f"{FULL} {VISION} context_parallel_size=2",
+        "model.context_parallel_size",
+    ),
+    "`full_iteration` on a model that takes images, with in-batch packing": (
+        f"{FULL} {VISION} dataset.enable_in_batch_packing=true",
+        "dataset.enable_in_batch_packing",
+    ),
+    "`full_iteration` on a model that takes images, with recompute": (
+        f"{FULL} {VISION} recompute_granularity=selective recompute_modules=moe_act",
+        "model.recompute_granularity",
+    ),
+    "`full_iteration` on a model that takes images, with mixture-of-experts layers": (
+        f"{FULL} {VISION} num_moe_experts=8",
+        "model.num_moe_experts",
+    ),
+    "`full_iteration` on a model that takes images, with multi-token prediction": (
+        f"{FULL} {VISION} mtp_num_layers=1",
+        "model.mtp_num_layers",
+    ),
+    "`full_iteration` on a model that takes images, with fp8 or fp4": (
+        f"{FULL} {VISION} fp8=hybrid",
+        "model.fp8",
+    ),
+    "Megatron-FSDP with vision graphs, or with `full_iteration` on a model that takes images": (
+        f"{VISION} ddp.use_megatron_fsdp=true",
+        "ddp.use_megatron_fsdp",
+    ),
     "vision graphs with recompute that reaches the vision encoder": (
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
@@ -155,6 +185,10 @@ ACCEPTED = [
     f"{TE} variable_seq_lengths=false",
     "variable_seq_lengths=true",
     FULL,
+    f"{FULL} {VISION}",
+    f"{FULL} {VISION} pipeline_model_parallel_size=1 context_parallel_size=1 num_moe_experts=null mtp_num_layers=0",
+    f"{FULL} pipeline_model_parallel_size=2 num_moe_experts=8 fp8=hybrid recompute_granularity=full",
+    f"{TE} {VISION} pipeline_model_parallel_size=2 context_parallel_size=2",
     f"{FULL} recompute_granularity=full",
     f"{FULL} rerun_state_machine.check_for_nan_in_loss=false",
     f"{TE} rerun_state_machine.check_for_nan_in_loss=true",
@@ -175,6 +209,11 @@ ACCEPTED = [
 @pytest.mark.parametrize("words", ACCEPTED)
 def test_what_can_work_passes(words):
     graph_options(words)
+
+
+def test_in_batch_packing_is_refused_under_an_older_releases_name():
+    with pytest.raises(OptionError, match="dataset.pack_sequences_in_batch=True: allowed is false"):
+        graph_options(f"{FULL} {VISION} dataset.pack_sequences_in_batch=true")
 
 
 def test_local_takes_router_and_preprocessing_as_one():

@@ -125,6 +125,29 @@ def test_records_hold_every_run(runs, tmp_path):
     assert records[2]["inside_spread"] is True
 
 
+@pytest.mark.parametrize(
+    "arguments, case",
+    [
+        ([], "mixed"),
+        (["--single", "vision_cuda_graph_strict=true"], "single"),
+        (["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[attn]"], "mixed_language_model"),
+        (["model.cuda_graph_impl=full_iteration"], "mixed_full_iteration"),
+        (["--single", "cuda_graph_scope=full_iteration"], "single_full_iteration"),
+    ],
+)
+def test_the_case_names_what_is_on_graphs(arguments, case):
+    assert gpu.case_of(arguments) == case
+
+
+@pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])
+def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encoder, same):
+    eager = [{**run_of(losses, None), "language_model_graphs": None} for losses in EAGER]
+    whole = {"replays": 4 * replayed, "replayed_steps": replayed}
+    graphs = {**run_of([2.05] * 8, encoder), "language_model_graphs": whole}
+    assert gpu.compare(eager, graphs, ["model.cuda_graph_impl=full_iteration"], 8, None) is same
+    assert f"replayed the whole language model: {replayed} of 8" in capsys.readouterr().out
+
+
 def test_options_reach_the_single_runs(monkeypatch):
     line = ["--steps", "9", "--records", "out.jsonl", "--single", "--validate-every", "3", "a.b=1", "--eager-runs", "2"]
     monkeypatch.setattr(sys, "argv", ["photographs", *line])

@@ -96,6 +96,7 @@ ACCEPTED = [
     ("kernels", "fast", "fast"),
     ("gradient_accumulation_fusion", "false", False),
     ("gradient_hooks", "always", "always"),
+    ("cost_fallback", "false", False),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -168,6 +169,7 @@ REFUSED = [
     ("kernels", 3),
     ("gradient_accumulation_fusion", "perhaps"),
     ("gradient_hooks", "never"),
+    ("cost_fallback", "sometimes"),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -240,7 +242,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str,
-        "gradient_accumulation_fusion": bool, "gradient_hooks": str,
+        "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

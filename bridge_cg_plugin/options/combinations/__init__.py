@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..facts import Facts
 from ..vision import VisionGraphOptions
+from .images import IMAGES
 from .language_model import LANGUAGE_MODEL
 from .others import OFFLOAD, VISION
 from .packed import PACKED
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMBINATIONS", "Combination", "check_combinations", "check_options"]
 
-COMBINATIONS = (*LANGUAGE_MODEL, *VISION, *PACKED, *OFFLOAD)
+COMBINATIONS = (*LANGUAGE_MODEL, *IMAGES, *VISION, *PACKED, *OFFLOAD)
 
 
 def check_options(options: GraphOptions, facts: Facts | None = None, *, harmless: bool = True) -> None:

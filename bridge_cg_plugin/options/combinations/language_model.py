@@ -177,11 +177,4 @@ LANGUAGE_MODEL = (
             "Switch it off.",
         ),
     ),
-    Combination(
-        "`full_iteration` on a model that takes images",
-        "Bridge's Qwen3-VL step reads sizes on the host (sequence lengths, image grids, masks) and builds shapes from "
-        "them, so no capture of a whole step can succeed, and its images would not enter the graph as inputs",
-        lambda o, f: _full(o) and (f.images or o.vision.enabled),
-        lambda o, f: (IMPL, "full_iteration", "none or transformer_engine", f"Set {IMPL}=transformer_engine."),
-    ),
 )

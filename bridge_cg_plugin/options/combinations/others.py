@@ -8,6 +8,7 @@ from ..facts import Facts
 from ..language_model import IMPL, MODULES
 from ..offload import OFFLOAD_FIELDS
 from ..vision import PROVIDER_FIELDS
+from .images import whole_language_model
 from .rule import Combination
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
 
 VISION = (
     Combination(
-        "vision graphs with Megatron-FSDP",
+        "Megatron-FSDP with vision graphs, or with `full_iteration` on a model that takes images",
         "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
-        lambda o, f: f.megatron_fsdp and o.vision.enabled,
+        lambda o, f: f.megatron_fsdp and (o.vision.enabled or whole_language_model(o, f)),
         lambda o, f: (
             "ddp.use_megatron_fsdp",
             True,
-            f"false with {VISION_IMPL}=transformer_engine",
+            f"false with {f'{VISION_IMPL}=transformer_engine' if o.vision.enabled else f'{IMPL}=full_iteration'}",
             "Use DDP with the distributed optimizer.",
         ),
     ),

@@ -73,10 +73,10 @@ PACKED = (
     Combination(
         "packed-sequence graphs with context parallelism",
         "Documents are cut into parts that several ranks hold, which the graphs' positions do not know yet",
-        lambda o, f: _packs(o) and f.context_parallel,
+        lambda o, f: _packs(o) and (f.context_ranks or 1) > 1,
         lambda o, f: (
             "model.context_parallel_size",
-            "above 1",
+            f.context_ranks,
             f"1 with {_asked(o)}",
             f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
         ),
@@ -113,7 +113,7 @@ PACKED = (
         "packed-sequence graphs with fp8 or fp4",
         "Scales of quantized products are updated between steps, outside the graph",
         lambda o, f: _packs(o) and f.low_precision,
-        lambda o, f: (f"model.{f.low_precision}", "set", f"null with {_asked(o)}", "Train in bf16."),
+        lambda o, f: ("model.fp8", f.low_precision, f"null with {_asked(o)}", "Train in bf16."),
     ),
     Combination(
         "packed-sequence graphs with Megatron-FSDP",

@@ -1,10 +1,13 @@
 """Seams of language-model graphs: per-layer inputs and the length of sequences."""
 
 from ..seams import Seam
-from .engine import LAYER
+from .engine import CORE, LAYER, RECORDED
+from .models import BLOCK, MODELLING
 from .training import RESTORED, STEPS
 
 STEP = STEPS[0]
+FULL_ITERATION = f"{CORE}.full_cuda_graph"
+LANGUAGE_MODEL = f"{MODELLING}.text_model"
 
 SEAMS = (
     Seam(
@@ -40,5 +43,64 @@ SEAMS = (
             parameters=("target_len", "max_cap"),
         )
         for target in ("pad_or_truncate_2d_to_len", "pad_or_truncate_attn_to_len", "pad_or_truncate_pos_to_len")
+    ),
+    Seam(
+        name="full_iteration",
+        module=FULL_ITERATION,
+        target="FullCudaGraphWrapper.__call__",
+        kind="function",
+        touch="extended",
+        purpose="a step of a model that takes images runs eager, its language model on graphs",
+        undo=RESTORED,
+        parameters=("self",),
+        uses=("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
+        patched_by="full_iteration",
+    ),
+    Seam(
+        name="full_iteration_wrapper",
+        module=FULL_ITERATION,
+        target="FullCudaGraphWrapper",
+        kind="class",
+        touch="read",
+        purpose="the schedule that the wrapper holds, and its warm-up steps",
+        parameters=("forward_backward_func", "cuda_graph_warmup_steps"),
+        attributes=("forward_backward_func", "cuda_graph_warmup_steps"),
+    ),
+    Seam(
+        name="language_model_forward",
+        module=LANGUAGE_MODEL,
+        target="Qwen3VLGPTModel.forward",
+        kind="function",
+        touch="instance",
+        purpose="a microbatch's language model replays a graph",
+        undo="the end of training and deactivate() take the instance's own forward off",
+        parameters=("decoder_input", "position_ids", "labels", "visual_pos_masks", "deepstack_visual_embeds"),
+    ),
+    Seam(
+        name="language_model_parts",
+        module=LANGUAGE_MODEL,
+        target="Qwen3VLGPTModel",
+        kind="class",
+        touch="read",
+        purpose="the modules whose parameters the language model's region owns",
+        attributes=("decoder", "embedding", "output_layer", "share_embeddings_and_output_weights"),
+    ),
+    Seam(
+        name="deepstack_addition",
+        module=BLOCK,
+        target="Qwen3VLTransformerBlock._deepstack_process",
+        kind="function",
+        touch="instance",
+        purpose="features of images are added as dense tensors while work is recorded",
+        undo=RECORDED,
+        parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
+    ),
+    Seam(
+        name="random_states",
+        module=f"{CORE}.tensor_parallel.random",
+        target="get_all_rng_states",
+        kind="function",
+        touch="called",
+        purpose="a capture knows the generators that dropout draws from",
     ),
 )

@@ -148,10 +148,10 @@ SEAMS = (
         target="Qwen3VLTransformerConfig",
         kind="class",
         touch="read",
-        purpose="patch, merge and head sizes",
+        purpose="patch, merge and head sizes, and how many layers give deepstack features",
         attributes=(
             *("spatial_merge_size", "temporal_patch_size", "patch_size", "in_channels", "num_position_embeddings"),
-            *("hidden_size", "kv_channels"),
+            *("hidden_size", "kv_channels", "deepstack_visual_indexes"),
         ),
     ),
     Seam(
@@ -160,8 +160,8 @@ SEAMS = (
         target="Qwen3VLModel",
         kind="class",
         touch="read",
-        purpose="the vision model and the provider are found through the model that holds them",
-        attributes=("vision_model", "config"),
+        purpose="the vision model, the language model and the provider are found through the model that holds them",
+        attributes=("vision_model", "language_model", "config"),
     ),
     Seam(
         name="vision_attention",

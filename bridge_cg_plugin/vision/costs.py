@@ -1,0 +1,199 @@
+"""Measured times of microbatches, replayed and eager, and whether eager is the faster of the two.
+
+Both kinds are timed while training runs, forward and backward, on the stream that they run on. So what a replay saves
+is what it saves in this run: where the device is busy with other work anyway, launches cost less than in a test. Noise
+must not make anything worse, so every error leans to the replay: a time is the smallest that a bucket took, the time of
+eager is a bound from above that is never extrapolated, and eager must win by `MARGIN`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..graphs.program import Bucket
+from ..graphs.recording import Gradients
+from .batch import VisionBatch
+
+# Eager must be faster by this factor.
+MARGIN = 1.1
+# Replays of a bucket that are timed; the smallest time counts.
+TIMED_REPLAYS = 3
+# Shapes whose eager time is kept.
+KEPT_SHAPES = 512
+
+
+class Shape(NamedTuple):
+    """What eager's time grows with.
+
+    Attributes:
+        tokens: Patches.
+        frames: Images and video frames: attention segments.
+        largest: Patches of the largest frame.
+    """
+
+    tokens: int
+    frames: int
+    largest: int
+
+    def covers(self, other: "Shape") -> bool:
+        """Whether nothing here is smaller, so that eager takes at least as long."""
+        return self.tokens >= other.tokens and self.frames >= other.frames and self.largest >= other.largest
+
+
+def shape_of(batch: VisionBatch) -> Shape:
+    """Return a batch's shape."""
+    return Shape(batch.tokens, batch.frames, batch.largest_frame)
+
+
+class Clock(Protocol):
+    """Marks points in the current stream's work and measures between them without waiting."""
+
+    def mark(self) -> Any:
+        """Return the point that the stream's work so far ends at."""
+
+    def elapsed(self, start: Any, end: Any) -> float | None:
+        """Return milliseconds between two marks, or None while the work before `end` still runs."""
+
+
+class CudaClock:
+    """Device events."""
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """See `Clock`."""
+        return start.elapsed_time(end) if end.query() else None
+
+
+class Timing:
+    """Times one microbatch's forward and backward; a `BackwardObserver`.
+
+    Args:
+        clock: Measures.
+        finished: Called with this object when the backward has ended.
+    """
+
+    def __init__(self, clock: Clock, finished: Callable[["Timing"], None]) -> None:
+        self._clock, self._finished = clock, finished
+        self._marks = [clock.mark()]
+
+    def forward_ended(self) -> None:
+        """Note the end of the forward."""
+        self._marks.append(self._clock.mark())
+
+    def before_backward(self, output_gradients: Sequence[Tensor | None] = ()) -> None:
+        """Note the begin of the first backward. See `BackwardObserver`."""
+        if len(self._marks) == 2:
+            self._marks.append(self._clock.mark())
+
+    def after_backward(self, gradients: Gradients | None = None) -> None:
+        """Note the end of the first backward. See `BackwardObserver`."""
+        if len(self._marks) == 3:
+            self._marks.append(self._clock.mark())
+            self._finished(self)
+
+    def milliseconds(self) -> float | None:
+        """Return the time of forward plus backward, or None while they still run."""
+        backward, forward = self._clock.elapsed(*self._marks[2:]), self._clock.elapsed(*self._marks[:2])
+        return None if forward is None or backward is None else forward + backward
+
+
+@dataclass(slots=True)
+class _Replays:
+    """Replays of one bucket: the smallest time in ms, and how many are timed."""
+
+    best: float = math.inf
+    timed: int = 0
+
+
+class MeasuredCosts:
+    """What replays and eager microbatches took, and which of the two a batch should be.
+
+    Args:
+        clock: Measures.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._eager: dict[Shape, float] = {}
+        self._replays: dict[Bucket, _Replays] = {}
+        self._pending: list[tuple[Timing, Shape | Bucket]] = []
+        self._choices: dict[tuple[Shape, Bucket], bool] = {}
+
+    def time_eager(self, batch: VisionBatch) -> Timing | None:
+        """Begin to time an eager microbatch; None where its shape would be one too many."""
+        self._collect()
+        shape = shape_of(batch)
+        if len(self._eager) >= KEPT_SHAPES and shape not in self._eager:
+            return None
+        return Timing(self._clock, lambda timing: self._pending.append((timing, shape)))
+
+    def time_replay(self, bucket: Bucket) -> Timing | None:
+        """Begin to time a replay; None once the bucket's time is known well enough."""
+        replays = self._replays.setdefault(bucket, _Replays())
+        if replays.timed >= TIMED_REPLAYS:
+            return None
+
+        def finished(timing: Timing) -> None:
+            if self._replays.get(bucket) is replays:  # else its graph was dropped meanwhile
+                replays.timed += 1
+                self._pending.append((timing, bucket))
+
+        return Timing(self._clock, finished)
+
+    def eager_is_faster(self, shape: Shape, bucket: Bucket) -> bool:
+        """Whether eager was measured to be faster than this bucket's replay."""
+        self._collect()
+        choice = self._choices.get((shape, bucket))
+        if choice is None:
+            choice = self._choices[shape, bucket] = self.eager_bound(shape) * MARGIN < self.replay_ms(bucket)
+        return choice
+
+    def replay_ms(self, bucket: Bucket) -> float:
+        """Return the smallest measured time of the bucket's replays in ms, 0 while there is none."""
+        replays = self._replays.get(bucket)
+        return 0.0 if replays is None or math.isinf(replays.best) else replays.best
+
+    def eager_bound(self, shape: Shape) -> float:
+        """Return the smallest eager time in ms of a shape that covers this one, infinity if none was measured."""
+        return min((ms for other, ms in self._eager.items() if other.covers(shape)), default=math.inf)
+
+    def forget_replays(self) -> None:
+        """Forget what replays took: their graphs are gone."""
+        self._replays, self._choices = {}, {}
+        self._pending = [(timing, key) for timing, key in self._pending if isinstance(key, Shape)]
+
+    def _collect(self) -> None:
+        """Take over what has been measured since."""
+        if not self._pending:
+            return
+        waiting = []
+        for timing, key in self._pending:
+            ms = timing.milliseconds()
+            if ms is None:
+                waiting.append((timing, key))
+            elif isinstance(key, Bucket):
+                self._replays[key].best = min(self._replays[key].best, ms)
+            else:
+                self._eager[key] = min(ms, self._eager.get(key, math.inf))
+        if len(waiting) < len(self._pending):
+            self._choices = {}
+        self._pending = waiting
+
+
+def watch_backward(timing: Timing, output: Tensor) -> None:
+    """Let an eager microbatch's backward, from the gradient of `output` to the end of the pass, be timed."""
+
+    def begin(gradient: Tensor) -> None:
+        timing.before_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(timing.after_backward)
+
+    output.register_hook(begin)

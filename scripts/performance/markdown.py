@@ -1,0 +1,49 @@
+"""Records as Markdown: tables, where they were measured, and pages with parts between marks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+Records = list[dict[str, Any]]
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a Markdown table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def origin(records: Records) -> str:
+    """Return one line with GPU, date, versions and commits; what is only computed has none of its own."""
+    records = [r for r in records if r["mode"] != "limit" and "error" not in r] or records
+    first = records[0]
+    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
+    commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
+    gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
+    return f"{gpu}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
+
+
+def by_case(records: Records, mode: str) -> dict[str, dict[str, Any]]:
+    """Return a mode's measured records by case."""
+    return {r["case"]: r for r in records if r["mode"] == mode and r.get("ms") is not None and "error" not in r}
+
+
+def number(record: dict[str, Any] | None, name: str, form: str = ".1f") -> str:
+    """Return a figure of a record as text, nothing where it is not there."""
+    value = (record or {}).get(name)
+    return "" if value is None else format(value, form)
+
+
+def fill(text: str, parts: dict[str, str]) -> str:
+    """Return a page with its parts put between their marks, `<!-- NAME -->` and `<!-- /NAME -->`.
+
+    Raises:
+        ValueError: The page has no marks for a part.
+    """
+    for name, part in parts.items():
+        before, found, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not found or not end:
+            raise ValueError(f"the page has no marks <!-- {name} --> and <!-- /{name} -->; add them where it belongs")
+        text = f"{before}{found}{part}{chr(10) if part else ''}{end}{after}"
+    return text

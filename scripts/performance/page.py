@@ -1,0 +1,155 @@
+"""The tables and plots of docs/performance.md, from the records."""
+
+from pathlib import Path
+from typing import Any
+
+from .markdown import Records, by_case, number, origin, table
+from .results import read_records
+from .workloads import CASES
+
+# What the time relative to eager's is meant to be at most.
+AIMS = {"1x448": 0.10, "1x768": 0.25, "4x448": 0.27, "8mix": 0.42, "video16": 0.38, "1x2048": 0.75}
+MODES = ("eager", "upstream", "compile", "compile_reduce_overhead", "plugin", "plugin_fast")
+STEP_MODES = ("eager", "upstream", "plugin", "plugin_language_model", "plugin_full_iteration")
+
+
+def goals(records: Records) -> str:
+    """Return the table of the aims: eager, both kinds of kernels, what is left above the limit."""
+    eager, plugin, fast, limit = (by_case(records, mode) for mode in ("eager", "plugin", "plugin_fast", "limit"))
+    rows = []
+    for case in (case for case in CASES if case in eager and case in plugin):
+        best = min((r for r in (plugin[case], fast.get(case)) if r), key=lambda r: r["ms"])
+        over = f"{best['ms'] / limit[case]['ms']:.1f}" if case in limit else ""
+        rows.append(
+            [case, plugin[case]["tokens"], number(eager[case], "ms"), number(plugin[case], "ms")]
+            + [f"**{plugin[case]['ratio']:.2f}**", number(fast.get(case), "ms"), number(fast.get(case), "ratio", ".2f")]
+            + [f"{AIMS[case]:.2f}", number(limit.get(case), "ms"), over, number(plugin[case], "host_ms", ".2f")]
+            + [number(plugin[case], "gpu_busy_ms"), number(plugin[case], "kernels", "d")]
+        )
+    header = ["case", "tokens", "eager ms", "plugin ms", "ratio", "fast kernels ms", "ratio", "aim", "limit ms"]
+    return table([*header, "best over limit", "host ms", "GPU busy ms", "kernels"], rows) if rows else ""
+
+
+def modes(records: Records) -> str:
+    """Return every mode of the named cases beside eager."""
+    rows = []
+    for r in sorted((r for r in records if r["case"] in CASES and r["mode"] in MODES), key=_case_and_mode):
+        note = r.get("wrong", "")
+        if "error" in r:
+            rows.append([r["case"], r["mode"], *[""] * 8, "; ".join(filter(None, (_code(r["error"]), note)))])
+            continue
+        differs = number(r, "forward_rel", ".0e")
+        rows.append(
+            [r["case"], r["mode"], number(r, "ms"), number(r, "ratio", ".2f"), number(r, "host_ms", ".2f")]
+            + [number(r, "gpu_busy_ms"), number(r, "kernels", "d"), _memory(r)]
+            + ["bit-equal" if r.get("bit_equal") else differs, number(r, "grad_rel", ".1e"), note]
+        )
+    header = ["case", "mode", "ms", "ratio", "host ms", "GPU busy ms", "kernels", "GiB", "outputs differ by"]
+    return table([*header, "gradients differ by", "note"], rows) if rows else ""
+
+
+def _case_and_mode(record: dict[str, Any]) -> tuple[int, int]:
+    return list(CASES).index(record["case"]), MODES.index(record["mode"])
+
+
+def _memory(record: dict[str, Any]) -> str:
+    return number(record, "eager_memory_gb" if record["mode"] == "eager" else "memory_gb")
+
+
+def _code(text: str) -> str:
+    """Quote what a program said, so that it cannot end a cell."""
+    return "`" + text.replace("|", "/").replace("`", "'") + "`"
+
+
+def sweep(records: Records) -> str:
+    """Return time against tokens, a column for each mode: milliseconds of single images."""
+    single = [r for r in records if r["images"] == 1 and not r["case"].startswith("video") and "error" not in r]
+    shown = [mode for mode in (*MODES, "limit") if any(r["mode"] == mode for r in single)]
+    rows = []
+    for tokens in sorted({r["tokens"] for r in single}):
+        found = {r["mode"]: r for r in single if r["tokens"] == tokens}
+        rows.append([tokens, *(number(found.get(mode), "ms") for mode in shown)])
+    return table(["tokens", *(f"{mode} ms" for mode in shown)], rows) if rows else ""
+
+
+def sizes(records: Records) -> str:
+    """Return the microbatches of real image sizes."""
+    rows = []
+    for r in (r for r in records if "error" not in r):
+        fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(r.get("fallbacks", {}).items()))
+        rows.append(
+            [r["mode"], r["microbatches"], r["images"], r["tokens"], number(r, "ms", ".0f"), number(r, "ratio", ".2f")]
+            + [
+                number(r, "padding_share", ".1%"),
+                number(r, "replays", "d"),
+                fallbacks or ("none" if "replays" in r else ""),
+            ]
+            + [number(r, "grad_rel", ".1e")]
+        )
+    header = ["mode", "microbatches", "images", "tokens", "ms of all", "ratio", "padding", "replays", "fallbacks"]
+    return table([*header, "gradients differ by"], rows) if rows else ""
+
+
+def steps(records: Records) -> str:
+    """Return whole optimizer steps: ms and, in brackets, the ratio to eager and the largest difference of a loss."""
+    shown = [mode for mode in STEP_MODES if any(r["mode"] == mode for r in records)]
+    rows = []
+    for case in dict.fromkeys(r["case"] for r in records):
+        found = {r["mode"]: r for r in records if r["case"] == case}
+        images, _, model = case.partition("_")
+        rows.append([images, model, *(_step(found.get(mode)) for mode in shown)])
+    return table(["images", "language model", *shown], rows) if rows else ""
+
+
+def _step(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    if "error" in record:
+        return _code(record["error"])
+    rest = [number(record, "ratio", ".2f"), number(record, "loss_rel", ".0e")] if record["mode"] != "eager" else []
+    return f"{record['ms']:.0f}" + (f" ({', '.join(filter(None, rest))})" if any(rest) else "")
+
+
+def families(records: Records) -> str:
+    """Return where the GPU time goes, in ms by families of kernels."""
+    found = [r for r in records if r.get("families") and r["case"] in CASES]
+    names: dict[str, float] = {}
+    for r in found:
+        for name, ms in r["families"].items():
+            names[name] = names.get(name, 0.0) + ms / r["gpu_busy_ms"]
+    shown = sorted(names, key=names.__getitem__, reverse=True)
+    rows = [
+        [r["case"], r["mode"], number(r, "ms"), number(r, "gpu_busy_ms"), r["kernels"]]
+        + [number(r["families"], name) for name in shown]
+        for r in sorted(found, key=_case_and_mode)
+    ]
+    return table(["case", "mode", "ms", "GPU busy", "kernels", *shown], rows) if rows else ""
+
+
+def picture(folder: Path, name: str, text: str) -> str:
+    """Return a plot as Markdown, nothing where it was not drawn."""
+    return f"![{text}](benchmarks/{name})" if (folder / name).exists() else ""
+
+
+def page_parts(folder: Path) -> dict[str, str]:
+    """Return what stands between each pair of marks of docs/performance.md."""
+    bench, profile, coco, step = (
+        read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "vision_profile", "vision_sizes", "steps")
+    )
+    return {
+        "goals": with_origin(goals(bench), bench),
+        "modes": modes(bench),
+        "sweep": sweep(bench),
+        "time": picture(folder, "time.svg", "time of forward plus backward against tokens, all modes"),
+        "limit": picture(folder, "limit.svg", "share of the arithmetic limit against tokens"),
+        "families": with_origin(families(profile), profile),
+        "families-plot": picture(folder, "families.svg", "GPU time by families of kernels"),
+        "sizes": with_origin(sizes(coco), coco),
+        "steps": with_origin(steps(step), step),
+        "steps-plot": picture(folder, "steps.svg", "optimizer steps of pretrain()"),
+    }
+
+
+def with_origin(text: str, records: Records) -> str:
+    """Return a table below the line that says where it was measured."""
+    return f"{origin(records)}\n\n{text}" if text else ""

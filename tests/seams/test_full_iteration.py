@@ -1,0 +1,252 @@
+"""Qwen3-VL under full_iteration: Bridge's model and step, megatron-core's schedule, the reference executor."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.language.program import dense_order
+from bridge_cg_plugin.upstream import full_iteration
+from bridge_cg_plugin.upstream.full_iteration import CURRENT, find_model
+from bridge_cg_plugin.upstream.language_model import replays_one_length
+
+from ..unit.towers import assert_close, graphs_on
+from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper
+from ..unit.vlm import full_iteration as full_iteration_fields
+
+ONE, TWO, TEXT = [(4, 4)], [(8, 4), (4, 4)], []
+MIX = [ONE, TEXT, TWO, [(4, 8)]]
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_afterwards(active):
+    yield
+    CURRENT.end()
+
+
+def pair(**changes):
+    """Return trainers of equal models: eager, and under full_iteration."""
+    with on_cpu():
+        return Trainer(build(graphs=False, **changes), graphs=False), Trainer(build(**changes), graphs=True)
+
+
+def samples(mix, seed=0, text=8):
+    return [sample(images, seed + index, text + 3 * index) for index, images in enumerate(mix)]
+
+
+def assert_steps_equal(eager, graphs, steps, **arguments):
+    """Run the same steps on both; losses, tokens and every parameter's gradient agree."""
+    for data in steps:
+        expected, found = eager.step(data, **arguments), graphs.step(data, **arguments)
+        assert_close(found[0], expected[0], 1e-6)
+        assert_close(found[1], expected[1], 1e-5)
+
+
+def poison() -> None:
+    """Overwrite the static memory of the language model's graphs."""
+    for slot in CURRENT.graphs._region._slots:
+        for flat in slot.arena._flat.values():
+            flat.fill_(float("nan") if flat.dtype.is_floating_point else 1)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_losses_and_gradients_equal_eager(tied):
+    eager, graphs = pair(tied=tied)
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
+    poison()
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2, 4)])
+    assert (CURRENT.graphs.steps, CURRENT.graphs.replayed_steps) == (4, 3)
+    assert not CURRENT.graphs.statistics().fallbacks
+    assert all(graphs.parallel.arrived)
+    assert "3 of 4 training steps replayed every microbatch" in CURRENT.graphs.report()
+
+
+@pytest.mark.parametrize(
+    "warm, then",
+    [([TEXT], [TWO, TEXT]), ([TWO], [TEXT, TEXT]), ([ONE], [ONE] * 3), ([ONE, TWO], [TWO])],
+    ids=["text-only warm-up", "text-only replays", "more microbatches", "fewer microbatches"],
+)
+def test_what_warm_up_did_not_show_replays_too(warm, then):
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(warm), samples(then, 5), samples(then, 9)])
+    assert CURRENT.graphs.replayed_steps == 2
+
+
+def test_the_hooks_of_data_parallelism_fire_as_in_eager():
+    eager, graphs = pair()
+    for step in range(3):
+        for trainer in (eager, graphs):
+            trainer.parallel.fired.clear()
+            trainer.step(samples(MIX, step))
+        assert sorted(graphs.parallel.fired) == sorted(eager.parallel.fired)
+        assert graphs.parallel.flags == [False] * len(graphs.parallel.flags)
+
+
+@pytest.mark.parametrize("frozen", ["vision_model", "language_model"])
+def test_a_frozen_part(frozen):
+    trainers = []
+    for graphs in (False, True):
+        with on_cpu():
+            model = build(graphs=graphs)
+        getattr(model, frozen).requires_grad_(False)
+        trainers.append(Trainer(model, graphs=graphs))
+    assert_steps_equal(*trainers, [samples(MIX, step) for step in range(3)])
+    assert len(trainers[1].trained) > 5 and all(p.main_grad.any() for p in trainers[1].trained)
+    assert CURRENT.graphs.replayed_steps == 2
+
+
+def test_beside_vision_graphs():
+    eager, graphs = pair()
+    vision = graphs.model.vision_model
+    with graphs_on(vision, buckets=(16, 32, 64)) as encoder:
+        assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
+        assert encoder.statistics().replays == 9
+    assert CURRENT.graphs.replayed_steps == 2
+
+
+def test_evaluation_replays_forward_only():
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
+    assert_steps_equal(eager, graphs, [samples([ONE, TEXT], 7)], training=False)
+    assert_steps_equal(eager, graphs, [samples(MIX, 9)])
+    counts = CURRENT.graphs.statistics()
+    assert sum(b.evaluations for b in counts.buckets.values()) == 2
+    assert (CURRENT.graphs.steps, CURRENT.graphs.replayed_steps) == (3, 2)
+
+
+def test_evaluation_before_training_captures_nothing():
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(MIX), samples(MIX)], training=False)
+    assert CURRENT.graphs is None
+    assert_steps_equal(eager, graphs, [samples(MIX), samples(MIX)])
+    assert CURRENT.graphs.captured
+
+
+def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
+    eager, graphs = pair()
+    double = sample(ONE, 3)
+    for name in ("tokens", "labels", "loss_mask"):
+        double[name] = double[name].repeat(2, 1)
+    grid, pixels = double["visual_inputs"].image_grid_thw, double["visual_inputs"].pixel_values
+    double["visual_inputs"].image_grid_thw = grid.repeat(2, 1)
+    double["visual_inputs"].pixel_values = pixels.repeat(2, 1)
+    mixed = [sample(TWO, 4), double, sample(TEXT, 5)]
+    assert_steps_equal(eager, graphs, [samples(MIX), mixed, mixed])
+    assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 2}
+    assert CURRENT.graphs.replayed_steps == 0
+
+
+def test_a_call_without_embeddings_runs_eager_and_is_counted():
+    _, graphs = pair()
+    graphs.step(samples(MIX))
+    graphs.step(samples(MIX))
+    with on_cpu():
+        tokens = torch.zeros(1, 4, dtype=torch.long)
+        logits = CURRENT.graphs.model(input_ids=tokens, position_ids=torch.zeros(3, 1, 4), attention_mask=None)
+    assert logits.shape[:2] == (1, 4)
+    assert CURRENT.graphs.statistics().fallbacks == {"call_arguments": 1}
+
+
+def test_a_failed_capture_leaves_the_run_eager(caplog):
+    eager, graphs = pair()
+    with mock.patch.object(ReferenceExecutor, "record", side_effect=CaptureError("made to fail")):
+        assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
+    assert CURRENT.graphs.statistics().fallbacks == {"capture_failed": 8}
+    assert "not captured: CaptureError: made to fail" in CURRENT.graphs.report()
+    assert sum("runs eager" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("warmup_steps, replayed", [(0, 3), (1, 3), (2, 2), (9, 0)])
+def test_capture_follows_the_warm_up_steps_and_at_least_one(warmup_steps, replayed):
+    with on_cpu():
+        graphs = Trainer(build(), graphs=True, warmup_steps=warmup_steps)
+    for step in range(4):
+        graphs.step(samples([ONE], step))
+    assert CURRENT.graphs.replayed_steps == replayed
+
+
+def test_deactivate_gives_everything_back():
+    _, graphs = pair()
+    graphs.step(samples(MIX))
+    graphs.step(samples(MIX))
+    language_model = graphs.model.language_model
+    assert "forward" in vars(language_model)
+    before = [p.data_ptr() for p in language_model.parameters()]
+    bridge_cg_plugin.deactivate()
+    assert CURRENT.graphs is None and "forward" not in vars(language_model)
+    assert "_deepstack_process" not in vars(language_model.decoder)
+    assert [p.data_ptr() for p in language_model.parameters()] == before
+
+
+def test_another_model_gets_graphs_of_its_own():
+    _, first = pair()
+    first.step(samples([ONE]))
+    _, second = pair()
+    second.step(samples([ONE]))
+    assert CURRENT.graphs.model is second.model.language_model
+    assert "forward" not in vars(first.model.language_model)
+
+
+def test_a_model_without_images_is_upstreams():
+    schedule = mock.MagicMock()
+    captured = wrapper(schedule, warmup_steps=0)
+    with mock.patch.object(type(captured), "data_read", side_effect=RuntimeError("upstream's own")):
+        for model in ([nn.Linear(2, 2)], nn.Linear(2, 2)):
+            with pytest.raises(RuntimeError, match="upstream's own"):
+                captured(model=model, data_iterator=[], num_microbatches=1, seq_length=4, forward_only=False)
+    schedule.assert_not_called()
+
+
+def test_the_model_is_found_under_wrappers():
+    inner = nn.Module()
+    inner.language_model, inner.vision_model = nn.Linear(2, 2), nn.Linear(2, 2)
+    outer = nn.Module()
+    outer.module = nn.Module()
+    outer.module.module = inner
+    assert find_model([outer]) is inner and find_model(outer) is inner
+    inner.vision_model = None
+    assert find_model([outer]) is None
+
+
+def test_a_capture_knows_the_trackers_generators_only():
+    generator = torch.Generator()
+    states = {"model-parallel-rng": generator, "other": torch.zeros(3)}
+    with mock.patch("megatron.core.tensor_parallel.random.get_all_rng_states", lambda: states):
+        assert full_iteration.random_states() == (generator,)
+
+
+@pytest.mark.parametrize(
+    "fields, padded",
+    [
+        (full_iteration_fields(), True),
+        ({"cuda_graph_impl": "transformer_engine"}, True),
+        ({"cuda_graph_impl": "none"}, False),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": None}, False),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, False),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, True),
+        ({}, False),
+    ],
+)
+def test_whose_sequences_are_padded(fields, padded):
+    assert replays_one_length(SimpleNamespace(**fields)) is padded
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4))
+def test_rows_of_features_land_where_a_mask_puts_them(rows):
+    width = max(map(len, rows))
+    visual = torch.tensor([row + [False] * (width - len(row)) for row in rows])
+    order = dense_order(visual)
+    assert sorted(order.tolist()) == list(range(visual.numel()))
+    features = torch.arange(1.0, 1 + int(visual.sum()))
+    buffer = torch.zeros(visual.numel())
+    buffer[: len(features)] = features
+    expected = torch.zeros(visual.shape)
+    expected[visual] = features
+    torch.testing.assert_close(buffer.index_select(0, order).view(visual.shape), expected)

@@ -1,0 +1,363 @@
+"""Records of benchmarks: their form, what is computed without a GPU, what tables and plots make of them."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.performance import page, results
+from scripts.performance.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
+from scripts.performance.markdown import fill, origin
+from scripts.performance.measure import family, kernels_of, median_times
+from scripts.performance.workloads import (
+    CASES,
+    COCO_PIXELS,
+    COCO_RATIOS,
+    SWEEP,
+    coco_microbatches,
+    frames_of,
+    one_image,
+    tokens_of,
+    workloads,
+)
+
+from .towers import tower
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+ORIGIN = {
+    "repeats": 9,
+    "seed": 0,
+    "date": "2026-11-21",
+    "gpu": "NVIDIA H200",
+    "versions": {"torch": "2.11.0", "commit": "abc"},
+    "command": "python x.py",
+}
+
+
+def record(case="1x448", mode="eager", **fields):
+    return {"case": case, "mode": mode, "tokens": 784, "images": 1, "ms": 75.0, "ratio": 1.0, **ORIGIN, **fields}
+
+
+# Their form
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jsonl")), ids=lambda p: p.name)
+def test_committed_records_are_as_the_format_says(path):
+    records = results.read_records(path)
+    assert records
+    for one in records:
+        results.check_record(one)
+
+
+def test_every_field_is_in_the_formats_table():
+    text = (FOLDER / "format.md").read_text()
+    missing = [name for name in results.FIELDS if f"`{name}`" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"gpu": None}, "gpu"),
+        ({"speed": 3}, "unknown field 'speed'"),
+        ({"ms": "75"}, "ms='75'"),
+        ({"kernels": True}, "kernels=True"),
+        ({"bit_equal": 1}, "bit_equal=1"),
+        ({"tokens": 7.5}, "tokens=7.5"),
+    ],
+)
+def test_other_records_are_refused(change, said, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        results.put_record(tmp_path / "r.jsonl", record(**change))
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize("missing", results.REQUIRED)
+def test_a_record_says_where_it_comes_from(missing):
+    one = record()
+    del one[missing]
+    with pytest.raises(ValueError, match=f"{missing} missing"):
+        results.check_record(one)
+
+
+def test_a_record_has_a_measurement_or_an_error():
+    one = record()
+    del one["ms"]
+    with pytest.raises(ValueError, match="neither a measurement"):
+        results.check_record(one)
+    results.check_record({**one, "error": "out of memory"})
+
+
+def test_a_record_replaces_the_one_of_its_case_and_mode(tmp_path):
+    path = tmp_path / "r.jsonl"
+    for one in (record(), record(mode="plugin"), record(case="8mix"), record(ms=70.0)):
+        results.put_record(path, one)
+    found = {(r["case"], r["mode"]): r["ms"] for r in results.read_records(path)}
+    assert found == {("1x448", "eager"): 70.0, ("1x448", "plugin"): 75.0, ("8mix", "eager"): 75.0}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_a_gpu_measured_records_cannot_be_replaced_by_accident():
+    with pytest.raises(ValueError, match="--out: without a GPU .* name a file"):
+        results.output_path(None, "vision_bench.jsonl")
+    assert results.output_path(Path("x.jsonl"), "vision_bench.jsonl") == Path("x.jsonl")
+
+
+# What is computed
+
+
+def test_the_limit_is_the_published_one():
+    """Figures that were computed on their own, by hand, for an earlier study."""
+    expected = {"1x448": 3.4, "1x768": 12, "4x448": 14, "8mix": 32, "video16": 26, "1x2048": 230}
+    assert {name: limit_ms(grid) for name, grid in CASES.items()} == pytest.approx(expected, rel=0.03)
+
+
+rows = st.tuples(st.integers(1, 4), st.integers(1, 40).map(lambda n: 2 * n), st.integers(1, 40).map(lambda n: 2 * n))
+grids = st.lists(rows, min_size=1, max_size=5)
+
+
+@given(grids, grids)
+def test_images_cost_what_they_cost_alone(one, other):
+    assert step_flops([*one, *other]) == pytest.approx(step_flops(one) + step_flops(other))
+
+
+@given(st.integers(1, 8), st.integers(1, 30).map(lambda n: 2 * n))
+def test_one_large_frame_costs_more_than_as_many_tokens_in_small_ones(frames, side):
+    large, small = step_flops([(1, side, side * frames)]), step_flops([(frames, side, side)])
+    assert large >= small and (large > small) == (frames > 1)
+
+
+def test_the_limit_grows_with_the_tower():
+    grid = CASES["1x448"]
+    assert limit_ms(grid) == pytest.approx(step_flops(grid) / TFLOPS / 1e9)
+    assert step_flops(grid, TowerShape(layers=54)) > 1.8 * step_flops(grid)
+
+
+def test_a_models_own_sizes_are_read():
+    shape = shape_of(tower())
+    assert (shape.layers, shape.hidden, shape.mlp, shape.mergers, shape.out) == (3, 32, 64, 3, 24)
+    assert (shape.patch, shape.merged) == (1536, 4)
+
+
+@pytest.mark.parametrize("tokens", SWEEP)
+def test_one_image_has_the_tokens_and_is_nearly_square(tokens):
+    ((frames, height, width),) = one_image(tokens)
+    assert (frames, height * width) == (1, tokens)
+    assert width in (height, 2 * height) and height % 2 == 0
+
+
+def test_a_size_that_is_a_case_is_measured_once():
+    found = workloads(CASES, SWEEP)
+    assert "tokens_16384" not in found and len(found) == len(CASES) + len(SWEEP) - 1
+    assert "tokens_16384" in workloads([], SWEEP)
+
+
+@pytest.mark.parametrize(
+    "cases, tokens, said",
+    [(["2x448"], [], "--cases 2x448: allowed"), ([], [300], "--tokens 300: allowed"), ([], [2], "--tokens 2")],
+)
+def test_unknown_cases_are_refused(cases, tokens, said):
+    with pytest.raises(ValueError, match=said):
+        workloads(cases, tokens)
+
+
+def test_drawn_images_have_the_published_distribution():
+    images = [row for grid in coco_microbatches(1500) for row in grid]
+    assert all(t == 1 and h % 2 == 0 and w % 2 == 0 and max(h, w) <= 40 for t, h, w in images)
+    pixels = sorted(h * w * 256 for _, h, w in images)
+    ratios = sorted(h / w for _, h, w in images)
+    # Sides are rounded to 32 pixels and the longer one is cut at 640, so the quantiles move a little.
+    for values, (low, high) in ((pixels, COCO_PIXELS), (ratios, COCO_RATIOS)):
+        assert values[len(values) // 20] == pytest.approx(low, rel=0.12)
+        assert values[-len(values) // 20] == pytest.approx(high, rel=0.12)
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 1000))
+def test_a_seed_draws_the_same_microbatches_again(count, most, seed):
+    drawn = coco_microbatches(count, most, seed)
+    assert drawn == coco_microbatches(count, most, seed)
+    assert len(drawn) == count and all(1 <= len(grid) <= most for grid in drawn)
+    assert all(tokens_of(grid) % 4 == 0 and frames_of(grid) == len(grid) for grid in drawn)
+
+
+# What is measured
+
+
+def test_kernels_that_overlap_are_busy_once():
+    found = kernels_of([(0, 1000, "gemm"), (500, 1500, "gemm"), (2000, 3000, "Memcpy DtoD")])
+    assert (found.count, found.busy_ms) == (3, pytest.approx(2.5))
+    assert found.by_name == {"gemm": (pytest.approx(2.0), 2), "Memcpy DtoD": (pytest.approx(1.0), 1)}
+    assert found.families() == {"matrix products": pytest.approx(2.0), "copies": pytest.approx(1.0)}
+    assert found.largest(1) == [("gemm", pytest.approx(2.0), 2)]
+
+
+spans = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e5)).map(lambda s: (s[0], s[0] + s[1], "k")), max_size=30)
+
+
+@given(spans)
+def test_busy_time_is_at_most_the_kernels_and_the_span(found):
+    busy, total = kernels_of(found).busy_ms, sum(b - a for a, b, _ in found) / 1e3
+    whole = (max(b for _, b, _ in found) - min(a for a, _, _ in found)) / 1e3 if found else 0.0
+    longest = max((b - a for a, b, _ in found), default=0.0) / 1e3
+    assert longest - 1e-6 <= busy <= min(total, whole) + 1e-6
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128>", "attention: dot_do_o"),
+        ("void transformer_engine::normalization::ln_bwd_finalize_tuned_kernel<...>", "norms"),
+        ("_layernorm_backward", "norms"),
+        ("_rotate", "rotary embedding"),
+        ("_bias_gelu_backward", "bias and activation"),
+        ("_bias_residual", "bias and activation"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("Memset (Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<...>", "gradient accumulation"),
+        ("void at::native::reduce_kernel<128, 4, ...>", "reductions"),
+        ("_add_partials", "reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "element-wise"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda...>", "copies"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_have_a_family(name, expected):
+    assert family(name) == expected
+
+
+def test_medians_and_how_many_runs_they_are_of():
+    calls = []
+
+    def run(between):
+        calls.append(1)
+        between()
+
+    times = median_times(run, 7, warmup=2)
+    assert len(calls) == 9 and times.repeats == 7
+    assert 0 <= times.fwd_ms <= times.ms and times.host_ms >= 0
+    assert median_times(run, 1).repeats == 3
+    assert median_times(run, 1000, seconds=0.0).repeats == 3
+
+
+# What tables and plots make of them
+
+
+def sample():
+    bench = []
+    for name, grid in workloads(CASES, SWEEP).items():
+        size = {"tokens": tokens_of(grid), "images": len(grid)}
+        bench += [
+            record(name, "eager", **size, ms=100.0, host_ms=90.0, eager_memory_gb=3.0),
+            record(name, "plugin", **size, ms=40.0, ratio=0.4, bit_equal=True, forward_rel=0.0, grad_rel=0.01),
+            record(name, "limit", **size, ms=limit_ms(grid)),
+        ]
+    bench.append(record("1x448", "plugin_fast", ms=38.0, ratio=0.38, forward_rel=0.0, grad_rel=0.02))
+    bench.append(record("1x448", "upstream", ms=20.0, ratio=0.2, wrong="wrong", forward_rel=0.5, grad_rel=2.0))
+    failed = record("1x2048", "upstream", error="ValueError: a | b", tokens=16384)
+    del failed["ms"]
+    families = {"matrix products": 20.0, "attention": 10.0}
+    profiles = [
+        record(case, mode, families=families, gpu_busy_ms=30.0, kernels=1700, top=[])
+        for case in CASES
+        for mode in ("eager", "plugin")
+    ]
+    coco = [
+        record("coco", "eager", microbatches=64),
+        record("coco", "plugin", microbatches=64, replays=63, fallbacks={"eager_is_faster": 1}, padding_share=0.02),
+    ]
+    steps = [record("mixed_4x2048", mode, ms=ms) for mode, ms in (("eager", 560.0), ("plugin", 300.0))]
+    broken = record("mixed_28x2560", "eager", error="out of memory: x")
+    del broken["ms"]
+    return {
+        "vision_bench": [*bench, failed],
+        "vision_profile": profiles,
+        "vision_sizes": coco,
+        "steps": [*steps, broken],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, records in sample().items():
+        for one in records:
+            results.check_record(one)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return tmp_path
+
+
+def lines(text, start):
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_tables_of_the_page(folder):
+    parts = page.page_parts(folder)
+    assert lines(parts["goals"], "| 1x448 |")[0].split(" | ")[2:9] == (
+        ["100.0", "40.0", "**0.40**", "38.0", "0.38", "0.10", "3.4"]
+    )
+    assert "| 11.1 |" in lines(parts["goals"], "| 1x448 |")[0]  # the faster kernels over the limit
+    assert lines(parts["modes"], "| 1x2048 | upstream |")[0].endswith("| `ValueError: a / b` |")
+    assert "bit-equal" in lines(parts["modes"], "| 1x448 | plugin |")[0]
+    assert lines(parts["modes"], "| 1x448 | upstream |")[0].endswith("| 5e-01 | 2.0e+00 | wrong |")
+    assert len(lines(parts["sweep"], "| ")) == 2 + len(SWEEP) + 2  # head, rule; 784 and 2304 are single images, too
+    assert "| 2.0% | 63 | eager_is_faster 1 |" in parts["sizes"]
+    assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
+    assert "`out of memory: x`" in parts["steps"]
+    assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
+    widths = {name: {line.count(" | ") for line in lines(text, "| ")} for name, text in parts.items()}
+    assert all(len(found) <= 1 for found in widths.values()), widths
+
+
+def test_a_page_without_records_has_no_tables(tmp_path):
+    assert set(page.page_parts(tmp_path).values()) == {""}
+
+
+def test_every_part_has_its_place_on_the_page(folder):
+    text = (FOLDER.parent / "performance.md").read_text()
+    filled = fill(text, page.page_parts(folder))
+    assert "| tokens | eager ms |" in filled
+    assert fill(filled, page.page_parts(folder)) == filled
+    empty = fill(filled, dict.fromkeys(page.page_parts(folder), ""))
+    assert "| tokens | eager ms |" not in empty and "NVIDIA H200, 2026" not in empty
+
+
+def test_a_page_without_marks_is_an_error():
+    with pytest.raises(ValueError, match="no marks <!-- goals -->"):
+        fill("text", {"goals": "x"})
+
+
+def test_where_it_was_measured_is_said_by_what_was_measured():
+    computed = record(mode="limit", gpu="none", versions={"torch": "1", "commit": "old"})
+    assert "NVIDIA H200" in origin([computed, record()]) and "old" not in origin([computed, record()])
+
+
+def test_plots_are_drawn_from_records(folder):
+    from scripts.performance import plots
+
+    written = plots.draw(folder)
+    assert [path.name for path in written] == list(plots.PLOTS)
+    texts = {path.name: path.read_text() for path in written}
+    assert "upstream&#39;s graphs (wrong result)" in texts["time.svg"] or "upstream's graphs" in texts["time.svg"]
+    assert "arithmetic limit over time" in texts["limit.svg"]
+    assert "attention" in texts["families.svg"] and "1x448, plugin" in texts["families.svg"]
+    assert ">560<" in texts["steps.svg"]
+    assert plots.draw(folder) == written
+    assert {path.name: path.read_text() for path in written} == texts  # the same records give the same files
+
+
+def test_nothing_is_drawn_without_records(tmp_path):
+    from scripts.performance import plots
+
+    assert plots.draw(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_share_of_the_limit_is_never_drawn_for_errors(folder):
+    from scripts.performance import plots
+
+    found = plots.measured(results.read_records(folder / "vision_bench.jsonl"))
+    assert found and all("error" not in r and math.isfinite(r["ms"]) for r in found)
