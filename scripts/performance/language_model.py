@@ -1,7 +1,7 @@
 """A GPT model on a GPU with packed documents, as Bridge builds and calls one, and the benchmark's packs."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +149,11 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     return Pack(arguments, places, weights)
 
 
-def step(model: nn.Module, pack: Pack) -> Tensor:
-    """Run forward and backward; returns the per-token losses, `[1, tokens]`."""
+def step(model: nn.Module, pack: Pack, between: Callable[[], object] | None = None) -> Tensor:
+    """Run forward and backward; returns the per-token losses, `[1, tokens]`. `between` is called between both."""
     losses = model(**pack.arguments)
+    if between is not None:
+        between()
     losses.backward(pack.weights.to(losses.dtype))
     return losses.detach()
 
@@ -192,15 +194,3 @@ def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **o
             model(**pack.arguments)
     helper.create_cudagraphs()
     return helper.chunks[0]
-
-
-def gpu_busy_ms(run: Any) -> tuple[float, int]:
-    """Return the GPU time of one call in milliseconds and how many kernels it launches, from a profile."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        run()
-        torch.cuda.synchronize()
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.self_device_time_total for e in kernels) / 1e3, len(kernels)

@@ -79,6 +79,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "load_ms": NUMBER,
     "load_cpu_ms": NUMBER,
     "added_ms": NUMBER,
+    "documents": int,
+    "max_packed_seqs": int,
+    "predicted_ms": NUMBER,
+    "chosen": bool,
 }
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs.compare import compare_to_spread  # noqa: E402
-from scripts.performance.results import provenance, write_records  # noqa: E402
+from scripts.performance.results import provenance, put_record  # noqa: E402
 
 VOCABULARY = 32_768
 SEQUENCE = 1024
@@ -70,12 +70,13 @@ def compare(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> int:
             "ms": times[name],
             "ratio": times[name] / base if name == "plugin" else 1.0,
             "inside_spread": same if name == "plugin" else None,
-            **figures,
+            **{field: value for field, value in figures.items() if field != "step_ms"},
             **provenance(args.steps - SKIPPED, 1234),
         }
         for name, figures in runs.items()
     ]
-    write_records(args.out, records)
+    for record in records:
+        put_record(args.out, record)
     for step, losses in enumerate(zip(*(figures["losses"] for figures in runs.values()), strict=True)):
         print(f"{step:>4} " + " ".join(f"{loss:>11.6f}" for loss in losses))
     print(f"graphs: {json.dumps(graphs['graphs'])}")
