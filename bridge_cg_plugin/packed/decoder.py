@@ -21,6 +21,8 @@ from .batch import PackedBatch, pack_batch
 from .layout import spread
 from .program import PackedProgram, PackLayout, RecordingKernels, Run
 
+MOST_EXACT_BUCKETS = 12
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderCall:
@@ -175,7 +177,10 @@ class PackedGraphs(GraphedModule):
         if self.options.buckets != "auto":
             return BucketPlan(self.options.buckets, 0.0, 0)
         tokens = [seen.tokens for seen in self._observed]
-        return plan_buckets(tokens, merge_unit=self.family.shards, exact_below=EXACT_BELOW)
+        if self.family.shards > 1:  # packs cannot be padded: the sizes that come most often
+            usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
+            return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
+        return plan_buckets(tokens, merge_unit=1, exact_below=EXACT_BELOW)
 
     def _limits(self, capacity: int) -> list[tuple[int, int]]:
         longest = min(self.options.max_seqlen or capacity, capacity)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..options import MODULES as LAYER_PARTS
@@ -69,13 +70,18 @@ class TransformerBlockFamily:
         others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
         if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
             return "call_arguments"
-        if hidden.dim() != 3 or hidden.shape[1] != 1 or (not self.per_position and angles.shape[0] != len(hidden)):
+        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, hidden.shape[0] * self.shards):
             return "call_arguments"
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
             return "call_arguments"
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+
+    def _rotates(self, angles: Tensor, tokens: int) -> bool:
+        """Whether angles are of the kind that recordings have buffers for."""
+        rows_fit = self.per_position or angles.shape[0] == tokens
+        return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
 
     def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
         mask, embeddings = (kwargs.get(name) for name in VISUAL)

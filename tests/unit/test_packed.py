@@ -271,6 +271,23 @@ def test_buckets_are_planned_from_what_warm_up_showed(bare):
         assert replayed(graphs) == 1
 
 
+def test_packs_that_cannot_be_padded_have_buckets_of_the_usual_sizes(bare):
+    sizes = (300, 310, 300, 320, 310, 300)
+    with graphs_on(bare, *(pack((n,)) for n in sizes), capture=False, cuda_graph_packed_buckets="auto") as graphs:
+        graphs.family.shards = 2
+        assert graphs._plan().capacities == (300, 310, 320)
+        assert graphs._plan().padding_share == 0
+
+
+@pytest.mark.parametrize("change", [lambda a: a.double(), lambda a: a[:, 0], lambda a: (a, a)])
+def test_angles_of_another_kind_run_eager(model, graphs, change):
+    params, hidden = pack((300,))["packed_seq_params"], torch.zeros(300, 1, 32)
+    kwargs = {"hidden_states": hidden, "rotary_pos_emb": torch.zeros(300, 1, 1, 8), "packed_seq_params": params}
+    assert not isinstance(graphs.family.read((), kwargs), str)
+    kwargs["rotary_pos_emb"] = change(kwargs["rotary_pos_emb"])
+    assert graphs.family.read((), kwargs) == "call_arguments"
+
+
 def test_without_a_pack_in_warm_up_nothing_is_captured(bare):
     with graphs_on(bare, unpacked(), cuda_graph_packed_strict=False) as graphs:
         assert not graphs.captured and "no packed microbatch was seen" in graphs.report()
