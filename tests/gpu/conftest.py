@@ -67,9 +67,16 @@ class Trainings:
         self._pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
+def training_under_way(request) -> None:
+    """Start training runs with the first test that takes no times."""
+    if not is_timed(request.node):
+        request.getfixturevalue("trained")
+
+
+@pytest.fixture(scope="session")
 def trained(request, tmp_path_factory) -> Iterator[Trainings]:
-    """Return the result of a `Training`; those that tests have as parameters are under way from the session's start."""
+    """Return the result of a `Training`; those that tests have as parameters are under way from the beginning."""
     trainings = Trainings(tmp_path_factory.mktemp("trainings"))
     for item in request.session.items:
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
@@ -79,7 +86,16 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     trainings.close()
 
 
+# What takes times has the GPU to itself: these come first, before training runs start.
+TIMED = ("test_benchmarks", "test_costs")
+
+
+def is_timed(item: pytest.Item) -> bool:
+    return item.path.stem in TIMED
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=is_timed, reverse=True)
     for item in items:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
