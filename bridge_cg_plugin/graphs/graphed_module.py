@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +105,15 @@ class GraphedModule(ABC):
     def begin_step(self) -> None:
         """Note that a training step begins."""
         self._step += 1
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in a training step: its first replay looks whether parameters are where they were, the others do not."""
+        self.begin_step()
+        with ExitStack() as stack:
+            for region in self._regions:
+                stack.enter_context(region.parameters_kept())
+            yield
 
     def capture(self) -> bool:
         """Plan buckets and capture; returns whether graphs exist now.

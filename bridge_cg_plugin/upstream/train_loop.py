@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from .full_iteration import CURRENT
@@ -29,9 +30,10 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if not drives_vision_graphs():
             OWN_LOOP.before_step(argument("model", args, kwargs), argument("global_state", args, kwargs))
-        for helper in active_helpers():
-            helper.graphs.begin_step()
-        return old(*args, **kwargs)
+        with ExitStack() as stack:
+            for helper in active_helpers():
+                stack.enter_context(helper.graphs.step())
+            return old(*args, **kwargs)
 
     return train_step
 
