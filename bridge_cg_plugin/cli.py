@@ -5,7 +5,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from .report.command import add_arguments, run_report
+from .planner import command as planner
+from .report import command as reports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
     explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
-    add_arguments(report)
+    reports.add_arguments(report)
+    planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, explain, report):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "report":
-        return run_report(args)
+        return reports.run_report(args)
+    if args.command == "plan":
+        return planner.run(args)
     if args.command == "audit":
         return run_audit(args.sources, args.json)
     return run_doctor(args.json, not args.no_gpu)

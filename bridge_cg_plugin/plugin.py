@@ -13,11 +13,13 @@ SWITCH = "BRIDGE_CG_PLUGIN"
 # Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
 PATCHED: dict[str, tuple[str, ...]] = {
-    "megatron.bridge.training.train": ("train_loop",),
+    "megatron.bridge.training.train": ("train_loop", "packed_helper"),
     "megatron.bridge.training.config": ("training_config",),
+    "megatron.bridge.training.gpt_step": ("batches",),
     "megatron.bridge.training.vlm_step": ("batches",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("batches", "language_model"),
     "megatron.core.transformer.transformer_layer": ("language_model",),
+    "megatron.bridge.models.gpt_provider": ("provider_fields",),
     "megatron.core.full_cuda_graph": ("full_iteration",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
@@ -69,7 +71,7 @@ def deactivate() -> None:
     """Undo every patch and drop every graph."""
     global _on
     _on = False
-    helper = sys.modules.get("bridge_cg_plugin.upstream.helper")
+    helper = sys.modules.get("bridge_cg_plugin.upstream.graph_helper")
     if helper is not None:
         for active in helper.active_helpers():
             active.delete_cuda_graphs()

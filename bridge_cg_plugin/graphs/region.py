@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Region:
         self._before_replay = before_replay
         self._reduction = reduction
         self._slots: list[Slot] = []
+        self._looks_once = self._looked = False
         self.aliases: ParameterAliases | None = None
         self.sinks: GradientSinks | None = None
 
@@ -155,6 +157,7 @@ class Region:
         if self.sinks is not None:
             self.sinks.release()
         self._slots = []
+        self._looked = False
         self.aliases = self.sinks = None
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
@@ -183,6 +186,11 @@ class Region:
         self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
         return outputs
 
+    def why_not(self, batch: Any) -> str | None:
+        """Return why a batch cannot be replayed now, None if it can. Nothing is counted."""
+        place = self._place(batch)
+        return place if isinstance(place, str) else None
+
     def _place(self, batch: Any) -> tuple[Slot, Bucket, Mode] | str:
         """Return where the batch is replayed, or why it cannot be."""
         if not self.captured:
@@ -195,9 +203,25 @@ class Region:
         slot = self._free_slot(bucket, mode)
         if slot is None:
             return "no_free_slot"
-        if self.aliases.moved() or self.sinks.moved():
+        if self._parameters_changed():
             return "parameters_changed"
         return slot, bucket, mode
+
+    @contextmanager
+    def parameters_kept(self) -> Iterator[None]:
+        """Inside, as in a training step, parameters stay where the first replay finds them: only that one looks."""
+        self._looks_once = True
+        try:
+            yield
+        finally:
+            self._looks_once = self._looked = False
+
+    def _parameters_changed(self) -> bool:
+        if self._looked:
+            return False
+        changed = self.aliases.moved() or self.sinks.moved()
+        self._looked = self._looks_once and not changed
+        return changed
 
     def _wants_gradients(self, batch: Any) -> bool:
         return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))

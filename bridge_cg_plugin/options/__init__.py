@@ -15,7 +15,7 @@ from .language_model import (
 )
 from .migration import ENUM, MIGRATIONS, check_deprecated_beside_new
 from .offload import OFFLOAD_FIELDS, OffloadOptions
-from .packed import PackedOptions
+from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
     CHECK_ACTIONS,
     MODULES,
@@ -30,6 +30,7 @@ __all__ = [
     "MIGRATIONS",
     "MODULES",
     "OFFLOAD_FIELDS",
+    "PACKED_FIELDS",
     "PROVIDER_FIELDS",
     "SCOPE_FIELD",
     "CudaGraphModule",
@@ -51,6 +52,7 @@ __all__ = [
     "normalize",
     "normalize_cuda_graph_modules",
     "normalize_inference_cuda_graph_scope",
+    "packed_options",
     "vision_options",
 ]
 

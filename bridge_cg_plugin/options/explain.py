@@ -8,6 +8,7 @@ from .graph_options import GraphOptions
 from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
 from .offload import OFFLOAD_FIELDS, OffloadOptions
+from .packed import PackedOptions
 from .releases import RELEASES
 from .vision import VisionGraphOptions
 
@@ -44,11 +45,10 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def in_words(options: GraphOptions) -> str:
     """Return options as lines for a person."""
-    packed = options.packed.max_packed_seqs
     lines = [
         f"language model: {_language_model(options)}",
         f"vision: {_vision(options.vision)}",
-        f"packed sequences: {f'graphs for up to {packed} sequences' if packed else 'no graphs'}",
+        f"packed sequences: {_packed(options.packed)}",
         f"offload: {_offload(options.offload)}",
         *(f"warning: {text}" for text in options.warnings),
     ]
@@ -73,12 +73,19 @@ def _vision(options: VisionGraphOptions) -> str:
     if not options.enabled:
         return "no graphs"
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
-    if options.buckets == "auto":
-        longest = options.max_seq_length
-        buckets = "buckets chosen from what warm-up steps show" + (f", up to {longest} tokens" if longest else "")
-    else:
-        buckets = f"buckets of {_listed([str(b) for b in options.buckets])} tokens"
-    return f"one graph per bucket over {region}; {buckets}"
+    return f"one graph per bucket over {region}; {_buckets(options.buckets, options.max_seq_length)}"
+
+
+def _packed(options: PackedOptions) -> str:
+    if not options.enabled:
+        return "no graphs"
+    return f"graphs of up to {options.max_packed_seqs} documents; {_buckets(options.buckets)}"
+
+
+def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> str:
+    if isinstance(capacities, str):
+        return "buckets chosen from what warm-up steps show" + (f", up to {longest} tokens" if longest else "")
+    return f"buckets of {_listed([str(c) for c in capacities])} tokens"
 
 
 def _offload(options: OffloadOptions) -> str:

@@ -9,6 +9,7 @@ from .values import is_unset, parse_flag, words
 
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
+OFFLINE_PACKING = "enable_offline_packing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,9 @@ class Facts:
         hidden_dropout: Whether MLP and MoE use random numbers.
         moe: Whether the model has mixture-of-experts layers.
         mamba: Whether the model has Mamba layers.
+        packed_data: Whether the dataset packs documents.
+        mla: Whether attention is multi-latent.
+        warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         pipeline_stages: Stages of pipeline parallelism.
         context_ranks: Ranks of context parallelism.
@@ -45,6 +49,9 @@ class Facts:
     hidden_dropout: bool | None = None
     moe: bool | None = None
     mamba: bool | None = None
+    packed_data: bool | None = None
+    mla: bool | None = None
+    warmup_steps: int | None = None
     images: bool | None = None
     pipeline_stages: int | None = None
     context_ranks: int | None = None
@@ -77,6 +84,9 @@ def facts_of(written: Written) -> Facts:
         if "num_moe_experts" not in settings
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
         mamba=_mamba(written),
+        packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
+        mla=_flag(settings, "multi_latent_attention"),
+        warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
         images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),

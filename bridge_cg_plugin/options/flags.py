@@ -10,7 +10,7 @@ from . import offload as offloading
 from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .offload import OFFLOAD_FIELDS
-from .packed import MAX_PACKED_SEQS
+from .packed import PACKED_FIELDS
 from .values import words
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
@@ -44,6 +44,11 @@ class Flag:
 
 def _vision(option: str, value: str, meaning: str) -> Flag:
     field = PROVIDER_FIELDS[option]
+    return Flag(name=field, field=field, value=value, meaning=meaning)
+
+
+def _packed(option: str, value: str, meaning: str) -> Flag:
+    field = PACKED_FIELDS[option]
     return Flag(name=field, field=field, value=value, meaning=meaning)
 
 
@@ -93,11 +98,16 @@ FLAGS = (
     _vision("check_action", "ACTION", "when the check fails: warn or stop"),
     Flag(
         name="max_packed_seqs",
-        field=MAX_PACKED_SEQS,
+        field=PACKED_FIELDS["max_packed_seqs"],
         value="N",
-        meaning="graphs of packed sequences; refused, no supported release has them",
-        aliases=(MAX_PACKED_SEQS,),
+        meaning="graphs of packed sequences, of up to this many documents",
+        aliases=(PACKED_FIELDS["max_packed_seqs"],),
     ),
+    _packed("buckets", "LIST", "capacities in tokens of packs, ascending, or auto"),
+    _packed("max_seqlen", "TOKENS", "tokens of the longest document that a graph takes"),
+    _packed("slots", "N", "packs between forward and backward at once, or auto"),
+    _packed("evaluation", "BOOL", "evaluation of packs runs on graphs too"),
+    _packed("strict", "BOOL", "a failed capture of packed-sequence graphs stops the run"),
     Flag(
         name=OFFLOAD,
         field=OFFLOAD_FIELDS["modules"],

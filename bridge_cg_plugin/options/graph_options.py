@@ -10,7 +10,7 @@ from .facts import facts_of
 from .language_model import IMPL, INFERENCE, MODULES, LanguageModelGraphOptions
 from .migration import Migration, language_model_options, module_names
 from .offload import OFFLOAD_FIELDS, OffloadOptions, offload_options
-from .packed import MAX_PACKED_SEQS, PackedOptions, packed_options
+from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .sources import Written, collect
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 
@@ -103,9 +103,9 @@ def as_fields(options: GraphOptions) -> dict[str, Any]:
         IMPL: options.language_model.impl,
         MODULES: module_names(options.language_model.modules),
         INFERENCE: options.language_model.inference_scope.name,
-        MAX_PACKED_SEQS: options.packed.max_packed_seqs,
     }
-    for part, names in ((options.vision, PROVIDER_FIELDS), (options.offload, OFFLOAD_FIELDS)):
+    parts = (options.vision, PROVIDER_FIELDS), (options.packed, PACKED_FIELDS), (options.offload, OFFLOAD_FIELDS)
+    for part, names in parts:
         for f in fields(part):
             value = getattr(part, f.name)
             found[names[f.name]] = list(value) if isinstance(value, tuple) else value

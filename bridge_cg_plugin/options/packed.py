@@ -1,12 +1,11 @@
 """Options of packed (thd) sequences in language-model graphs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from .values import is_unset, whole_number
-
-MAX_PACKED_SEQS = "cuda_graph_max_packed_seqs"
+from .errors import OptionError
+from .values import is_unset, parse_capacities, parse_flag, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +13,20 @@ class PackedOptions:
     """Packed-sequence graphs, typed.
 
     Attributes:
-        max_packed_seqs: Sequences of one pack that a graph takes; None is no packed-sequence graphs.
+        max_packed_seqs: Documents of one pack that a graph takes; None is no packed-sequence graphs.
+        buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
+        max_seqlen: Tokens of the longest document that a graph takes; None is all that a bucket holds.
+        slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
+        evaluation: Whether evaluation runs on forward-only graphs.
+        strict: Whether a failed capture stops the run instead of going on eager.
     """
 
     max_packed_seqs: int | None = None
+    buckets: tuple[int, ...] | Literal["auto"] = "auto"
+    max_seqlen: int | None = None
+    slots: int | Literal["auto"] = "auto"
+    evaluation: bool = True
+    strict: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -25,13 +34,38 @@ class PackedOptions:
         return self.max_packed_seqs is not None
 
 
-def packed_options(fields: Mapping[str, Any]) -> PackedOptions:
-    """Return the options that a mapping of fields says.
+# Option -> field of a model provider. The first keeps the name that the field has in upstream's later work.
+PACKED_FIELDS: dict[str, str] = {
+    "max_packed_seqs": "cuda_graph_max_packed_seqs",
+    **{f.name: f"cuda_graph_packed_{f.name}" for f in fields(PackedOptions) if f.name != "max_packed_seqs"},
+}
+MAX_PACKED_SEQS = PACKED_FIELDS["max_packed_seqs"]
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "max_packed_seqs": whole_number(1),
+    "buckets": parse_capacities,
+    "max_seqlen": whole_number(1),
+    "slots": whole_number(1, "auto"),
+    "evaluation": parse_flag,
+    "strict": parse_flag,
+}
+
+
+def packed_options(source: Any) -> PackedOptions:
+    """Return the options that a mapping of fields, or an object that has them, says; absent ones take their default.
 
     Raises:
         OptionError: A value cannot work.
     """
-    value = fields.get(MAX_PACKED_SEQS)
-    if is_unset(value):
-        return PackedOptions()
-    return PackedOptions(max_packed_seqs=whole_number(1)(MAX_PACKED_SEQS, value))
+    get = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
+    given = {option: get(field) for option, field in PACKED_FIELDS.items()}
+    options = PackedOptions(
+        **{
+            option: _PARSERS[option](PACKED_FIELDS[option], value)
+            for option, value in given.items()
+            if not is_unset(value)
+        }
+    )
+    if options.buckets != "auto" and options.buckets[0] < 1:
+        raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "token counts of at least 1", "Correct it.")
+    return options

@@ -9,7 +9,7 @@ from .language_model import IMPL, INFERENCE, MODULES, SCOPE, InferenceCudaGraphS
 from .migration import SWITCHES, module_names
 from .offload import MODULES as OFFLOAD_MODULES
 from .offload import OFFLOAD_FIELDS, OffloadOptions
-from .packed import MAX_PACKED_SEQS
+from .packed import PACKED_FIELDS, PackedOptions
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
 
 TE_RNG = "use_te_rng_tracker"
@@ -133,11 +133,19 @@ def _vision_values(options: GraphOptions, release: Release) -> dict[str, Any]:
 
 
 def _packed_values(options: GraphOptions, release: Release) -> dict[str, Any]:
-    if MAX_PACKED_SEQS in release.fields:
-        return {MAX_PACKED_SEQS: options.packed.max_packed_seqs}
-    if options.packed.enabled:
-        raise _refuse(MAX_PACKED_SEQS, options.packed.max_packed_seqs, release, [])
-    return {}
+    values = {}
+    for f in fields(PackedOptions):
+        name, value = PACKED_FIELDS[f.name], getattr(options.packed, f.name)
+        if name in release.fields:
+            values[name] = list(value) if isinstance(value, tuple) else value
+        elif value != f.default:
+            raise OptionError(
+                name,
+                value,
+                "its default on a model whose configuration has no such field",
+                "Use a provider of a GPT or Qwen3-VL model, with the plugin active before it is imported.",
+            )
+    return values
 
 
 def _offload_values(options: OffloadOptions, release: Release) -> dict[str, Any]:

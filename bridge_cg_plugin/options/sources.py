@@ -12,12 +12,12 @@ from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .migration import SWITCHES
 from .offload import OFFLOAD_FIELDS
-from .packed import MAX_PACKED_SEQS
+from .packed import PACKED_FIELDS
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 LANGUAGE_MODEL_FIELDS = (IMPL, MODULES, INFERENCE, SCOPE, *SWITCHES)
 VISION_FIELDS = (*PROVIDER_FIELDS.values(), SCOPE_FIELD)
-FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, MAX_PACKED_SEQS, *OFFLOAD_FIELDS.values())
+FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, *PACKED_FIELDS.values(), *OFFLOAD_FIELDS.values())
 # What else combinations depend on.
 SETTINGS = (
     "te_rng_tracker",
@@ -36,15 +36,17 @@ SETTINGS = (
     "spatial_merge_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
+    "multi_latent_attention",
     "enable_in_batch_packing",
     "pack_sequences_in_batch",
+    "enable_offline_packing",
     "mtp_num_layers",
     "fp8",
     "fp4",
+    "cuda_graph_warmup_steps",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
-    "cuda_graph_warmup_steps",
     "cuda_graph_use_single_mempool",
     "cuda_graph_retain_backward_graph",
     "moe_pad_experts_for_cuda_graph_inference",
@@ -213,7 +215,7 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
-    known = (*FIELDS, *OTHER_FIELDS)
+    known = (*FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
     if name in known:
         return
     graph = "cuda_graph" in name or "cudagraph" in name

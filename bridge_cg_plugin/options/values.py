@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import Any
 
 from .errors import OptionError
@@ -95,3 +96,25 @@ def parse_flag(field: str, value: Any) -> bool:
     if name not in ("true", "false", "1", "0"):
         raise OptionError(field, value, "true or false", _CHANGE_IT)
     return name in ("true", "1")
+
+
+def parse_capacities(field: str, value: Any) -> tuple[int, ...] | str:
+    """Return bucket capacities, ascending, or "auto".
+
+    Raises:
+        OptionError: It is neither.
+    """
+    allowed, given = '"auto" or an ascending list of token counts', value
+    if isinstance(value, str):
+        if value.strip() == "auto":
+            return "auto"
+        value = [part for part in value.strip("[] ").split(",") if part.strip()]
+    if not isinstance(value, Sequence) or not value:
+        raise OptionError(field, given, allowed, "Give at least one bucket.")
+    try:
+        capacities = tuple(int(str(item).strip()) for item in value)
+    except ValueError:
+        raise OptionError(field, given, allowed, "Every entry must be a whole number.") from None
+    if any(b >= c for b, c in pairwise(capacities)):
+        raise OptionError(field, given, allowed, "Sort the list and remove repeated entries.")
+    return capacities

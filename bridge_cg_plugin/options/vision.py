@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import OptionError
-from .values import is_unset, parse_choice, parse_flag, positive_number, whole_number, words
+from .values import is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
 
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
@@ -132,23 +132,6 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def _parse_buckets(field: str, value: Any) -> tuple[int, ...] | str:
-    allowed, given = '"auto" or an ascending list of token counts', value
-    if isinstance(value, str):
-        if value.strip() == "auto":
-            return "auto"
-        value = [part for part in value.strip("[] ").split(",") if part.strip()]
-    if not isinstance(value, Sequence) or not value:
-        raise OptionError(field, given, allowed, "Give at least one bucket.")
-    try:
-        buckets = tuple(int(str(item).strip()) for item in value)
-    except ValueError:
-        raise OptionError(field, given, allowed, "Every entry must be a whole number.") from None
-    if any(b >= c for b, c in zip(buckets, buckets[1:], strict=False)):
-        raise OptionError(field, given, allowed, "Sort the list and remove repeated entries.")
-    return buckets
-
-
 def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
     return lambda field, value: parse_choice(field, value, choices)
 
@@ -157,7 +140,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "impl": _parse_impl,
     "modules": _parse_modules,
     "max_seq_length": whole_number(1),
-    "buckets": _parse_buckets,
+    "buckets": parse_capacities,
     "slots": whole_number(1, "auto"),
     "max_frames": whole_number(1, "auto"),
     "memory_gb": positive_number,

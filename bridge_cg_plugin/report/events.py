@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ..options import OptionError
+from .kinds import KINDS
 from .runs import GIB, WARM_UP, GraphCounts, Run
 
 Series = tuple[tuple[int, float], ...]
 EVENT_FILES = "**/*tfevents*"
-_PREFIXES = {"vision": "vision_cuda_graph/", "language model": "language_model_cuda_graph/"}
+_PREFIXES = {kind.name: f"{kind.group}/" for kind in KINDS}
 _PEAK = "memory/mem-max-allocated-gigabytes"
 _GB = 1e9
 

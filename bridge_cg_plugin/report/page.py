@@ -132,7 +132,7 @@ def graphs(runs: Sequence[Run]) -> Table:
     rows = [(label(run, runs), model, *_graph_cells(counts)) for run in runs for model, counts in run.graphs.items()]
     header = (
         "run",
-        "model",
+        "graphs",
         "replays",
         "replayed",
         "padding",

@@ -9,12 +9,12 @@ from typing import Any
 
 from ..options import OptionError
 from .gpus import peak_tflops
+from .kinds import KINDS
 from .runs import Run, counts_of
 
 _NEEDED = {"case": str, "mode": str, "versions": dict}
 _SERIES = ("losses", "grad_norms", "step_ms")
 _FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
-_GRAPHS = {"vision": "graphs", "language model": "language_model_graphs"}
 
 
 def read_records(path: Path) -> list[Run]:
@@ -66,7 +66,7 @@ def _run(record: Mapping[str, Any]) -> Run:
         ms=record.get("ms"),
         **{name: record.get(name) for name in _FIGURES},
         peak_tflops=peak_tflops(gpu),
-        graphs={title: counts_of(record[name]) for title, name in _GRAPHS.items() if record.get(name)},
+        graphs={kind.name: counts_of(record[kind.field]) for kind in KINDS if record.get(kind.field)},
         error=record.get("error", ""),
         wrong=record.get("wrong", ""),
         gpu="" if gpu == "none" else gpu,

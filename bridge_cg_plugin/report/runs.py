@@ -77,7 +77,7 @@ class Run:
         tflops_per_gpu: Model TFLOP/s of one GPU, by Bridge's count.
         peak_tflops: What one GPU can do at most, dense bf16.
         peak_gb: Peak of allocated device memory in GiB, of the GPU with the highest.
-        graphs: "vision" and "language model" -> what their graphs did.
+        graphs: Name of a kind of graphs (`KINDS`) -> what they did.
         error: Why the run failed, in one line.
         wrong: What it computes instead of what it should.
         gpu, date, command: Where it comes from.

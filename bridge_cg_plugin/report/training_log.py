@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..options import OptionError
+from .kinds import KINDS
 from .runs import GIB, BucketCounts, GraphCounts, Run
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
@@ -13,7 +14,7 @@ _PAIR = re.compile(rf"\s*([^|:]+?)\s*(?:\([^)|]*\))?:\s*({_NUMBER})\s*(?:\||$)")
 _UTILIZATION = re.compile(rf"GPU utilization: ({_NUMBER})MODEL_TFLOP/s/GPU")
 _MEMORY = re.compile(rf"mem-max-allocated-gigabytes: ({_NUMBER})")
 _MARK = "[bridge-cg] "
-_TITLES = {"vision CUDA graphs": "vision", "language-model CUDA graphs": "language model"}
+_TITLES = {kind.title: kind.name for kind in KINDS}
 _BUCKET = re.compile(rf"\s*(\S+)\s+(\d+)\s+(\d+)\s+({_NUMBER})%\s+({_NUMBER})$")
 _REASON = re.compile(r"(\w+) (\d+)")
 # Bridge's gigabytes.

@@ -18,7 +18,7 @@ from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .helper import default_executor
+from .graph_helper import default_executor
 from .language_model import LENGTH_PATCH
 from .patches import Patch
 from .qwen3_vl import holders

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..options import OptionError
+from ..options import OptionError, packed_options
 from .patches import Patch
 from .registry import seam
 from .registry.language_model import STEP
@@ -53,7 +53,8 @@ def _at_fixed_length(old: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        return padded(batch, cfg.model.seq_length) if replays_one_length(cfg.model) else batch
+        replays = replays_one_length(cfg.model) and not packed_options(cfg.model).enabled
+        return padded(batch, cfg.model.seq_length) if replays else batch
 
     return get_batch
 

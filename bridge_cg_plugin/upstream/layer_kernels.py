@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..vision.buckets import UNPACKED_FROM, deterministic
+from ..graphs.buckets import UNPACKED_FROM, deterministic
 from .registry.engine import EXTENSIONS, MLP
 from .replaced import replaced
 

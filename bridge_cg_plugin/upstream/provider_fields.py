@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
+from ..options import PACKED_FIELDS, PROVIDER_FIELDS, SCOPE_FIELD, PackedOptions, VisionGraphOptions
 from .patches import Patch
 from .registry import seam
 from .registry.models import PROVIDERS
+from .registry.packed import GPT_PROVIDER
 
 DEFAULTS = {
     **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
@@ -18,14 +19,19 @@ DEFAULTS = {
 }
 
 
-def missing_fields(present: Mapping[str, dataclasses.Field]) -> dict[str, Any]:
-    """Return the plugin's fields, with defaults, that a provider does not have."""
-    return {name: default for name, default in DEFAULTS.items() if name not in present}
+PACKED_DEFAULTS = {PACKED_FIELDS[f.name]: f.default for f in dataclasses.fields(PackedOptions)}
+
+Fields = Mapping[str, dataclasses.Field]
 
 
-def extended_fields(present: Mapping[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
+def missing_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the plugin's fields, with defaults, that a provider does not have."""
+    return {name: default for name, default in defaults.items() if name not in present}
+
+
+def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, dataclasses.Field]:
     """Return a provider's dataclass fields with the plugin's added."""
-    return {**present, **{name: _field(name, default) for name, default in missing_fields(present).items()}}
+    return {**present, **{name: _field(name, default) for name, default in missing_fields(present, defaults).items()}}
 
 
 def accepting_init(original: Callable[..., None], added: Mapping[str, Any]) -> Callable[..., None]:
@@ -44,15 +50,20 @@ def _field(name: str, default: Any) -> dataclasses.Field:
     made = dataclasses.field(default_factory=list) if default == () else dataclasses.field(default=default)
     made.name, made.type = name, Any
     made._field_type = dataclasses._FIELD
+    made.kw_only = True  # providers that are derived later take it by keyword, wherever their own fields stand
     return made
 
 
-def _patches(module: str, provider: str) -> tuple[Patch, ...]:
+def _patches(module: str, provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, ...]:
     def make_init(old: Callable[..., None]) -> Callable[..., None]:
         present = getattr(sys.modules[module], provider).__dataclass_fields__
-        return accepting_init(old, missing_fields(present))
+        return accepting_init(old, missing_fields(present, defaults))
 
-    return Patch(seam(f"{provider}.init"), make_init), Patch(seam(f"{provider}.fields"), extended_fields)
+    extend = functools.partial(extended_fields, defaults=defaults)
+    return Patch(seam(f"{provider}.init"), make_init), Patch(seam(f"{provider}.fields"), extend)
 
 
-PATCHES = tuple(patch for module, provider in PROVIDERS for patch in _patches(module, provider))
+PATCHES = (
+    *_patches(GPT_PROVIDER, "GPTModelProvider", PACKED_DEFAULTS),
+    *(patch for module, provider in PROVIDERS for patch in _patches(module, provider, DEFAULTS | PACKED_DEFAULTS)),
+)

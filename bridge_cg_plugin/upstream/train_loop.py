@@ -4,10 +4,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from .full_iteration import CURRENT
-from .helper import VisionTECudaGraphHelper, active_helpers, get_vision_cuda_graph_seq_length
+from .graph_helper import active_helpers
+from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
 from .registry import seam
@@ -28,9 +30,10 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if not drives_vision_graphs():
             OWN_LOOP.before_step(argument("model", args, kwargs), argument("global_state", args, kwargs))
-        for helper in active_helpers():
-            helper.graphs.begin_step()
-        return old(*args, **kwargs)
+        with ExitStack() as stack:
+            for helper in active_helpers():
+                stack.enter_context(helper.graphs.step())
+            return old(*args, **kwargs)
 
     return train_step
 

@@ -24,6 +24,7 @@ from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
+from .registry.packed import SEAMS as PACKED_SEAMS
 
 
 def check_seams(options: GraphOptions, images: bool = False) -> None:
@@ -41,6 +42,8 @@ def check_seams(options: GraphOptions, images: bool = False) -> None:
     if not options.vision.enabled:
         asked = f"{IMPL}={options.language_model.impl}"
         needed = _needed(options.language_model, images)
+        if options.packed.enabled:
+            needed = tuple(entry.name for entry in PACKED_SEAMS)
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())

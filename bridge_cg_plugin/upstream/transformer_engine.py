@@ -36,6 +36,19 @@ def accumulate_from_now_on(modules: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
+def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let linear modules that add weight gradients to `main_grad` inside their GEMM never overwrite it instead.
+
+    A first microbatch does; a recording serves every microbatch.
+    """
+    with ExitStack() as stack:
+        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+            if getattr(module, "fuse_wgrad_accumulation", False) and hasattr(module, "is_first_microbatch"):
+                stack.enter_context(replaced(module, "is_first_microbatch", False))
+        yield
+
+
+@contextmanager
 def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let linear modules add weight gradients to `main_grad` inside their GEMM while a region is recorded.
 

@@ -1,6 +1,5 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..announce import announce, warn
-from ..graphs.errors import CaptureError, OutOfMemoryInCapture
+from ..announce import announce
+from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
+from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
-from ..graphs.instance import InstanceForward
+from ..graphs.graphed_module import GraphedModule
 from ..graphs.program import Bucket
 from ..graphs.region import Region
-from ..graphs.report import GIB, merge_statistics, metrics, render
-from ..graphs.statistics import RegionStatistics
+from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
-from .buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, shape_of, watch_backward
 from .grids import HostGrids
@@ -55,7 +53,7 @@ class EncoderFamily:
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
 
-class VisionGraphs:
+class VisionGraphs(GraphedModule):
     """Runs one vision encoder on graphs.
 
     Until `capture` the encoder runs eager and its microbatches are observed.
@@ -72,6 +70,14 @@ class VisionGraphs:
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
+    title = "vision CUDA graphs"
+    noun = "encoder"
+    group = "vision_cuda_graph"
+    out_of_memory_remedy = (
+        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, or give "
+        "vision_cuda_graph_buckets a smaller largest bucket."
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -84,27 +90,20 @@ class VisionGraphs:
         grids: HostGrids | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.model, self.options, self.family, self.executor = model, options, family, executor
+        super().__init__(model, executor, options.strict, before_replay)
+        self.options, self.family = options, family
         self.slots = slots if options.slots == "auto" else options.slots
         self.grids = grids or HostGrids()
         self.plan: BucketPlan | None = None
         self.checks: list[CheckResult] = []
-        self.failure: str | None = None
-        self._before_replay = before_replay
         self._reduction = reduction if options.gradient_hooks == "awaited" else None
-        self._regions: list[Region] = []
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
-        self._step = 0
         self._checked_step = 0
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
-        self._fallbacks: Counter[str] = Counter()
-        self._paused = 0
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
-        self._instance = InstanceForward(model, self._forward)
-        self._eager_forward = self._instance.original
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -120,51 +119,14 @@ class VisionGraphs:
             clock = CudaClock()
         return MeasuredCosts(clock) if clock is not None else None
 
-    def detach(self) -> None:
-        """Give the encoder its former forward back and drop all graphs."""
-        self.reset()
-        self._instance.restore()
+    def _record(self) -> None:
+        """See `GraphedModule`."""
+        self._capture_within_limit()
 
-    @property
-    def captured(self) -> bool:
-        """Whether graphs exist."""
-        return bool(self._regions) and all(region.captured for region in self._regions)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run the encoder eager inside, with the graphs kept for afterwards."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the encoder is inside `paused`."""
-        return self._paused > 0
-
-    def begin_step(self) -> None:
-        """Note that a training step begins."""
-        self._step += 1
-
-    def capture(self) -> bool:
-        """Plan buckets and capture; returns whether graphs exist now.
-
-        Raises:
-            CaptureError: Capturing failed and `options.strict` is set.
-        """
-        self.reset()
-        try:
-            self._capture_within_limit()
-        except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
-            self.reset()
-            self._fail(error)
-            return False
-        self.failure = None
+    def _recorded(self) -> None:
+        """See `GraphedModule`."""
         self._install_layers()
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
-        return True
 
     def _capture_within_limit(self) -> None:
         """Capture; where that took more memory than allowed, shrink the largest bucket and capture again."""
@@ -189,31 +151,14 @@ class VisionGraphs:
         return used / (self.options.memory_gb * GIB)
 
     def reset(self) -> None:
-        """Drop all graphs and their memory; the encoder runs eager again."""
+        """See `GraphedModule`."""
         for layer, name in self._layers:
             delattr(layer, name)
         self._layers = []
-        for region in self._regions:
-            region.reset()
-        self._regions = []
+        super().reset()
         self._chosen = {}
         if self._costs is not None:
             self._costs.forget_replays()
-        if self.executor.device.type == "cuda":
-            torch.cuda.synchronize(self.executor.device)
-            torch.cuda.empty_cache()
-
-    def _fail(self, error: Exception) -> None:
-        remedy = ""
-        if isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError)):
-            remedy = (
-                " Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, "
-                "or give vision_cuda_graph_buckets a smaller largest bucket."
-            )
-        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        if self.options.strict:
-            raise CaptureError(f"vision CUDA graphs could not be captured: {self.failure}.{remedy}") from error
-        warn(f"vision CUDA graphs could not be captured, the encoder runs eager: {self.failure}.{remedy}")
 
     def _plan(self, capacity_limit: int | None) -> BucketPlan:
         if self.options.buckets != "auto":
@@ -304,8 +249,7 @@ class VisionGraphs:
         if self._may_replay(batch, inference_params, extra_block_kwargs):
             outputs = self._replay(batch)
         elif self._paused or self.options.whole_encoder:
-            for region in self._regions:
-                region.sinks.clear()
+            self._note_eager()
         if outputs is not None:
             return outputs[0], list(outputs[1:])
         if self.captured:
@@ -391,30 +335,21 @@ class VisionGraphs:
         self._observed_tokens.append(batch.tokens)
         self._observed_frames = max(self._observed_frames, batch.frames)
 
-    def statistics(self) -> RegionStatistics:
-        """Return what happened so far, over all regions."""
-        own = RegionStatistics(fallbacks=self._fallbacks)
-        total = merge_statistics([own, *(region.statistics for region in self._regions)])
-        total.warmup_microbatches = len(self._observed_tokens)
-        return total
+    def _warmup_microbatches(self) -> int:
+        """See `GraphedModule`."""
+        return len(self._observed_tokens)
 
-    def metrics(self) -> dict[str, float]:
-        """Return scalars for TensorBoard and W&B, by tag."""
-        return metrics(self.statistics(), "vision_cuda_graph")
-
-    def report(self) -> str:
-        """Return the run's report as text."""
+    def _notes(self) -> dict[str, str]:
+        """See `GraphedModule`."""
         notes = {}
         if self.plan is not None:
             notes["plan"] = str(self.plan)
-        if self.failure is not None:
-            notes["not captured"] = self.failure
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
-        return render(self.statistics(), "vision CUDA graphs", notes)
+        return notes
 
 
 class _LayerAttention:

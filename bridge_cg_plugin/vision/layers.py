@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.segments import fill_one_segment, write_offsets
 from .qwen3_vl import PackSegments, RecordingKernels
 
 
@@ -114,18 +115,16 @@ class AttentionPart(_LayerPart):
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
         super().load(buffers, batch)
-        tokens, count = batch.angles.shape[0], batch.offsets.shape[0]
+        tokens = batch.angles.shape[0]
         buffers["angles"][:tokens].copy_(batch.angles)
         buffers["angles"][tokens:].zero_()
-        buffers["offsets"][:count].copy_(batch.offsets)
-        buffers["offsets"][count:].copy_(batch.offsets[-1:].expand(buffers["offsets"].shape[0] - count))
+        write_offsets(buffers["offsets"], batch.offsets)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
         super().load_example(buffers, bucket)
         buffers["angles"].zero_()
-        buffers["offsets"].fill_(bucket.tokens)
-        buffers["offsets"][0].zero_()
+        fill_one_segment(buffers["offsets"], bucket.tokens)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

@@ -82,6 +82,8 @@ def free_port() -> int:
 
 
 def _import_and_train(connection: Connection, log: Path | None) -> None:
+    # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)

@@ -289,7 +289,7 @@ class StatisticsKeeper(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
         from bridge_cg_plugin.upstream.full_iteration import CURRENT
-        from bridge_cg_plugin.upstream.helper import active_helpers
+        from bridge_cg_plugin.upstream.graph_helper import active_helpers
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)

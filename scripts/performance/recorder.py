@@ -9,10 +9,12 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import nn
 
+from bridge_cg_plugin.report.kinds import KINDS
 from bridge_cg_plugin.report.runs import WARM_UP
 from scripts.performance.measure import on_gpu, synchronize
 
 GIB = 2**30
+WHOLE_MODEL = "language_model_cuda_graph"
 # What a parent process looks for in the output.
 STEP_LINE = "[compare] step {step} of {steps}"
 
@@ -109,19 +111,18 @@ class Recorder(Callback):
             "images_per_s": sum(images[-count:]) / seconds if any(images) else None,
             "tflops_per_gpu": tflop / seconds / len(self._parts) if tflop else None,
             "peak_gb": max(part["peak_gb"] for part in self._parts),
-            "graphs": graphs.get("vision"),
-            "language_model_graphs": graphs.get("language model"),
+            **{kind.field: graphs.get(kind.group) for kind in KINDS},
         }
 
 
 def graph_statistics() -> dict[str, dict[str, Any]]:
-    """Return the statistics of the plugin's graphs that exist now, by model."""
+    """Return the statistics of the plugin's graphs that exist now, by `GraphKind.group`."""
     from bridge_cg_plugin.upstream.full_iteration import CURRENT
-    from bridge_cg_plugin.upstream.helper import active_helpers
+    from bridge_cg_plugin.upstream.graph_helper import active_helpers
 
-    graphs = [("vision", helper.graphs) for helper in active_helpers()]
-    graphs += [("language model", CURRENT.graphs)] if CURRENT.graphs is not None else []
-    return {model: found.statistics().as_dict() for model, found in graphs}
+    found = {helper.graphs.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
+    found |= {WHOLE_MODEL: CURRENT.graphs} if CURRENT.graphs is not None else {}
+    return {group: graphs.statistics().as_dict() for group, graphs in found.items()}
 
 
 def _counts_images() -> bool:

@@ -71,7 +71,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "grad_norms": list,
     "step_ms": list,
     "graphs": (dict, type(None)),
-    "language_model_graphs": (dict, type(None)),
+    **dict.fromkeys(("language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
     **dict.fromkeys(("fwd_ms", "host_ms", "gpu_busy_ms", "tflop", "capture_s", "compile_s"), NUMBER),
     **dict.fromkeys(("forward_rel", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER),
@@ -87,6 +87,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "load_ms": NUMBER,
     "load_cpu_ms": NUMBER,
     "added_ms": NUMBER,
+    "documents": int,
+    "max_packed_seqs": int,
+    "predicted_ms": NUMBER,
+    "chosen": bool,
 }
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")
 

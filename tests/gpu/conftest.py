@@ -14,8 +14,8 @@ import torch
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
-# Small training runs take 25 GB each.
-SIDE_BY_SIDE = 4
+# Small training runs take some 20 GB each.
+SIDE_BY_SIDE = 5
 
 
 @dataclass(frozen=True)

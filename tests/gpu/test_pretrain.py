@@ -21,7 +21,7 @@ EAGER = Training("eager")
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
         Training(
-            "graphs", ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, LARGEST), steps=8
+            "graphs", ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, *BUCKETS), steps=8
         ),
     ],
     ids=["overlap", "text-only"],

@@ -10,8 +10,8 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import graph_helper, train_loop
 from bridge_cg_plugin.upstream import helper as helpers
-from bridge_cg_plugin.upstream import train_loop
 from bridge_cg_plugin.upstream.own_loop import OwnLoop
 from bridge_cg_plugin.upstream.qwen3_vl import PATCHES
 from bridge_cg_plugin.upstream.registry.models import MODEL, VISION_CONFIG
@@ -43,7 +43,7 @@ def loop(active, monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", ReferenceExecutor)
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
     yield OwnLoop()
-    for helper in helpers.active_helpers():
+    for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()
 
 
@@ -65,7 +65,7 @@ def test_graphs_are_made_after_the_warm_up_steps(loop):
     made = []
     for _ in range(4):
         step(loop, model, state)
-        (helper,) = helpers.active_helpers()
+        (helper,) = graph_helper.active_helpers()
         made.append(helper.graphs_created())
     assert made == [False, False, True, True]
     assert helper.graphs.statistics().replays == 2 and helper.graphs.statistics().warmup_microbatches == 2
@@ -75,7 +75,7 @@ def test_graphs_are_made_after_the_warm_up_steps(loop):
 def test_slots_follow_the_pipeline_and_the_microbatches(loop):
     state, provider = state_of(pipeline_model_parallel_size=8)
     loop.before_step([Chunk(provider)], state)
-    assert helpers.active_helpers()[0].graphs.slots == 3
+    assert graph_helper.active_helpers()[0].graphs.slots == 3
 
 
 @pytest.mark.parametrize("impl", ["none", None])
@@ -83,21 +83,21 @@ def test_nothing_is_made_where_nobody_asks(loop, impl):
     state, provider = state_of(vision_cuda_graph_impl=impl)
     loop.before_step([Chunk(provider)], state)
     loop.before_step([nn.Linear(1, 1)], SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace())))
-    assert helpers.active_helpers() == []
+    assert graph_helper.active_helpers() == []
 
 
 def test_a_stage_without_a_vision_model_passes(loop):
     state, _ = state_of()
     for _ in range(4):
         loop.before_step([nn.Linear(1, 1)], state)
-    assert helpers.active_helpers() == []
+    assert graph_helper.active_helpers() == []
 
 
 def test_no_warm_up_captures_before_the_first_step(loop):
     state, provider = state_of(cuda_graph_warmup_steps=0)
     model = [Chunk(provider)]
     step(loop, model, state)
-    assert helpers.active_helpers()[0].graphs.statistics().replays == 1
+    assert graph_helper.active_helpers()[0].graphs.statistics().replays == 1
 
 
 def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_second_run_in_the_process_has_graphs_of_its_own(loop):
         model = [Chunk(provider)]
         for _ in range(3):
             step(loop, model, state)
-        (helper,) = helpers.active_helpers()
+        (helper,) = graph_helper.active_helpers()
         assert helper.graphs.model is model[0].module.vision_model and helper.graphs_created()
         helper.delete_cuda_graphs()
         loop.end()
@@ -135,7 +135,9 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
     second = [Chunk(provider)]
     for _ in range(3):
         step(loop, second, state)
-    assert [h.graphs.model for h in helpers.active_helpers() if h.graphs_created()] == [second[0].module.vision_model]
+    assert [h.graphs.model for h in graph_helper.active_helpers() if h.graphs_created()] == [
+        second[0].module.vision_model
+    ]
     assert "forward" not in vars(first[0].module.vision_model)
 
 

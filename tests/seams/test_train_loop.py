@@ -13,7 +13,8 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import train_loop
 from bridge_cg_plugin.upstream.data_parallel import gradient_reduction, parameter_gather
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper, active_helpers
+from bridge_cg_plugin.upstream.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.patches import bridge_release
 from bridge_cg_plugin.upstream.registry import seam
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.graphs.buckets import GRANULARITY, LARGEST_STEP, _least_padding, frame_limits, plan_buckets
 from bridge_cg_plugin.graphs.program import Bucket
-from bridge_cg_plugin.vision.buckets import GRANULARITY, LARGEST_STEP, _least_padding, frame_limits, plan_buckets
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
 
@@ -83,7 +83,7 @@ def test_least_padding_equals_brute_force(candidates, observed, most):
 
 @pytest.mark.parametrize("arguments", [{}, {"exact_below": 256}, {"capacity_limit": 4096}])
 def test_nothing_to_plan_from_is_an_error(arguments):
-    with pytest.raises(ValueError, match="no vision microbatch was seen"):
+    with pytest.raises(ValueError, match="no microbatch was seen"):
         plan_buckets([], **arguments)
 
 

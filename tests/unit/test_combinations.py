@@ -18,6 +18,7 @@ from bridge_cg_plugin.options.combinations import COMBINATIONS
 
 TE, LOCAL, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "local", "full_iteration"))
 VISION = "vision_cuda_graph_impl=transformer_engine"
+PACKED = "cuda_graph_max_packed_seqs=64"
 OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
 # The combination -> what a user wrote, and the field that the refusal names.
@@ -96,7 +97,45 @@ REFUSED = {
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
         "vision_cuda_graph_check_interval",
     ),
-    "packed-sequence graphs": (f"{TE} cuda_graph_max_packed_seqs=64", "cuda_graph_max_packed_seqs"),
+    "packed-sequence graphs without `cuda_graph_impl=transformer_engine`": (PACKED, "cuda_graph_impl"),
+    "packed data with graphs of unpacked sequences": (
+        f"{TE} dataset.enable_in_batch_packing=true",
+        "cuda_graph_max_packed_seqs",
+    ),
+    "packed-sequence graphs of other modules than attn and mlp": (
+        f"{TE} {PACKED} cuda_graph_modules=attn,mamba",
+        "cuda_graph_modules",
+    ),
+    "packed-sequence graphs of whole layers of a mixture of experts": (
+        f"{TE} {PACKED} num_moe_experts=8",
+        "cuda_graph_modules",
+    ),
+    "packed-sequence graphs with context parallelism": (
+        f"{TE} {PACKED} context_parallel_size=2",
+        "model.context_parallel_size",
+    ),
+    "packed-sequence graphs with recompute": (
+        f"{TE} {PACKED} recompute_granularity=selective",
+        "model.recompute_granularity",
+    ),
+    "packed-sequence graphs with dropout": (f"{TE} {PACKED} hidden_dropout=0.1", "model.hidden_dropout"),
+    "packed-sequence graphs with multi-latent attention": (
+        f"{TE} {PACKED} multi_latent_attention=true",
+        "model.multi_latent_attention",
+    ),
+    "packed-sequence graphs with fp8 or fp4": (f"{TE} {PACKED} fp8=hybrid", "model.fp8"),
+    "packed-sequence graphs with Megatron-FSDP": (
+        f"{TE} {PACKED} ddp.use_megatron_fsdp=true",
+        "ddp.use_megatron_fsdp",
+    ),
+    "packed-sequence graphs without warm-up steps": (
+        f"{TE} {PACKED} cuda_graph_warmup_steps=0",
+        "model.cuda_graph_warmup_steps",
+    ),
+    "packed-sequence graphs with activation offloading": (
+        f"{TE} {PACKED} {OFFLOAD}core_attn",
+        "fine_grained_activation_offloading",
+    ),
     "offloading without modules": ("fine_grained_activation_offloading=true", "offload_modules"),
     "offloading `attn_proj` without `core_attn`": (f"{OFFLOAD}attn_proj", "offload_modules"),
     "offloading with `local` graphs, apart from parts of MoE layers": (
@@ -157,6 +196,10 @@ ACCEPTED = [
     f"{LOCAL} inference_cuda_graph_scope=block",
     f"{TE} {VISION} cuda_graph_modules=attn,mlp",
     f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
+    f"{TE} {PACKED}",
+    f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
+    f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
+    "dataset.enable_offline_packing=true",
     f"{OFFLOAD}core_attn,attn_proj {TE}",
     f"{OFFLOAD}moe_act {LOCAL} cuda_graph_modules=attn",
     f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",

@@ -36,9 +36,17 @@ def test_a_remembered_grid_is_found_through_any_view():
 def test_a_part_of_a_remembered_grid_is_not_taken_for_the_whole():
     grids, grid = HostGrids(), device_grid()
     grids.remember(grid, torch.tensor(ROWS))
-    for part in (grid[:1], grid[1:]):
+    assert grids.lookup(grid[:1]) == ROWS[:1]
+    for part in (grid[1:], grid.t(), grid[:, 0]):
         with pytest.raises(NotImplementedError):
             grids.lookup(part)
+
+
+def test_what_is_longer_than_a_remembered_grid_is_read():
+    grids, grid = HostGrids(), device_grid()
+    grids.remember(grid[:1], torch.tensor(ROWS[:1]))
+    with pytest.raises(NotImplementedError):
+        grids.lookup(grid)
 
 
 def test_two_halves_of_one_tensor_are_told_apart():

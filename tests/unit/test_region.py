@@ -316,6 +316,33 @@ def test_parameter_object_replaced_after_capture_falls_back():
     assert region.statistics.fallbacks == {"parameters_changed": 1}
 
 
+def test_a_step_looks_at_its_parameters_once(monkeypatch):
+    region, looks = toy_region(slots=3), []
+    moved = region.aliases.moved
+    monkeypatch.setattr(region.aliases, "moved", lambda: looks.append(1) or moved())
+    for _ in range(2):
+        with region.parameters_kept():
+            for seed in range(3):
+                loss_of(region.run(toy_batch(seed=seed))).backward()
+    assert len(looks) == 2
+    for seed in range(2):
+        loss_of(region.run(toy_batch(seed=seed))).backward()
+    assert len(looks) == 4
+
+
+def test_parameters_moved_between_steps_fall_back_in_every_microbatch():
+    region = toy_region()
+    weight = region.program.model.mix.weight
+    with region.parameters_kept():
+        loss_of(region.run(toy_batch())).backward()
+    weight.data = weight.data.clone()
+    assert region.run(toy_batch()) is None
+    with region.parameters_kept():
+        assert region.run(toy_batch()) is None
+        assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"parameters_changed": 3}
+
+
 def test_parameters_updated_in_place_are_seen():
     region = toy_region()
     assert_equals_eager(region, toy_batch())

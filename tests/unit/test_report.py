@@ -17,6 +17,7 @@ from bridge_cg_plugin.graphs.report import metrics, render
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.report.gpus import peak_tflops
+from bridge_cg_plugin.report.kinds import KINDS
 from bridge_cg_plugin.report.page import make_page
 from bridge_cg_plugin.report.plots import INK, draw
 from bridge_cg_plugin.report.records import read_records
@@ -111,7 +112,7 @@ regions = st.builds(
 )
 
 
-@given(regions, st.sampled_from([("vision CUDA graphs", "vision"), ("language-model CUDA graphs", "language model")]))
+@given(regions, st.sampled_from([(kind.title, kind.name) for kind in KINDS]))
 def test_every_report_of_the_plugin_is_read_as_it_was_counted(found, names):
     title, model = names
     read = read_graphs(render(found, title, {"plan": "1 2 3"}).splitlines())[model]
@@ -475,3 +476,14 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
+    from bridge_cg_plugin.packed.decoder import PackedGraphs
+    from bridge_cg_plugin.vision.encoder import VisionGraphs
+
+    named = {(kind.title, kind.group) for kind in KINDS}
+    assert {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)} < named
+    source = (ROOT / "bridge_cg_plugin/language/graphs.py").read_text()
+    (whole,) = named - {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)}
+    assert all(f'"{word}"' in source for word in whole)

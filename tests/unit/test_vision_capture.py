@@ -83,10 +83,10 @@ def test_nothing_to_plan_from_is_a_failed_capture(caplog):
     with graphs_on(new_tower(), capture=False, strict=False, buckets="auto") as graphs:
         with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
             assert graphs.capture() is False
-        assert "no vision microbatch was seen" in caplog.text
+        assert "no microbatch was seen" in caplog.text
     with (
         graphs_on(new_tower(), capture=False, strict=True, buckets="auto") as graphs,
-        pytest.raises(CaptureError, match="no vision microbatch was seen"),
+        pytest.raises(CaptureError, match="no microbatch was seen"),
     ):
         graphs.capture()
 

@@ -6,12 +6,8 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.helper import (
-    VisionTECudaGraphHelper,
-    active_helpers,
-    get_vision_cuda_graph_seq_length,
-    microbatches_in_flight,
-)
+from bridge_cg_plugin.upstream.graph_helper import active_helpers, microbatches_in_flight
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from bridge_cg_plugin.upstream.qwen3_vl import find_vision_model
 
 from .mixes import IMAGES, MIXED, VIDEO

@@ -8,7 +8,8 @@ from ..facts import Facts
 from ..vision import VisionGraphOptions
 from .images import IMAGES
 from .language_model import LANGUAGE_MODEL
-from .others import OFFLOAD, PACKED, VISION
+from .others import OFFLOAD, VISION
+from .packed import PACKED
 from .rule import Combination
 
 if TYPE_CHECKING:

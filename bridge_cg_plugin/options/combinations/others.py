@@ -1,4 +1,4 @@
-"""Combinations of vision graphs, packed sequences and offloading."""
+"""Combinations of vision graphs and offloading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ..facts import Facts
 from ..language_model import IMPL, MODULES
 from ..offload import OFFLOAD_FIELDS
-from ..packed import MAX_PACKED_SEQS
 from ..vision import PROVIDER_FIELDS
 from .images import whole_language_model
 from .rule import Combination
@@ -59,16 +58,6 @@ VISION = (
             f"0 with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
             "Use it with the whole encoder as one region.",
         ),
-    ),
-)
-
-PACKED = (
-    Combination(
-        "packed-sequence graphs",
-        "No release of megatron-core up to 0.19.2 replays packed (thd) sequences, and this version of the plugin does "
-        "not either",
-        lambda o, f: o.packed.enabled,
-        lambda o, f: (MAX_PACKED_SEQS, o.packed.max_packed_seqs, "null", "Remove it."),
     ),
 )
 

@@ -4,12 +4,13 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seams import Seam
-from . import engine, language_model, models, performance, recipes, training
+from . import engine, language_model, models, packed, performance, recipes, training
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
     *models.SEAMS,
     *language_model.SEAMS,
+    *packed.SEAMS,
     *recipes.SEAMS,
     *performance.SEAMS,
     *engine.SEAMS,

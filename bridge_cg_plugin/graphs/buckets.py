@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
 GRANULARITY = 64
+# Up to here matrix libraries choose kernels by the number of rows, so padding would change eager's rounding.
+EXACT_BELOW = 256
 # Between the planned capacities, neighbours differ by at most this factor, which bounds the padding of sizes that
 # warm-up did not show. A further bucket costs capture time and little memory: it shares its slot's pool.
 LARGEST_STEP = 1.25
@@ -60,7 +62,7 @@ def plan_buckets(
     step = math.lcm(GRANULARITY, merge_unit)
     top = largest if largest is not None else _round_up(max(sizes, default=0), step)
     if top < merge_unit:
-        raise ValueError("no vision microbatch was seen in the warm-up steps and no largest capacity is given")
+        raise ValueError("no microbatch was seen in the warm-up steps and no largest capacity is given")
     if capacity_limit is not None:
         top = max(min(top, capacity_limit // merge_unit * merge_unit), merge_unit)
     fitting = [size for size in sizes if size <= top]
@@ -121,10 +123,10 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-# A packed attention backward in cuDNN scans frames x largest frame, each rounded up (frames to at least 32, the frame
-# to a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for 512 x
-# 1024. So a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
-COMMON_FRAMES = 32
+# A packed attention backward in cuDNN scans segments x largest segment, each rounded up (segments to at least 32, the
+# largest to a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for
+# 512 x 1024. So a capacity is recorded for several bounds, and a batch takes the cheapest that it fits.
+COMMON_SEGMENTS = 32
 SMALLEST_FRACTION = 8
 # From this many tokens on a single frame attends unpacked, without a scan; below, packing costs less than a capture.
 UNPACKED_FROM = 768
@@ -151,23 +153,35 @@ def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     """
     if deterministic():
         return list(dict.fromkeys((min(n, max_frames), min(m, tokens)) for n, m in DETERMINISTIC_LIMITS))
+    return segment_limits(tokens, max_frames, UNPACKED_FROM)
+
+
+def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = None) -> list[tuple[int, int]]:
+    """Return the bounds (segments, tokens of the largest segment) to record a capacity for, cheapest first.
+
+    Args:
+        tokens: Capacity.
+        max_segments: Most segments that any bucket takes.
+        unpacked_from: From this many tokens on a single segment attends without a scan; None is never.
+    """
     sizes = {tokens}
     if tokens > SMALL_CAPACITY:
         sizes |= {1 << n for n in range(tokens.bit_length()) if tokens / SMALLEST_FRACTION <= 1 << n < tokens}
-    bounds = {(min(COMMON_FRAMES, max_frames), size) for size in sizes}
-    bounds |= {(max_frames, min(sizes)), (max_frames, tokens)}
-    if tokens >= UNPACKED_FROM:
+    bounds = {(min(COMMON_SEGMENTS, max_segments), size) for size in sizes}
+    bounds |= {(max_segments, min(sizes)), (max_segments, tokens)}
+    if unpacked_from is not None and tokens >= unpacked_from:
         bounds.add((1, tokens))
     # A batch that keeps to the others has fewer tokens, so there is a smaller capacity for it.
-    bounds = {(frames, largest) for frames, largest in bounds if frames * largest >= tokens}
+    bounds = {(segments, largest) for segments, largest in bounds if segments * largest >= tokens}
     kept: list[tuple[int, int]] = []
-    for frames, largest in sorted(bounds, key=lambda b: (_scan_cost(*b), b)):
-        if not any(frames <= f and largest <= size for f, size in kept):
-            kept.append((frames, largest))
+    for segments, largest in sorted(bounds, key=lambda b: (scan_cost(b[0], b[1], unpacked_from), b)):
+        if not any(segments <= s and largest <= size for s, size in kept):
+            kept.append((segments, largest))
     return kept
 
 
-def _scan_cost(frames: int, largest: int) -> int:
-    if frames == 1 and largest >= UNPACKED_FROM:
+def scan_cost(segments: int, largest: int, unpacked_from: int | None = None) -> int:
+    """Return how many rows a packed attention backward scans for a bound; a single unpacked segment has no scan."""
+    if unpacked_from is not None and segments == 1 and largest >= unpacked_from:
         return largest
-    return max(frames, COMMON_FRAMES) << (largest - 1).bit_length()
+    return max(segments, COMMON_SEGMENTS) << (largest - 1).bit_length()

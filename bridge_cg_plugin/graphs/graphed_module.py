@@ -1,0 +1,173 @@
+"""A module that runs on graphs over a training run: eager until capture, then replays, then its own forward again."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..announce import warn
+from .errors import CaptureError, OutOfMemoryInCapture
+from .executor import Executor
+from .instance import InstanceForward
+from .region import Region
+from .report import merge_statistics, metrics, render
+from .statistics import RegionStatistics
+
+
+class GraphedModule(ABC):
+    """Stands in for a module's `forward`, on the instance, until `detach`.
+
+    A subclass replays in `_forward`, makes regions in `_record` and says what users should know of them.
+
+    A subclass names itself in `title`, its module in `noun`, its figures' group for loggers in `group`.
+
+    Args:
+        model: The module.
+        executor: Makes recordings.
+        strict: Whether a failed capture raises instead of leaving the module eager.
+        before_replay: Called before each replay; waits for parameters that are still being gathered.
+
+    Attributes:
+        failure: Why the last capture failed, None if it did not.
+    """
+
+    title: str
+    noun: str
+    group: str
+    out_of_memory_remedy: str
+
+    def __init__(
+        self, model: nn.Module, executor: Executor, strict: bool, before_replay: Callable[[], None] | None
+    ) -> None:
+        self.model, self.executor, self.strict = model, executor, strict
+        self.failure: str | None = None
+        self._before_replay = before_replay
+        self._regions: list[Region] = []
+        self._fallbacks: Counter[str] = Counter()
+        self._step = 0
+        self._paused = 0
+        self._instance = InstanceForward(model, self._forward)
+        self._eager_forward = self._instance.original
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward: a replay where possible, eager otherwise."""
+
+    @abstractmethod
+    def _record(self) -> None:
+        """Plan and capture `_regions`.
+
+        Raises:
+            CaptureError: A recording failed.
+            ValueError: There is nothing to plan from.
+        """
+
+    @abstractmethod
+    def _recorded(self) -> None:
+        """Note that `_record` succeeded."""
+
+    @abstractmethod
+    def _warmup_microbatches(self) -> int:
+        """Return how many microbatches were observed before capture."""
+
+    @abstractmethod
+    def _notes(self) -> dict[str, str]:
+        """Return further lines of the report."""
+
+    def detach(self) -> None:
+        """Give the module its former forward back and drop all graphs."""
+        self.reset()
+        self._instance.restore()
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs exist."""
+        return bool(self._regions) and all(region.captured for region in self._regions)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the module eager inside, with the graphs kept for afterwards."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the module is inside `paused`."""
+        return self._paused > 0
+
+    def begin_step(self) -> None:
+        """Note that a training step begins."""
+        self._step += 1
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in a training step: its first replay looks whether parameters are where they were, the others do not."""
+        self.begin_step()
+        with ExitStack() as stack:
+            for region in self._regions:
+                stack.enter_context(region.parameters_kept())
+            yield
+
+    def capture(self) -> bool:
+        """Plan buckets and capture; returns whether graphs exist now.
+
+        Raises:
+            CaptureError: Capturing failed and the user asked for a strict run.
+        """
+        self.reset()
+        try:
+            self._record()
+        except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
+            self.reset()
+            self._fail(error)
+            return False
+        self.failure = None
+        self._recorded()
+        return True
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the module runs eager again."""
+        for region in self._regions:
+            region.reset()
+        self._regions = []
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize(self.executor.device)
+            torch.cuda.empty_cache()
+
+    def _fail(self, error: Exception) -> None:
+        out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
+        remedy = f" {self.out_of_memory_remedy}" if out_of_memory else ""
+        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if self.strict:
+            raise CaptureError(f"{self.title} could not be captured: {self.failure}.{remedy}") from error
+        warn(f"{self.title} could not be captured, the {self.noun} runs eager: {self.failure}.{remedy}")
+
+    def _note_eager(self) -> None:
+        """Let gradients of an eager pass reach `main_grad` after replays."""
+        for region in self._regions:
+            region.sinks.clear()
+
+    def statistics(self) -> RegionStatistics:
+        """Return what happened so far, over all regions."""
+        own = RegionStatistics(fallbacks=self._fallbacks)
+        total = merge_statistics([own, *(region.statistics for region in self._regions)])
+        total.warmup_microbatches = self._warmup_microbatches()
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return scalars for TensorBoard and W&B, by tag."""
+        return metrics(self.statistics(), self.group)
+
+    def report(self) -> str:
+        """Return the run's report as text."""
+        notes = self._notes()
+        if self.failure is not None:
+            notes["not captured"] = self.failure
+        return render(self.statistics(), self.title, notes)

@@ -1,0 +1,146 @@
+"""Combinations of packed-sequence graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..language_model import IMPL, MODULES, CudaGraphModule
+from ..migration import module_names
+from ..packed import MAX_PACKED_SEQS
+from .rule import Combination
+
+if TYPE_CHECKING:
+    from ..graph_options import GraphOptions
+
+SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp)
+
+
+def _names(options: GraphOptions) -> str:
+    return ",".join(module_names(options.language_model.modules))
+
+
+def _unsupported(options: GraphOptions) -> list[str]:
+    return [m.name for m in options.language_model.modules if m not in SUPPORTED]
+
+
+def _packs(options: GraphOptions) -> bool:
+    return options.packed.enabled and options.language_model.impl == "transformer_engine"
+
+
+def _whole_layers(options: GraphOptions) -> bool:
+    return not options.language_model.modules
+
+
+def _asked(options: GraphOptions) -> str:
+    return f"{MAX_PACKED_SEQS}={options.packed.max_packed_seqs}"
+
+
+PACKED = (
+    Combination(
+        "packed-sequence graphs without `cuda_graph_impl=transformer_engine`",
+        "The train loop drives graphs of that implementation, which the plugin stands in for",
+        lambda o, f: o.packed.enabled and o.language_model.impl != "transformer_engine",
+        lambda o, f: (
+            IMPL,
+            o.language_model.impl,
+            f"transformer_engine with {_asked(o)}",
+            f"Set {IMPL}=transformer_engine, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed data with graphs of unpacked sequences",
+        "megatron-core's per-layer graphs take no packed sequences: training would stop at the first replay",
+        lambda o, f: f.packed_data and o.language_model.impl == "transformer_engine" and not o.packed.enabled,
+        lambda o, f: (
+            MAX_PACKED_SEQS,
+            None,
+            "a number of documents with a dataset that packs",
+            f"Set it, to what `bridge-cg plan packed` recommends, or {IMPL}=none.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs of other modules than attn and mlp",
+        "Experts get their tokens by counts that the host reads, and Mamba layers are not there yet",
+        lambda o, f: _packs(o) and _unsupported(o),
+        lambda o, f: (MODULES, _names(o), f"attn, mlp, or empty with {_asked(o)}", f"Remove {_unsupported(o)[0]}."),
+    ),
+    Combination(
+        "packed-sequence graphs of whole layers of a mixture of experts",
+        "Experts get their tokens by counts that the host reads",
+        lambda o, f: _packs(o) and f.moe and _whole_layers(o),
+        lambda o, f: (MODULES, "empty", f"attn with {_asked(o)} on this model", f"Set {MODULES}=attn."),
+    ),
+    Combination(
+        "packed-sequence graphs with context parallelism",
+        "Documents are cut into parts that several ranks hold, which the graphs' positions do not know yet",
+        lambda o, f: _packs(o) and (f.context_ranks or 1) > 1,
+        lambda o, f: (
+            "model.context_parallel_size",
+            f.context_ranks,
+            f"1 with {_asked(o)}",
+            f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with recompute",
+        "Activations live in the graph's memory; recomputing them would need a second graph",
+        lambda o, f: _packs(o) and f.recompute_granularity is not None,
+        lambda o, f: (
+            "model.recompute_granularity",
+            f.recompute_granularity,
+            f"null with {_asked(o)}",
+            "Remove it; use smaller packs if memory is short.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with dropout",
+        "Megatron draws dropout from random states of its own, which a graph does not advance",
+        lambda o, f: _packs(o) and (f.attention_dropout or f.hidden_dropout),
+        lambda o, f: (
+            "model.attention_dropout" if f.attention_dropout else "model.hidden_dropout",
+            "above 0",
+            f"0 with {_asked(o)}",
+            "Set it to 0.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with multi-latent attention",
+        "Its rotary embedding is applied in another place, which the graphs do not know yet",
+        lambda o, f: _packs(o) and f.mla,
+        lambda o, f: ("model.multi_latent_attention", True, f"false with {_asked(o)}", f"Remove {MAX_PACKED_SEQS}."),
+    ),
+    Combination(
+        "packed-sequence graphs with fp8 or fp4",
+        "Scales of quantized products are updated between steps, outside the graph",
+        lambda o, f: _packs(o) and f.low_precision,
+        lambda o, f: ("model.fp8", f.low_precision, f"null with {_asked(o)}", "Train in bf16."),
+    ),
+    Combination(
+        "packed-sequence graphs with Megatron-FSDP",
+        "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
+        lambda o, f: _packs(o) and f.megatron_fsdp,
+        lambda o, f: (
+            "ddp.use_megatron_fsdp",
+            True,
+            f"false with {_asked(o)}",
+            "Use DDP with the distributed optimizer.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs without warm-up steps",
+        "How a batch is packed is seen in warm-up steps, and the buckets are planned from it",
+        lambda o, f: _packs(o) and f.warmup_steps == 0,
+        lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
+    ),
+    Combination(
+        "packed-sequence graphs with activation offloading",
+        "Offloading moves activations that live in the graph's memory",
+        lambda o, f: _packs(o) and o.offload.enabled,
+        lambda o, f: (
+            "fine_grained_activation_offloading",
+            True,
+            f"false with {_asked(o)}",
+            "Switch one of both off.",
+        ),
+    ),
+)

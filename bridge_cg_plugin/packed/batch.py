@@ -1,0 +1,146 @@
+"""One microbatch of packed documents, checked before anything touches it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+PADDED_OFFSETS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+class PackedBatchError(ValueError):
+    """The offsets of a pack do not fit each other or its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A microbatch for the layers of a decoder.
+
+    Attributes:
+        hidden: `[tokens, 1, width]`.
+        angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token.
+        offsets: The `cu_seqlens` that the batch has, by their name, each `[documents + 1]` int32 without the repeated
+            offsets at the end.
+        lengths: Tokens of every document, with their padding, on the host.
+        tokens: Tokens of the pack on this rank before sequence parallelism splits them.
+        additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
+    """
+
+    hidden: Tensor
+    angles: Tensor
+    offsets: Mapping[str, Tensor]
+    lengths: tuple[int, ...]
+    tokens: int
+    additions: tuple[Tensor, ...] = ()
+
+    @property
+    def documents(self) -> int:
+        """Documents, and gaps between offsets that have none."""
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """Which offsets the batch has."""
+        return tuple(self.offsets)
+
+
+def pack_batch(
+    hidden: Tensor,
+    angles: Tensor,
+    offsets: Mapping[str, Tensor | None],
+    max_seqlens: Mapping[str, int],
+    host: Callable[[Tensor], Sequence[int]],
+    shards: int = 1,
+) -> PackedBatch:
+    """Check a microbatch's offsets and leave out those that only repeat the last.
+
+    Args:
+        hidden: `[tokens / shards, 1, width]`.
+        angles: Rotary angles.
+        offsets: `cu_seqlens` by name; None where the batch has no padding between documents.
+        max_seqlens: Tokens of the longest document by name, as the batch says.
+        host: Returns a small tensor's elements.
+        shards: Ranks that hold a part of the tokens each.
+
+    Raises:
+        PackedBatchError: An offset has the wrong type, device, order or end; names it, what it holds and what is right.
+    """
+    tokens = hidden.shape[0] * shards
+    given = {name: value for name, value in offsets.items() if value is not None}
+    values = {name: check_offsets(name, value, tokens, hidden.device, host) for name, value in given.items()}
+    counts = {name: len(value) for name, value in values.items()}
+    if len(set(counts.values())) > 1:
+        raise PackedBatchError(f"cu_seqlens have different counts ({_listed(counts)}): they belong to different packs")
+    kept = _used(list(values.values()))
+    for short, long in zip(OFFSETS, PADDED_OFFSETS, strict=True):
+        _check_pair(short, values.get(short), long, values.get(long))
+    physical = {name: values.get(padded, values[name]) for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)}
+    for name, longest in max_seqlens.items():
+        _check_longest(name, longest, physical[name.replace("max_seqlen", "cu_seqlens")])
+    lengths = tuple(max(lengths) for lengths in zip(*map(_lengths, physical.values()), strict=True))
+    used = {name: value[:kept] for name, value in given.items()}
+    return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens)
+
+
+def check_offsets(
+    name: str, offsets: Tensor, tokens: int, device: torch.device, host: Callable[[Tensor], Sequence[int]]
+) -> tuple[int, ...]:
+    """Return one `cu_seqlens` as host integers.
+
+    Raises:
+        PackedBatchError: It cannot be the offsets of a pack of `tokens` tokens.
+    """
+    if offsets.dtype != torch.int32:
+        raise PackedBatchError(f"{name} is {offsets.dtype}: allowed is torch.int32, as attention kernels read it")
+    if offsets.device != device:
+        raise PackedBatchError(f"{name} is on {offsets.device}, the tokens are on {device}: move it there")
+    if offsets.dim() != 1:
+        raise PackedBatchError(f"{name} has shape {tuple(offsets.shape)}: allowed is [documents + 1], one pack a batch")
+    values = tuple(host(offsets))
+    if len(values) < 2 or values[-1] == 0:
+        raise PackedBatchError(f"{name} holds {values}: the pack is empty; leave such batches out")
+    if values[0] != 0:
+        raise PackedBatchError(f"{name} starts at {values[0]}: allowed is 0")
+    for index, (before, after) in enumerate(pairwise(values)):
+        if after < before:
+            raise PackedBatchError(f"{name}[{index + 1}]={after} after {before}: offsets must not decrease")
+    if values[-1] > tokens:
+        raise PackedBatchError(f"{name} ends at {values[-1]}, the pack has {tokens} tokens: allowed is at most that")
+    return values
+
+
+def _check_pair(short: str, offsets: Sequence[int] | None, long: str, padded: Sequence[int] | None) -> None:
+    if offsets is None or padded is None:
+        return
+    for index, (length, room) in enumerate(zip(_lengths(offsets), _lengths(padded), strict=True)):
+        if length > room:
+            raise PackedBatchError(
+                f"document {index} has {length} tokens in {short} and room for {room} in {long}: "
+                "a document must fit its padding"
+            )
+
+
+def _check_longest(name: str, longest: int, offsets: Sequence[int]) -> None:
+    if longest < (actual := max(_lengths(offsets))):
+        raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: allowed is at least that")
+
+
+def _lengths(offsets: Sequence[int]) -> tuple[int, ...]:
+    return tuple(after - before for before, after in pairwise(offsets))
+
+
+def _used(offsets: Sequence[Sequence[int]]) -> int:
+    """Return how many offsets there are before all that follow repeat the last, in every list."""
+    return max(next(i for i, value in enumerate(values) if value == values[-1]) + 1 for values in offsets)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

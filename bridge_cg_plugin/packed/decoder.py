@@ -1,0 +1,313 @@
+"""A decoder's graphs of packed documents over a training run: observe, plan, capture, replay, fall back, report."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..announce import announce
+from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
+from ..graphs.executor import Executor
+from ..graphs.gradients import Reduction
+from ..graphs.graphed_module import GraphedModule
+from ..graphs.host_copies import HostCopies
+from ..graphs.program import Bucket
+from ..graphs.region import Region
+from ..options import PackedOptions
+from .batch import PackedBatch, pack_batch
+from .layout import spread
+from .program import PackedProgram, PackLayout, RecordingKernels, Run
+
+MOST_EXACT_BUCKETS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCall:
+    """What one call of a decoder says.
+
+    Attributes:
+        hidden: `[tokens / shards, 1, width]`.
+        angles: Rotary angles.
+        offsets: `cu_seqlens` by name; None where the batch has none.
+        max_seqlens: Tokens of the longest document by name.
+        visual: What is added behind the first layers: `[1, tokens]` mask, and `[marked tokens, width]` for each layer.
+    """
+
+    hidden: Tensor
+    angles: Tensor
+    offsets: Mapping[str, Tensor | None]
+    max_seqlens: Mapping[str, int]
+    visual: tuple[Tensor, Sequence[Tensor]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPart:
+    """A piece of a decoder that becomes a region of its own.
+
+    Attributes:
+        name: Of the region.
+        roots: Modules whose parameters it uses.
+        run: The piece.
+        owner: Module whose attribute calls the piece; the decoder itself for all layers.
+        attribute: That attribute; empty where the decoder's forward is the call.
+        answer: Turns the piece's output into what the call returns.
+    """
+
+    name: str
+    roots: Sequence[nn.Module]
+    run: Run
+    owner: nn.Module
+    attribute: str = ""
+    answer: Callable[[Tensor], Any] = lambda output: output
+
+
+class DecoderFamily(Protocol):
+    """What the plugin must know of a decoder's upstream code."""
+
+    per_position: bool
+    absolute: bool
+    shards: int
+    kernels: RecordingKernels
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
+        """Return what a call says, or why a graph cannot serve it."""
+
+    def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """Return the pieces to record; no modules are all layers as one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a warm-up step's pack looked like."""
+
+    tokens: int
+    documents: int
+    offsets: tuple[str, ...]
+    rotated: int
+    width: int
+    dtype: torch.dtype
+    additions: int
+
+    @property
+    def kind(self) -> tuple[tuple[str, ...], int, int, torch.dtype]:
+        """What all packs of a recording share."""
+        return self.offsets, self.rotated, self.width, self.dtype
+
+
+class PackedGraphs(GraphedModule):
+    """Runs one decoder's layers on graphs of packed documents.
+
+    Until `capture` it runs eager and its microbatches are observed. With several pieces one choice is made for all of
+    them when the decoder is called, so a microbatch replays everywhere or nowhere.
+
+    Args:
+        decoder: The decoder; its `forward` is replaced on the instance until `detach`.
+        options: What the user asked for.
+        modules: Names of the parts of layers to record; none are all layers as one region.
+        family: The decoder's upstream side.
+        executor: Makes recordings.
+        slots: Microbatches in flight that `options.slots="auto"` stands for.
+        before_replay: Called before each replay; waits for parameters that are still being gathered.
+        reduction: Data parallelism's reduction of gradients, where there is one.
+        host: Host copies of offsets.
+    """
+
+    title = "packed-sequence CUDA graphs"
+    noun = "decoder"
+    group = "packed_cuda_graph"
+    out_of_memory_remedy = (
+        "Lower the tokens of a pack, cuda_graph_packed_slots or cuda_graph_max_packed_seqs, or give "
+        "cuda_graph_packed_buckets a smaller largest bucket."
+    )
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        options: PackedOptions,
+        modules: Sequence[str],
+        family: DecoderFamily,
+        executor: Executor,
+        slots: int = 1,
+        before_replay: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
+        host: HostCopies | None = None,
+    ) -> None:
+        super().__init__(decoder, executor, options.strict, before_replay)
+        self.options, self.modules, self.family = options, tuple(modules), family
+        self.slots = slots if options.slots == "auto" else options.slots
+        self.host = host or HostCopies()
+        self._reduction = reduction
+        self.plan: BucketPlan | None = None
+        self._observed: list[Observed] = []
+        self._installed: list[tuple[nn.Module, str]] = []
+        self._current: PackedBatch | None = None
+
+    def _record(self) -> None:
+        """See `GraphedModule`."""
+        if not self._observed:
+            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
+        self.plan = self._plan()
+        buckets = [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
+        for part in self.family.parts(self.modules):
+            region = Region(
+                self._program(part),
+                self.executor,
+                buckets,
+                self.slots,
+                self.options.evaluation,
+                self._before_replay,
+                self._reduction,
+            )
+            region.capture()
+            self._regions.append(region)
+            if part.attribute:
+                self._install(part, region)
+
+    def _recorded(self) -> None:
+        """See `GraphedModule`."""
+        parts = "" if len(self._regions) == 1 else f" in {len(self._regions)} parts of layers"
+        announce(
+            f"{self.title}{parts}: {self.plan}; {self.slots} slot(s), up to {self.options.max_packed_seqs} documents"
+        )
+
+    def _plan(self) -> BucketPlan:
+        if self.options.buckets != "auto":
+            return BucketPlan(self.options.buckets, 0.0, 0)
+        tokens = [seen.tokens for seen in self._observed]
+        if self.family.shards > 1:  # packs cannot be padded: the sizes that come most often
+            usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
+            return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
+        return plan_buckets(tokens, merge_unit=1, exact_below=EXACT_BELOW)
+
+    def _limits(self, capacity: int) -> list[tuple[int, int]]:
+        longest = min(self.options.max_seqlen or capacity, capacity)
+        found = segment_limits(capacity, min(self.options.max_packed_seqs or 1, capacity))
+        return list(dict.fromkeys((documents, min(most, longest)) for documents, most in found))
+
+    def _program(self, part: DecoderPart) -> PackedProgram:
+        (offsets, rotated, width, dtype), _ = Counter(seen.kind for seen in self._observed).most_common(1)[0]
+        family = self.family
+        additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
+        layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
+        return PackedProgram(part.name, part.roots, width, dtype, layout, part.run, EXACT_BELOW, family.kernels)
+
+    def _install(self, part: DecoderPart, region: Region) -> None:
+        eager = getattr(part.owner, part.attribute)
+        setattr(part.owner, part.attribute, _PartCall(self, region, eager, part.answer))
+        self._installed.append((part.owner, part.attribute))
+
+    def reset(self) -> None:
+        """See `GraphedModule`."""
+        for owner, attribute in self._installed:
+            delattr(owner, attribute)
+        self._installed = []
+        super().reset()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's forward: a replay where possible, eager otherwise.
+
+        Raises:
+            PackedBatchError: The offsets of the pack do not fit each other or its tokens.
+        """
+        batch = self._batch(args, kwargs)
+        if isinstance(batch, str):
+            self._count_unsuited(batch)
+            return self._eager_forward(*args, **kwargs)
+        if not self._may_replay(batch):
+            return self._eager_forward(*args, **kwargs)
+        if not self._installed:
+            outputs = self._regions[0].run(batch)
+            return self._eager_forward(*args, **kwargs) if outputs is None else outputs[0]
+        self._current = batch if self._all_can_replay(batch) else None
+        try:
+            return self._eager_forward(*args, **kwargs)
+        finally:
+            self._current = None
+
+    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | str:
+        call = self.family.read(args, kwargs)
+        if isinstance(call, str):
+            return call
+        batch = pack_batch(
+            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, self.family.shards
+        )
+        if call.visual is None or self._installed:
+            return batch
+        mask, embeddings = call.visual
+        return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
+
+    def _count_unsuited(self, reason: str) -> None:
+        """Count a call that no graph can serve, if there are graphs."""
+        if self.captured:
+            self._note_eager()
+            if not self._paused:
+                self._fallbacks[reason] += 1
+
+    def _may_replay(self, batch: PackedBatch) -> bool:
+        """Whether a replay may be tried; a batch is observed before capture."""
+        if self.captured:
+            if self._paused:
+                self._note_eager()
+            return not self._paused
+        if self.failure is not None:
+            self._fallbacks["capture_failed"] += 1
+        else:
+            self._observed.append(_observed(batch))
+        return False
+
+    def _all_can_replay(self, batch: PackedBatch) -> bool:
+        """Whether every part can replay the batch; counts the first part's reason where one cannot."""
+        reason = next((r for r in (region.why_not(batch) for region in self._regions) if r is not None), None)
+        if reason is not None:
+            self._note_eager()
+            self._fallbacks[reason] += 1
+        return reason is None
+
+    @property
+    def current(self) -> PackedBatch | None:
+        """The batch that parts of layers replay, while the decoder is called with one that they can."""
+        return self._current
+
+    def _warmup_microbatches(self) -> int:
+        """See `GraphedModule`."""
+        return len(self._observed)
+
+    def _notes(self) -> dict[str, str]:
+        """See `GraphedModule`."""
+        notes = {} if self.plan is None else {"plan": str(self.plan)}
+        if self._observed:
+            most = max(seen.documents for seen in self._observed)
+            notes["documents"] = f"up to {most} in the packs of warm-up steps"
+        if self.host.device_reads:
+            notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
+        return notes
+
+
+def _observed(batch: PackedBatch) -> Observed:
+    width, rotated = batch.hidden.shape[-1], batch.angles.shape[-1]
+    dtype, additions = batch.hidden.dtype, len(batch.additions)
+    return Observed(batch.tokens, batch.documents, batch.layout, rotated, width, dtype, additions)
+
+
+class _PartCall:
+    """Stands in for the attribute of a layer that calls one of its parts."""
+
+    def __init__(
+        self,
+        graphs: PackedGraphs,
+        region: Region,
+        eager: Callable[..., Any],
+        answer: Callable[[Tensor], Any],
+    ) -> None:
+        self._graphs, self._region, self._eager, self._answer = graphs, region, eager, answer
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = self._graphs.current
+        if batch is not None:
+            outputs = self._region.run(replace(batch, hidden=hidden_states))
+            if outputs is not None:
+                return self._answer(outputs[0])
+        return self._eager(hidden_states, *args, **kwargs)

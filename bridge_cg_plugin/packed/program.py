@@ -1,0 +1,164 @@
+"""A decoder's layers, or a part of one layer, over packed documents as a region."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.segments import fill_one_segment, write_offsets
+from .batch import PADDED_OFFSETS, PackedBatch
+from .layout import token_angles
+
+# Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
+# is added behind the first layers.
+Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], Tensor]
+# Called with a program's modules.
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """What does not change between the packs of one recording.
+
+    Attributes:
+        offsets: Names of the `cu_seqlens` that a batch has.
+        rotated: Width of a row of rotary angles.
+        per_position: Whether angles come with a row per position in a document; else with a row per token.
+        absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
+        shards: Ranks that hold a part of the tokens each (sequence parallelism).
+        additions: Behind how many of the first layers something is added to the hidden states.
+    """
+
+    offsets: tuple[str, ...]
+    rotated: int
+    per_position: bool = True
+    absolute: bool = False
+    shards: int = 1
+    additions: int = 0
+
+
+class PackedProgram:
+    """A piece of a decoder whose inputs are hidden states and packed documents.
+
+    Buckets have the limits (documents, tokens of the longest document). Padding tokens lie behind the last offset.
+
+    Args:
+        name: Of the region.
+        roots: Modules whose parameters the piece uses.
+        width: Of the hidden states.
+        dtype: Of the hidden states.
+        layout: What all packs of the recordings share.
+        run: The piece.
+        exact_below: Packs of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around recorded work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[nn.Module],
+        width: int,
+        dtype: torch.dtype,
+        layout: PackLayout,
+        run: Run,
+        exact_below: int = 0,
+        kernels: RecordingKernels = nullcontext,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self._roots, self._width, self._dtype = tuple(roots), width, dtype
+        self._run, self._exact_below, self._kernels = run, exact_below, kernels
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return self._roots
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        documents, layout = bucket.limits[0], self.layout
+        rows = TensorSpec((bucket.tokens // layout.shards, 1, self._width), self._dtype, differentiable=True)
+        return {
+            "hidden": rows,
+            **dict.fromkeys(self._additions, rows),
+            "angles": TensorSpec((bucket.tokens, 1, 1, layout.rotated), torch.float32),
+            "rows": TensorSpec((1,), torch.int64),
+            **{name: TensorSpec((documents + 1,), torch.int32) for name in layout.offsets},
+        }
+
+    def size(self, batch: PackedBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: PackedBatch, bucket: Bucket) -> str | None:
+        """See `RegionProgram`."""
+        documents, longest = bucket.limits
+        if batch.layout != self.layout.offsets or len(batch.additions) > self.layout.additions:
+            return "other_layout"
+        if batch.documents > documents:
+            return "too_many_documents"
+        if batch.longest > longest:
+            return "document_too_long"
+        if batch.tokens != bucket.tokens:
+            if self.layout.shards > 1:
+                return "sharded_tokens"
+            if batch.tokens <= self._exact_below:
+                return "too_few_tokens"
+        return None
+
+    def load(self, buffers: Buffers, batch: PackedBatch) -> None:
+        """See `RegionProgram`."""
+        _load_rows(buffers["hidden"], batch.hidden.detach())
+        for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
+            _load_rows(buffers[name], rows.detach())
+        _load_rows(buffers["angles"], batch.angles)
+        buffers["rows"].fill_(batch.angles.shape[0])
+        for name in self.layout.offsets:
+            write_offsets(buffers[name], batch.offsets[name])
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        for name in ("hidden", *self._additions, "angles", "rows"):
+            buffers[name].zero_()
+        for name in self.layout.offsets:
+            fill_one_segment(buffers[name], min(bucket.tokens, bucket.limits[1]))
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Output: hidden states `[tokens / shards, 1, width]`."""
+        offsets = {name: buffers[name] for name in self.layout.offsets}
+        angles = buffers["angles"]
+        if self.layout.per_position:
+            physical = offsets.get(PADDED_OFFSETS[0], buffers["cu_seqlens_q"])
+            angles = token_angles(angles, buffers["rows"], physical, self.layout.absolute)
+        additions = [buffers[name] for name in self._additions]
+        return (self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions),)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self._roots)
+
+    def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden.shape[0],)
+
+    def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden, *self._padded_additions(batch))
+
+    @property
+    def _additions(self) -> tuple[str, ...]:
+        return tuple(f"addition_{index}" for index in range(self.layout.additions))
+
+    def _padded_additions(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Return as many additions as are recorded; those that the batch lacks have no rows, which is zeros."""
+        missing = self.layout.additions - len(batch.additions)
+        return (*batch.additions, *(batch.hidden.detach()[:0],) * missing)
+
+
+def _load_rows(buffer: Tensor, rows: Tensor) -> None:
+    """Write as many rows as there is room for and zero the rest."""
+    count = min(rows.shape[0], buffer.shape[0])
+    buffer[:count].copy_(rows[:count])
+    buffer[count:].zero_()

@@ -1,0 +1,98 @@
+"""`bridge-cg plan`: its arguments and what it runs."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .cost import DEFAULTS, CostModel, load_cost_model
+from .errors import PlanError
+from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
+from .lengths import read_documents
+from .output import as_json, plot_packs, print_plan
+from .packing import ALGORITHMS, Pack, in_batch, padded_packs
+from .plan import PackedPlan, plan_packs
+
+
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the two plans and their arguments to a parser."""
+    kinds = plan.add_subparsers(dest="kind", required=True)
+    packed = kinds.add_parser("packed", help="document bound and token buckets from a dataset's document lengths")
+    packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
+    packed.add_argument("--pack-size", type=int, help="tokens of a pack; needed unless the file holds packs")
+    packed.add_argument("--packing", choices=ALGORITHMS, default="first_fit_shuffle", help="how documents are packed")
+    packed.add_argument("--micro-batch-size", type=int, default=4, help="documents of a microbatch, for in_batch")
+    packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
+    packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
+    packed.add_argument("--field", help="column or key with a document's length or tokens")
+    packed.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
+    vision = kinds.add_parser("vision", help="vision buckets from image sizes")
+    vision.add_argument("data", type=Path, help='histogram .json {"640x480": count}, or .jsonl with width and height')
+    vision.add_argument("--images-per-microbatch", type=int, default=1)
+    vision.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="of the model's processor")
+    for command in (packed, vision):
+        command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
+        command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make and print a plan; returns 2 for input that is refused, else 0."""
+    try:
+        plan: PackedPlan | VisionPlan
+        if arguments.kind == "packed":
+            plan, packs = plan_of_documents(arguments)
+            if arguments.plot is not None:
+                plot_packs(plan, packs, arguments.plot)
+        else:
+            plan = plan_images(
+                read_images(arguments.data),
+                _cost(arguments),
+                arguments.images_per_microbatch,
+                _at_least_one("max_pixels", arguments.max_pixels),
+                arguments.max_memory_gb,
+            )
+        if arguments.json:
+            print(json.dumps(as_json(plan)))
+        else:
+            print_plan(plan)
+    except PlanError as error:
+        print(f"bridge-cg plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[Pack]]:
+    """Return the plan for a dataset, and the packs that it rests on.
+
+    Raises:
+        PlanError: The input cannot be planned from.
+    """
+    found = read_documents(arguments.data, arguments.field)
+    multiple = _at_least_one("pad_to_multiple", arguments.pad_to_multiple)
+    packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments), multiple)
+    return plan_packs(packs, _cost(arguments), arguments.max_memory_gb), packs
+
+
+def _packed(lengths: tuple[int, ...], arguments: argparse.Namespace) -> list[Pack]:
+    size = arguments.pack_size
+    if size is None and arguments.packing != "in_batch":
+        raise PlanError("pack_size is missing: allowed is a number of tokens; pass --pack-size")
+    if size is not None:
+        _at_least_one("pack_size", size)
+        if arguments.truncate:
+            lengths = tuple(min(length, size) for length in lengths)
+    if arguments.packing == "in_batch":
+        return in_batch(lengths, arguments.micro_batch_size)
+    return ALGORITHMS[arguments.packing](lengths, size)
+
+
+def _cost(arguments: argparse.Namespace) -> CostModel:
+    kind = arguments.kind
+    return DEFAULTS[kind] if arguments.cost_model is None else load_cost_model(arguments.cost_model, kind)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise PlanError(f"{name}={value}: allowed is a whole number of at least 1")
+    return value

@@ -1,0 +1,123 @@
+"""A plan as a table, as JSON and as a plot."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .errors import PlanError
+from .images import VisionPlan
+from .packing import Pack
+from .plan import PackedPlan, Percentiles
+
+WIDTH = 120
+EXTRA = "pip install 'bridge-cg-plugin[plan]'"
+
+
+def as_json(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
+    """Return a plan as plain values, with the options to set."""
+    return {**asdict(plan), "set": settings(plan)}
+
+
+def settings(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
+    """Return the provider fields that a plan recommends."""
+    if isinstance(plan, VisionPlan):
+        return {
+            "vision_cuda_graph_buckets": list(plan.buckets),
+            "vision_cuda_graph_max_frames": plan.max_frames,
+        }
+    return {
+        "cuda_graph_max_packed_seqs": plan.best.max_packed_seqs,
+        "cuda_graph_packed_buckets": list(plan.best.buckets),
+    }
+
+
+def print_plan(plan: PackedPlan | VisionPlan) -> None:
+    """Print a plan.
+
+    Raises:
+        PlanError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        raise PlanError(f"tables need rich: {EXTRA}, or use --json") from None
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    sizes = Table("", "P50", "P90", "P99", "max", title=_title(plan))
+    for name, values in _sizes(plan).items():
+        sizes.add_row(name, *(str(v) for v in (values.p50, values.p90, values.p99, values.max)))
+    console.print(sizes)
+    if isinstance(plan, PackedPlan):
+        table = Table("max_packed_seqs", "buckets", "ms", "on graphs", "padding", "GiB a slot", "eager because")
+        for choice in plan.choices:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in choice.fallbacks) or "none"
+            table.add_row(
+                f"{choice.max_packed_seqs}{' <' if choice is plan.best else ''}",
+                _listed(choice.buckets),
+                f"{choice.step_ms:.1f}",
+                f"{choice.on_graphs:.1%}",
+                f"{choice.padding:.1%}",
+                f"{choice.memory_gb:.1f}",
+                reasons,
+                style="bold" if choice is plan.best else None,
+            )
+        console.print(table)
+        expected, eager = plan.best.step_ms, plan.eager_ms
+    else:
+        console.print(
+            f"buckets {_listed(plan.buckets)}: {plan.on_graphs:.1%} on graphs, {plan.padding:.1%} padding, "
+            f"{plan.memory_gb:.1f} GiB a slot"
+        )
+        expected, eager = plan.step_ms, plan.eager_ms
+    console.print(f"expected {expected:.1f} ms a microbatch, eager {eager:.1f} ms ({expected / eager:.2f})")
+    console.print(f"cost model: {plan.origin}")
+    for name, value in settings(plan).items():
+        console.print(f"model.{name}={value}".replace(" ", ""), highlight=False, markup=False)
+
+
+def _title(plan: PackedPlan | VisionPlan) -> str:
+    return f"{plan.packs} packs" if isinstance(plan, PackedPlan) else f"{plan.microbatches} microbatches"
+
+
+def _sizes(plan: PackedPlan | VisionPlan) -> dict[str, Percentiles]:
+    if isinstance(plan, VisionPlan):
+        return {"patches": plan.tokens, "frames": plan.frames, "largest frame": plan.largest}
+    return {"documents": plan.documents, "tokens": plan.tokens, "longest document": plan.longest}
+
+
+def _listed(buckets: Sequence[int]) -> str:
+    return ", ".join(map(str, buckets))
+
+
+def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
+    """Draw how many documents packs have and what each bound is expected to cost, into a picture file.
+
+    Raises:
+        PlanError: matplotlib is not installed, or does not know the file's kind.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError(f"plots need matplotlib: {EXTRA}") from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    counts = Counter(map(len, packs))
+    shares, times = figure.subplots(1, 2)
+    shares.bar(list(counts), [n / len(packs) for n in counts.values()], width=1.0)
+    for name in ("p50", "p90", "p99"):
+        shares.axvline(getattr(plan.documents, name), linestyle=":", color="grey")
+    shares.axvline(plan.best.max_packed_seqs, color="black")
+    shares.set(xlabel="documents in a pack", ylabel="share of packs", title="P50, P90, P99 and the choice")
+    times.plot([c.max_packed_seqs for c in plan.choices], [c.step_ms for c in plan.choices], marker="o")
+    times.axhline(plan.eager_ms, linestyle="--", color="grey", label="eager")
+    times.axvline(plan.best.max_packed_seqs, color="black")
+    times.set(xlabel="cuda_graph_max_packed_seqs", ylabel="ms a microbatch", title="expected time", ylim=(0, None))
+    times.legend()
+    try:
+        canvas.print_figure(path)
+    except ValueError as error:
+        raise PlanError(f"plot {path}: {error}") from None

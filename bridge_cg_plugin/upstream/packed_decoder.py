@@ -1,0 +1,232 @@
+"""megatron-core's transformer block over packed documents: its calls, its pieces, and rotary embedding per token."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..options import MODULES as LAYER_PARTS
+from ..options import OptionError
+from ..options.language_model import MODULES
+from ..packed.batch import OFFSETS, PADDED_OFFSETS
+from ..packed.decoder import DecoderCall, DecoderPart
+from .qwen3_vl import kernels_available
+from .registry import seam
+from .registry.models import ATTENTION as QWEN_ATTENTION
+from .replaced import replaced
+from .rotary import fused_rotary
+from .transformer_engine import accumulating, forget_attention_selection
+
+ROTARY = seam("packed_rotary")
+VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
+READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
+DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
+# A packed call carries none or a stand-in; attention goes by the offsets.
+WITHOUT_EFFECT = ("attention_mask",)
+MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
+# Fields of PackedSeqParams that change how a pack is computed and that no graph was captured with.
+UNKNOWN = ("local_cp_size", "cp_group", "tokens_per_sample", "pad_between_seqs")
+
+
+class TransformerBlockFamily:
+    """See `DecoderFamily`.
+
+    Args:
+        decoder: A `TransformerBlock`.
+
+    Attributes:
+        per_position: Whether rotary angles come with a row per position.
+        absolute: Whether a table with a row per token is taken by the place in the pack.
+        shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
+
+    Raises:
+        OptionError: A layer's attention is of a kind that was not looked at.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = decoder
+        self._forward = decoder.forward
+        config = decoder.config
+        self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.per_position = not any(_is_qwen(layer) for layer in decoder.layers)
+        self.absolute = not config.apply_rope_fusion
+        for layer in decoder.layers:
+            _check_layer(layer)
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
+        """See `DecoderFamily`."""
+        params = kwargs.get("packed_seq_params")
+        if params is None or params.qkv_format != "thd":
+            return "unpacked_batch"
+        hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
+        angles = kwargs.get("rotary_pos_emb")
+        if args or not isinstance(hidden, Tensor) or not isinstance(angles, Tensor):
+            return "call_arguments"
+        others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
+        if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
+            return "call_arguments"
+        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, hidden.shape[0] * self.shards):
+            return "call_arguments"
+        visual = self._visual(kwargs)
+        if visual is not None and self.shards > 1:
+            return "call_arguments"
+        max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
+        return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+
+    def _rotates(self, angles: Tensor, tokens: int) -> bool:
+        """Whether angles are of the kind that recordings have buffers for."""
+        rows_fit = self.per_position or angles.shape[0] == tokens
+        return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
+
+    def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
+        mask, embeddings = (kwargs.get(name) for name in VISUAL)
+        if not self._decoder.pre_process or mask is None or not embeddings:
+            return None
+        return mask, embeddings
+
+    def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """See `DecoderFamily`.
+
+        Raises:
+            OptionError: All layers were asked for and one of them sends tokens to experts.
+        """
+        experts = [layer for layer in self._decoder.layers if layer.is_moe_layer]
+        if not modules or (set(modules) == set(LAYER_PARTS) and not experts):
+            if experts:
+                raise OptionError(
+                    MODULES, [], "attn on a model with experts", "The host reads how many tokens an expert gets."
+                )
+            return [DecoderPart("packed_decoder", (self._decoder,), self._run_block, self._decoder)]
+        parts = []
+        for layer in self._decoder.layers:
+            if "attn" in modules:
+                parts.append(_attention_part(layer))
+            if "mlp" in modules and not layer.is_moe_layer:
+                parts.append(_mlp_part(layer))
+        return parts
+
+    def _run_block(
+        self,
+        hidden: Tensor,
+        angles: Tensor,
+        offsets: Mapping[str, Tensor],
+        longest: int,
+        additions: Sequence[Tensor],
+    ) -> Tensor:
+        visual = {}
+        with ExitStack() as stack:
+            if additions:
+                stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
+                visual = dict(zip(VISUAL, (None, additions), strict=True))
+            if not self._decoder.pre_process:
+                stack.enter_context(replaced(self._decoder, "input_tensor", hidden))
+            return self._forward(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=angles,
+                packed_seq_params=packed_params(offsets, longest),
+                **visual,
+            )
+
+    @contextmanager
+    def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does."""
+        forget_attention_selection()
+        with ExitStack() as stack:
+            stack.enter_context(accumulating(modules))
+            core = importlib.import_module(ROTARY.module)
+            stack.enter_context(replaced(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
+            if kernels_available():
+                stack.enter_context(fused_rotary(modules))
+            yield
+
+
+def packed_params(offsets: Mapping[str, Tensor], longest: int) -> Any:
+    """Return megatron-core's metadata of a pack.
+
+    Args:
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest))
+
+
+def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
+    """Add deepstack features that are zero wherever there are none."""
+    return hidden + addition
+
+
+def _offsets(params: Any) -> dict[str, Tensor | None]:
+    """Return a pack's offsets; padded ones that are the others themselves, as attention sees them, are left out."""
+    found = {name: getattr(params, name) for name in (*OFFSETS, *PADDED_OFFSETS)}
+    if all(found[padded] is found[name] for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)):
+        found.update(dict.fromkeys(PADDED_OFFSETS))
+    return found
+
+
+def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rotate packed tokens by angles of their own: an unpacked sequence of as many tokens, through upstream's code."""
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(
+        t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **kwargs: Any
+    ) -> Tensor:
+        if cu_seqlens is None:
+            return original(t, freqs, config, cu_seqlens, mscale, **kwargs)
+        if config.apply_rope_fusion:  # the packed kernel knows neither
+            mscale = 1.0
+            kwargs.pop("mla_rotary_interleaved", None)
+        return original(t[:, None], freqs, config, None, mscale, **kwargs)[:, 0]
+
+    return apply_rotary_pos_emb
+
+
+def _is_qwen(layer: nn.Module) -> bool:
+    qwen = sys.modules.get(QWEN_ATTENTION)
+    return qwen is not None and isinstance(layer.self_attention, qwen.Qwen3VLSelfAttention)
+
+
+def _check_layer(layer: nn.Module) -> None:
+    from megatron.core.transformer.attention import SelfAttention
+
+    if not (_is_qwen(layer) or type(layer.self_attention) is SelfAttention):
+        raise OptionError(
+            "cuda_graph_max_packed_seqs",
+            type(layer.self_attention).__name__,
+            "layers with megatron-core's SelfAttention or Qwen3-VL's",
+            "Remove the option for this model.",
+        )
+
+
+def _attention_part(layer: nn.Module) -> DecoderPart:
+    forward = layer._forward_attention
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> Tensor:
+        params = packed_params(offsets, longest)
+        return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
+
+    roots = (layer.input_layernorm, layer.self_attention)
+    name = f"packed_attention_{layer.layer_number}"
+    return DecoderPart(name, roots, run, layer, "_forward_attention", lambda output: (output, None))
+
+
+def _mlp_part(layer: nn.Module) -> DecoderPart:
+    forward = layer._forward_mlp
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> Tensor:
+        return forward(hidden)
+
+    return DecoderPart(
+        f"packed_mlp_{layer.layer_number}", (layer.pre_mlp_layernorm, layer.mlp), run, layer, "_forward_mlp"
+    )

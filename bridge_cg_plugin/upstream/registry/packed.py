@@ -1,0 +1,161 @@
+"""Seams of packed-sequence graphs of the language model."""
+
+from ..seams import Seam
+from .engine import CORE, DETACHED, RECORDED
+from .models import BLOCK as QWEN_BLOCK
+from .training import RESTORED, TRAIN
+
+GPT_STEP = "megatron.bridge.training.gpt_step"
+GPT_PROVIDER = "megatron.bridge.models.gpt_provider"
+BLOCK = f"{CORE}.transformer.transformer_block"
+ATTENTION = f"{CORE}.transformer.attention"
+ROPE = f"{CORE}.models.common.embeddings.rope_utils"
+OPTIONS = "packed-sequence options can be set, overridden and saved with the model's configuration"
+
+SEAMS = (
+    Seam(
+        name="packed_helper",
+        module=TRAIN,
+        target="TECudaGraphHelper",
+        kind="class",
+        touch="extended",
+        purpose="the train loop drives the plugin's graphs of packed sequences where they are asked for",
+        undo=RESTORED,
+        parameters=("model", "config", "seq_length", "micro_batch_size", "optimizers"),
+        attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
+        patched_by="packed_helper",
+    ),
+    Seam(
+        name="packed_loop",
+        module=TRAIN,
+        target="train",
+        kind="function",
+        touch="read",
+        purpose="the loop makes the language model's helper, captures after warm-up and needs no more of it",
+        uses=(
+            "TECudaGraphHelper(",
+            "cuda_graph_helper.graphs_created()",
+            "cuda_graph_helper.create_cudagraphs()",
+        ),
+    ),
+    Seam(
+        name="host_offsets",
+        module=GPT_STEP,
+        target="get_batch_from_iterator",
+        kind="function",
+        touch="extended",
+        purpose="replays know how a batch is packed without waiting for the device",
+        undo=RESTORED,
+        parameters=("data_iterator",),
+        patched_by="batches",
+    ),
+    Seam(
+        name="packed_decoder",
+        module=BLOCK,
+        target="TransformerBlock.forward",
+        kind="function",
+        touch="instance",
+        purpose="the layers of a packed microbatch replay a graph",
+        undo=DETACHED,
+        parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+    ),
+    Seam(
+        name="packed_block",
+        module=BLOCK,
+        target="TransformerBlock",
+        kind="class",
+        touch="instance",
+        purpose="a later pipeline stage takes its input from here, also while it is recorded",
+        undo=RECORDED,
+        attributes=("layers", "pre_process", "input_tensor", "config"),
+    ),
+    Seam(
+        name="packed_qwen3_vl_decoder",
+        module=QWEN_BLOCK,
+        target="Qwen3VLTransformerBlock.forward",
+        kind="function",
+        touch="instance",
+        purpose="the layers of a packed microbatch of Qwen3-VL's language model replay a graph",
+        undo=DETACHED,
+        parameters=(
+            *("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+            *("visual_pos_masks", "deepstack_visual_embeds"),
+        ),
+        uses=("self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",),
+    ),
+    Seam(
+        name="packed_deepstack",
+        module=QWEN_BLOCK,
+        target="Qwen3VLTransformerBlock._deepstack_process",
+        kind="function",
+        touch="instance",
+        purpose="image features are added to every token, zero where there are none, while work is recorded",
+        undo=RECORDED,
+        parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
+    ),
+    Seam(
+        name="packed_layers",
+        module=f"{CORE}.transformer.module",
+        target="GraphableMegatronModule._should_call_te_cudagraph",
+        kind="function",
+        touch="read",
+        purpose="layers without graphs of megatron-core's own run their forward",
+        uses=("self.cuda_graphs",),
+    ),
+    Seam(
+        name="packed_attention",
+        module=ATTENTION,
+        target="SelfAttention",
+        kind="class",
+        touch="read",
+        purpose="the attention that was looked at for packed graphs",
+    ),
+    Seam(
+        name="packed_rotary",
+        module=ATTENTION,
+        target="apply_rotary_pos_emb",
+        kind="function",
+        touch="replaced",
+        purpose="tokens are rotated by angles of their own, where upstream reads the offsets on the host",
+        undo=RECORDED,
+        parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
+    ),
+    Seam(
+        name="packed_rotary_positions",
+        module=ROPE,
+        target="_apply_rotary_pos_emb_thd",
+        kind="function",
+        touch="read",
+        purpose="which positions upstream gives the tokens of a pack",
+        parameters=("t", "cu_seqlens", "freqs"),
+        uses=("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
+    ),
+    Seam(
+        name="packed_files",
+        module="megatron.bridge.utils.safe_pickle",
+        target="safe_load_npy",
+        kind="function",
+        touch="called",
+        purpose="the planner reads Bridge's packed files",
+    ),
+    Seam(
+        name="GPTModelProvider.init",
+        module=GPT_PROVIDER,
+        target="GPTModelProvider.__init__",
+        kind="function",
+        touch="extended",
+        purpose=OPTIONS,
+        undo=RESTORED,
+        patched_by="provider_fields",
+    ),
+    Seam(
+        name="GPTModelProvider.fields",
+        module=GPT_PROVIDER,
+        target="GPTModelProvider.__dataclass_fields__",
+        kind="value",
+        touch="extended",
+        purpose=OPTIONS,
+        undo=RESTORED,
+        patched_by="provider_fields",
+    ),
+)

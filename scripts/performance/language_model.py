@@ -1,0 +1,196 @@
+"""A GPT model on a GPU with packed documents, as Bridge builds and calls one, and the benchmark's packs."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 32_768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a model.
+
+    Attributes:
+        layers: Transformer layers.
+        hidden: Width.
+        heads: Query heads of 128; half as many, at most 8, for keys and values.
+        ffn: Width of the MLP, or of an expert.
+        experts: Experts, each token goes to 4; 0 is a dense model.
+        fused_rope: Whether eager's rotary embedding is Transformer Engine's kernel.
+    """
+
+    layers: int = 16
+    hidden: int = 2048
+    heads: int = 16
+    ffn: int = 6144
+    experts: int = 0
+    fused_rope: bool = False
+
+
+SHAPES = {
+    "dense": Shape(),
+    "moe": Shape(ffn=768, experts=32),
+    "large": Shape(layers=8, hidden=5120, heads=40, ffn=17408),
+}
+
+
+def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes: Any) -> nn.Module:
+    """Build a model with random weights in bf16 on the current GPU, with graphs possible and off."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(seed)
+    experts = {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_router_load_balancing_type": "none",
+    }
+    settings = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": min(shape.heads // 2, 8),
+        "kv_channels": 128,
+        "ffn_hidden_size": shape.ffn,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": shape.fused_rope,
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_warmup_steps": 3,
+        **(experts if shape.experts else {}),
+    }
+    config = TransformerConfig(**{**settings, **changes})
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts), qk_layernorm=True
+    )
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        max_length,
+        position_embedding_type="rope",
+        rotary_base=1_000_000,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return model.cuda().to(torch.bfloat16).train()
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A pack on the GPU.
+
+    Attributes:
+        arguments: Of the model.
+        lengths: Tokens of every document, with its padding.
+        weights: `[1, tokens]` gradients of the per-token losses.
+    """
+
+    arguments: dict[str, Any]
+    lengths: tuple[int, ...]
+    weights: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens."""
+        return sum(self.lengths)
+
+
+def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None = None) -> Pack:
+    """Make random tokens for documents; the offsets are announced to the plugin as Bridge's batch step does.
+
+    Args:
+        lengths: Tokens of every document.
+        seed: Of the tokens.
+        room: Tokens of every document with its padding; None is no padding.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from bridge_cg_plugin.upstream.packed_helper import PACK_OFFSETS
+
+    places = tuple(room or lengths)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (1, sum(places)), device="cuda", generator=generator)
+    named = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    if room is not None:
+        named |= {"cu_seqlens_q_padded": room, "cu_seqlens_kv_padded": room}
+    offsets = {}
+    for name, counts in named.items():
+        host = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        offsets[name] = host.cuda()
+        PACK_OFFSETS.remember(offsets[name], host)
+    params = PackedSeqParams(qkv_format="thd", **offsets, max_seqlen_q=max(places), max_seqlen_kv=max(places))
+    arguments = {
+        "input_ids": tokens,
+        "position_ids": torch.cat([torch.arange(n, device="cuda") for n in places])[None],
+        "attention_mask": None,
+        "labels": tokens.roll(-1, 1),
+        "packed_seq_params": params,
+    }
+    weights = torch.rand(1, sum(places), device="cuda", generator=generator) / sum(places)
+    return Pack(arguments, places, weights)
+
+
+def step(model: nn.Module, pack: Pack, between: Callable[[], object] | None = None) -> Tensor:
+    """Run forward and backward; returns the per-token losses, `[1, tokens]`. `between` is called between both."""
+    losses = model(**pack.arguments)
+    if between is not None:
+        between()
+    losses.backward(pack.weights.to(losses.dtype))
+    return losses.detach()
+
+
+def split(tokens: int, documents: int) -> tuple[int, ...]:
+    """Return lengths of so many documents, nearly alike, that are `tokens` together."""
+    short, rest = divmod(tokens, documents)
+    return (*(short + 1,) * rest, *(short,) * (documents - rest))
+
+
+def draw(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
+    """Return random lengths of so many documents, with a long tail, that are `tokens` together."""
+    rng = random.Random(seed)
+    shares = [rng.paretovariate(1.2) for _ in range(documents)]
+    lengths = [1 + int((tokens - documents) * share / sum(shares)) for share in shares]
+    lengths[0] += tokens - sum(lengths)
+    rng.shuffle(lengths)
+    return tuple(lengths)
+
+
+def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **options: Any) -> Any:
+    """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
+
+    Args:
+        model: The model.
+        warmup: Packs of the eager passes; their layout is that of all packs.
+        modules: Parts of layers to capture; none are all layers as one region.
+        options: `cuda_graph_...` fields of the configuration.
+    """
+    from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
+
+    values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **options}
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
+    with torch.no_grad():
+        for pack in warmup:
+            model(**pack.arguments)
+    helper.create_cudagraphs()
+    return helper.chunks[0]

@@ -1,0 +1,225 @@
+"""Packed-sequence graphs and Bridge: the train loop's helper, batch steps, providers, configurations."""
+
+import inspect
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import language_model
+from bridge_cg_plugin.upstream.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.packed_helper import PACK_OFFSETS, PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.registry.packed import GPT_PROVIDER, GPT_STEP
+from bridge_cg_plugin.upstream.registry.training import TRAIN
+from bridge_cg_plugin.upstream.training_config import check_training_config
+
+from ..unit.packs import graphs_on, losses_and_gradients, new_model, pack
+
+
+def test_the_loop_gets_the_plugins_helper_for_packs(active):
+    model = new_model()
+    model.config.cuda_graph_max_packed_seqs = 4
+    helper = active[TRAIN].TECudaGraphHelper(
+        model=[model], config=model.config, seq_length=64, micro_batch_size=1, optimizers=[], num_microbatches=1
+    )
+    assert type(helper) is PackedCudaGraphHelper and not helper.graphs_created()
+    helper.delete_cuda_graphs()
+    assert "forward" not in vars(model.decoder)
+
+
+def test_the_loop_gets_upstreams_helper_otherwise(active):
+    made = active[TRAIN].TECudaGraphHelper
+    bridge_cg_plugin.deactivate()
+    upstreams = active[TRAIN].TECudaGraphHelper
+    assert made is not upstreams and made.__mro__[1] is upstreams
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    assert isinstance(made.__new__(made, [], config), upstreams)
+    assert inspect.signature(made.__init__) == inspect.signature(upstreams.__init__)
+
+
+def test_the_helper_takes_what_the_loop_passes(active):
+    """The loop asks upstream's constructor whether it takes process groups."""
+    ours = inspect.signature(PackedCudaGraphHelper.__init__).parameters
+    assert set(inspect.signature(active[TRAIN].TECudaGraphHelper.__init__).parameters) <= set(ours)
+
+
+def test_the_loop_calls_nothing_that_the_helper_lacks(active):
+    train = active[TRAIN]
+    source = inspect.getsource(inspect.unwrap(train.train)) + inspect.getsource(
+        inspect.unwrap(train._delete_cuda_graphs)
+    )
+    called = set(re.findall(r"(?<!vision_)\bcuda_graph_helper\.(\w+)", source))
+    assert called >= {"graphs_created", "create_cudagraphs"}
+    for name in called:
+        assert hasattr(PackedCudaGraphHelper, name), name
+
+
+def test_steps_and_the_end_of_training_reach_the_decoder(active):
+    model = new_model()
+    with graphs_on(model, pack((300,))) as graphs:
+        from bridge_cg_plugin.upstream import train_loop
+
+        step = next(p.make for p in train_loop.PATCHES if p.name == "train_step")(lambda model, global_state: None)
+        step([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
+        assert graphs._step == 1
+        active[TRAIN]._delete_cuda_graphs(None)
+        assert "forward" not in vars(model.decoder) and not active_helpers()
+
+
+def test_deactivation_drops_the_graphs(active):
+    model = new_model()
+    with graphs_on(model, pack((300,))):
+        losses_and_gradients(model, pack((300,)))
+        bridge_cg_plugin.deactivate()
+        assert "forward" not in vars(model.decoder)
+
+
+@pytest.mark.parametrize(
+    "names", [("language_model",), ("module", "module"), ("module", "module", "language_model"), ()]
+)
+def test_the_decoder_is_found_under_any_wrapper(names):
+    model = new_model()
+    held = model
+    for name in reversed(names):
+        holder = torch.nn.Module()
+        setattr(holder, name, held)
+        held = holder
+    assert find_decoders([torch.nn.Linear(2, 2), held]) == [model.decoder]
+
+
+def fake_batch():
+    offsets = torch.tensor([[0, 5, 12, -1, -1]], dtype=torch.int32)
+    return {
+        "tokens": torch.zeros(1, 12, dtype=torch.long),
+        "cu_seqlens_q": offsets[:, :3].clone(),
+        "cu_seqlens_kv": offsets[:, :3].clone(),
+        "cu_seqlens": offsets,
+        "max_seqlen_q": torch.tensor([[7]]),
+    }
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens"])
+def test_the_step_announces_offsets_that_it_moves(active, name):
+    from bridge_cg_plugin.upstream import batches
+
+    patch = next(p for p in batches.PATCHES if p.module == GPT_STEP)
+
+    def get_batch_from_iterator(data_iterator):
+        return {key: value.to("meta") for key, value in next(data_iterator).items()}
+
+    moved = patch.make(get_batch_from_iterator)(iter([fake_batch()]))[name]
+    before = PACK_OFFSETS.device_reads
+    assert PACK_OFFSETS.values(moved.squeeze()[:3]) == (0, 5, 12)
+    assert PACK_OFFSETS.device_reads == before
+    assert active[GPT_STEP].get_batch_from_iterator.__wrapped__ is not None
+
+
+def test_offsets_are_found_behind_bridges_metadata(active):
+    """What Bridge makes of a moved batch still says which pack it is."""
+    from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
+
+    host = torch.tensor([[0, 5, 12]], dtype=torch.int32)
+    batch = {"cu_seqlens": host.to("meta"), "max_seqlen": torch.tensor([[7]]), "cu_seqlens_argmin": torch.tensor([3])}
+    PACK_OFFSETS.remember(batch["cu_seqlens"], host)
+    assert PACK_OFFSETS.values(get_packed_seq_params(batch).cu_seqlens_q) == (0, 5, 12)
+
+
+def test_upstreams_graphs_refuse_packs(active):
+    """Why the plugin stands in; once this fails upstream replays packs itself."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    source = inspect.getsource(TransformerLayer._te_cuda_graph_replay)
+    assert "packed_seq_params" in source and "excluded from input list" in source
+
+
+def test_options_are_fields_of_providers(active):
+    provider = active[GPT_PROVIDER].GPTModelProvider
+    made = provider(num_layers=2, cuda_graph_max_packed_seqs=16, cuda_graph_packed_slots=2)
+    assert (made.cuda_graph_max_packed_seqs, made.cuda_graph_packed_slots) == (16, 2)
+    assert provider().cuda_graph_max_packed_seqs is None
+
+
+def test_providers_that_are_derived_later_take_the_options():
+    code = """
+import torch
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from dataclasses import dataclass, fields, replace
+@dataclass
+class Derived(GPTModelProvider):
+    own: int = 3
+made = Derived(num_layers=2, own=4, cuda_graph_max_packed_seqs=8)
+assert (made.own, made.cuda_graph_max_packed_seqs, replace(made).cuda_graph_max_packed_seqs) == (4, 8, 8)
+assert Qwen3VLModelProvider(cuda_graph_max_packed_seqs=8).cuda_graph_max_packed_seqs == 8
+print([f.name for f in fields(made) if "packed" in f.name])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cuda_graph_packed_strict" in done.stdout
+
+
+def config_of(**changes):
+    model = {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_max_packed_seqs": 16,
+        "cuda_graph_modules": [],
+        "use_te_rng_tracker": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_moe_experts": None,
+    }
+    dataset = SimpleNamespace(enable_in_batch_packing=True)
+    return SimpleNamespace(model=SimpleNamespace(**{**model, **changes}), dataset=dataset, rng=None, ddp=None)
+
+
+def test_a_packed_configuration_passes(active):
+    check_training_config(config_of())
+    check_training_config(config_of(cuda_graph_impl="none", cuda_graph_max_packed_seqs=None))
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"cuda_graph_max_packed_seqs": None}, "cuda_graph_max_packed_seqs"),
+        ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs"),
+        ({"cuda_graph_impl": "none"}, "cuda_graph_impl"),
+        ({"num_moe_experts": 8}, "cuda_graph_modules"),
+        ({"hidden_dropout": 0.1}, "model.hidden_dropout"),
+        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
+    ],
+)
+def test_a_packed_configuration_that_cannot_work(active, changes, field):
+    with pytest.raises(OptionError) as caught:
+        check_training_config(config_of(**changes))
+    assert caught.value.field == field
+
+
+def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
+    model = new_model(hidden_dropout=0.1)
+    model.config.cuda_graph_max_packed_seqs = 4
+    with pytest.raises(OptionError, match="hidden_dropout"):
+        PackedCudaGraphHelper([model], model.config, num_microbatches=1)
+
+
+def test_a_broken_seam_refuses_packed_graphs_only(active, monkeypatch):
+    from bridge_cg_plugin.upstream import training_config
+    from bridge_cg_plugin.upstream.patches import DriftError
+
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {"packed_rotary": "it is gone"})
+    with pytest.raises(DriftError, match="packed_rotary: it is gone"):
+        check_training_config(config_of())
+    plain = config_of(cuda_graph_max_packed_seqs=None)
+    plain.dataset.enable_in_batch_packing = False
+    check_training_config(plain)
+
+
+def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):
+    batch = (torch.ones(1, 20), None, None, None, None, {})
+    padding = language_model._at_fixed_length(lambda iterator, cfg: batch)
+    model = SimpleNamespace(cuda_graph_impl="transformer_engine", seq_length=32, cuda_graph_max_packed_seqs=4)
+    assert padding(None, SimpleNamespace(model=model)) is batch

@@ -1,0 +1,240 @@
+"""megatron-core's GPT model on a CPU with packed documents, and its graphs through the reference executor."""
+
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+import bridge_cg_plugin
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
+from examples.photographs.tower import start_single_process
+
+bridge_cg_plugin.activate()
+
+VOCABULARY = 64
+ON_CPU = partial(mock.patch.object, torch.cuda, "current_device", lambda: "cpu")
+DEFAULTS = {
+    "cuda_graph_max_packed_seqs": 6,
+    "cuda_graph_packed_buckets": [320, 512],
+    "cuda_graph_packed_strict": True,
+}
+
+
+class CausalSegments(torch.nn.Module):
+    """Causal attention inside the documents of a pack, as attention kernels do it: by dense masks from `cu_seqlens`.
+
+    Documents lie where the padded offsets say; tokens outside every document give zero.
+    """
+
+    def __init__(self, config, **unused):
+        super().__init__()
+        self.config = config
+
+    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params=None, **unused):
+        alone = packed_seq_params is None
+        if alone:
+            ends = torch.tensor([0, query.shape[0]], dtype=torch.int32)
+            packed_seq_params = PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends)
+            query, key, value = (t[:, 0] for t in (query, key, value))
+        params, tokens = packed_seq_params, query.shape[0]
+        padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        token = torch.arange(tokens)
+        document = torch.searchsorted(padded[1:].contiguous(), token.int(), right=True)
+        place = token - padded.long()[document]
+        lengths = torch.cat((params.cu_seqlens_q.diff(), torch.zeros(1, dtype=torch.int32)))
+        inside = place < lengths[document]
+        mask = (document[:, None] == document[None]) & (token[:, None] >= token[None]) & inside[:, None] & inside[None]
+        mask = mask | torch.eye(tokens, dtype=torch.bool)
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        heads = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out = functional.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
+        out = torch.where(inside[:, None], out.reshape(tokens, -1), 0)
+        return out[:, None] if alone else out
+
+
+class OnCpu(GPTModel):
+    """A GPT model whose rotary embedding asks for the current GPU and gets the CPU."""
+
+    def forward(self, *args, **kwargs):
+        with ON_CPU():
+            return super().forward(*args, **kwargs)
+
+
+class QwenOnCpu(Qwen3VLGPTModel):
+    """Qwen3-VL's language model, in the same way."""
+
+    def forward(self, *args, **kwargs):
+        with ON_CPU():
+            return super().forward(*args, **kwargs)
+
+
+def settings_of(layers=2):
+    """Return the configuration of a small model."""
+    return {
+        "num_layers": layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 48,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "cuda_graph_impl": "transformer_engine",
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+    }
+
+
+def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=True, **config):
+    """Build a GPT model of a few layers with random weights, in training mode."""
+    start_single_process()
+    torch.manual_seed(seed)
+    made = TransformerConfig(**{**settings_of(layers), **config})
+    spec = get_gpt_layer_local_spec(num_experts=made.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = CausalSegments
+    layers = TransformerBlockSubmodules([spec] * made.num_layers, WrappedTorchNorm)
+    with ON_CPU():
+        model = OnCpu(
+            made,
+            layers,
+            VOCABULARY,
+            max_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    return peaked(model)
+
+
+def new_qwen(seed=0, layers=3):
+    """Build Qwen3-VL's language model: multimodal rotary embedding, image features added behind the first layers."""
+    start_single_process()
+    torch.manual_seed(seed)
+    made = Qwen3VLTransformerConfig(**settings_of(layers), mrope_section=[2, 1, 1])
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    spec.submodules.self_attention.submodules.core_attention = CausalSegments
+    with ON_CPU():
+        model = QwenOnCpu(
+            made,
+            TransformerBlockSubmodules([spec] * layers, WrappedTorchNorm),
+            VOCABULARY,
+            1024,
+            position_embedding_type="mrope",
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    return peaked(model)
+
+
+def peaked(model):
+    """Return the model in training mode, with weights that make attention peaked as in a trained one."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.train()
+
+
+def with_images(arguments, every=5, features=2, seed=0):
+    """Return the arguments of Qwen3-VL's language model: positions on three axes, features at every so manyth token."""
+    tokens = arguments["input_ids"].shape[1]
+    mask = torch.arange(tokens)[None] % every == 1
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = [torch.randn(int(mask.sum()), 32, generator=generator).requires_grad_() for _ in range(features)]
+    axes = torch.stack([arguments["position_ids"] + axis * (torch.arange(tokens) % 7) for axis in range(3)])
+    visual = {"visual_pos_masks": mask, "deepstack_visual_embeds": embeddings} if features else {}
+    return {**arguments, "position_ids": axes, **visual}
+
+
+def pack(lengths, seed=0, room=None, repeats=0, max_seqlen=None):
+    """Return the arguments of a model for documents of these lengths, each with `room[i]` tokens if given.
+
+    Args:
+        lengths: Tokens of every document.
+        seed: Of the tokens.
+        room: Tokens of every document with its padding.
+        repeats: How often the last offset is repeated.
+        max_seqlen: What the batch says of its longest document; None is the truth.
+    """
+    places = room or lengths
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (1, sum(places)), generator=generator)
+    longest = max(places) if max_seqlen is None else max_seqlen
+    offsets = {"cu_seqlens_q": ends(lengths, repeats), "cu_seqlens_kv": ends(lengths, repeats)}
+    if room is not None:
+        offsets |= {"cu_seqlens_q_padded": ends(room, repeats), "cu_seqlens_kv_padded": ends(room, repeats)}
+    params = PackedSeqParams(qkv_format="thd", **offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.cat([torch.arange(n) for n in places])[None],
+        "attention_mask": None,
+        "labels": tokens.roll(-1, 1),
+        "packed_seq_params": params,
+    }
+
+
+def ends(lengths, repeats=0):
+    """Return `cu_seqlens` of these lengths."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return torch.cat((offsets, offsets[-1:].expand(repeats)))
+
+
+def unpacked(tokens=16):
+    """Return the arguments of a model for one sequence that is not packed."""
+    ids = torch.arange(tokens)[None] % VOCABULARY
+    return {"input_ids": ids, "position_ids": ids, "attention_mask": None, "labels": ids}
+
+
+def losses_and_gradients(model, arguments):
+    """Return per-token losses and the gradients of all trainable parameters, from zero."""
+    losses = model(**arguments)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    weights = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)
+    return losses.detach(), torch.autograd.grad((losses * weights).sum(), wanted)
+
+
+@contextmanager
+def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, **options):
+    """Put packed-sequence graphs on a model for the duration, after eager passes over `warmup`; yields its graphs."""
+    values = {**DEFAULTS, **options}
+    before = {name: vars(model.config).get(name) for name in values}
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    helper = PackedCudaGraphHelper(
+        [model], model.config, num_microbatches=num_microbatches, executor=executor or ReferenceExecutor()
+    )
+    (graphs,) = [chunk.graphs for chunk in helper.chunks]
+    try:
+        for arguments in warmup:
+            model(**arguments)
+        if capture:
+            helper.create_cudagraphs()
+        yield graphs
+    finally:
+        for chunk in helper.chunks:
+            if chunk.graphs is not None:
+                chunk.graphs.detach()
+                chunk.graphs = None
+        vars(model.config).update(before)

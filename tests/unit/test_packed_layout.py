@@ -1,0 +1,86 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
+
+from bridge_cg_plugin.graphs.segments import fill_one_segment, write_offsets
+from bridge_cg_plugin.packed.layout import spread, token_angles, token_positions
+
+documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
+WIDTH = 6
+
+
+def offsets_of(lengths, repeats=0):
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return torch.cat((ends, ends[-1:].expand(repeats)))
+
+
+def angles_table(rows):
+    return (torch.arange(rows)[:, None] * torch.tensor([1.0, 0.3, 0.05] * 2))[:, None, None, :]
+
+
+class OneRank:
+    """A context-parallel group of one rank."""
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+@given(documents, st.integers(0, 9), st.integers(0, 40))
+def test_positions_start_again_with_every_document(lengths, repeats, padding):
+    expected = [p for n in lengths for p in range(n)] + [0] * padding
+    assert token_positions(offsets_of(lengths, repeats), len(expected)).tolist() == expected
+
+
+@given(documents, st.integers(0, 9))
+def test_offsets_are_the_batchs_then_documents_of_no_tokens(lengths, room):
+    offsets = offsets_of(lengths)
+    buffer = torch.full((len(offsets) + room,), -7, dtype=torch.int32)
+    write_offsets(buffer, offsets)
+    assert buffer.tolist() == offsets.tolist() + [sum(lengths)] * room
+
+
+def test_example_offsets_are_one_document():
+    buffer = torch.full((5,), -7, dtype=torch.int32)
+    fill_one_segment(buffer, 64)
+    assert buffer.tolist() == [0, 64, 64, 64, 64]
+
+
+@given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60))
+def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows):
+    """Also where the table has exactly as many rows as the pack has tokens, which upstream takes in another way."""
+    tokens, rows = sum(lengths), max(lengths) + more_rows
+    generator = torch.Generator().manual_seed(tokens)
+    t = torch.randn(tokens, 2, WIDTH, generator=generator).to(torch.bfloat16)
+    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=OneRank())
+    capacity = tokens + padding
+    table = torch.zeros(capacity, 1, 1, WIDTH)
+    table[: min(rows, capacity)] = angles_table(rows)[:capacity]
+    found = token_angles(table, torch.tensor([rows]), offsets_of(lengths, repeats), absolute=True)
+    assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:tokens])[:, 0], expected)
+    assert not found[tokens:].any()
+
+
+@pytest.mark.parametrize("absolute, expected", [(True, [0, 1, 2, 3, 4]), (False, [0, 1, 0, 1, 2])])
+def test_a_table_of_as_many_rows_as_tokens(absolute, expected):
+    table = torch.arange(5.0)[:, None, None, None]
+    found = token_angles(table, torch.tensor([5]), offsets_of([2, 3]), absolute)
+    assert found.flatten().tolist() == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_rows_are_spread_to_the_marked_tokens(marks):
+    mask = torch.tensor([marks])
+    rows = torch.randn(sum(marks), 3, requires_grad=True)
+    found = spread(mask, rows)
+    expected = torch.zeros(len(marks), 1, 3)
+    expected[mask[0], 0] = rows.detach()
+    assert torch.equal(found, expected)
+    if sum(marks):
+        weights = torch.randn(len(marks), 1, 3)
+        (gradient,) = torch.autograd.grad((found * weights).sum(), rows)
+        assert torch.equal(gradient, weights[mask[0], 0])

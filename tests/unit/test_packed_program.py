@@ -1,0 +1,97 @@
+"""What the program of packed documents tells the engine."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.slot import Arena
+from bridge_cg_plugin.packed.batch import OFFSETS, PackedBatch
+from bridge_cg_plugin.packed.program import PackedProgram, PackLayout
+
+WIDTH, ROTATED = 4, 6
+
+
+def program(shards=1, additions=0, exact_below=0, run=None):
+    layout = PackLayout(OFFSETS, ROTATED, shards=shards, additions=additions)
+    return PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below)
+
+
+def batch(lengths=(3, 5), shards=1, additions=0, rows=8):
+    tokens = sum(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return PackedBatch(
+        torch.full((tokens // shards, 1, WIDTH), 2.0),
+        torch.full((rows, 1, 1, ROTATED), 3.0),
+        dict.fromkeys(OFFSETS, ends),
+        tuple(lengths),
+        tokens,
+        tuple(torch.full((tokens, 1, WIDTH), 4.0 + i) for i in range(additions)),
+    )
+
+
+@pytest.mark.parametrize(
+    "made, given, bucket, reason",
+    [
+        (program(), batch(), Bucket(8, (2, 5)), None),
+        (program(), batch(), Bucket(16, (2, 8)), None),
+        (program(), batch(), Bucket(8, (1, 8)), "too_many_documents"),
+        (program(), batch(), Bucket(8, (2, 4)), "document_too_long"),
+        (program(exact_below=8), batch(), Bucket(16, (2, 8)), "too_few_tokens"),
+        (program(exact_below=8), batch(), Bucket(8, (2, 8)), None),
+        (program(shards=2), batch(shards=2), Bucket(8, (2, 8)), None),
+        (program(shards=2), batch(shards=2), Bucket(16, (2, 8)), "sharded_tokens"),
+        (program(), batch(additions=1), Bucket(8, (2, 8)), "other_layout"),
+        (program(additions=2), batch(additions=1), Bucket(8, (2, 8)), None),
+    ],
+)
+def test_which_batches_a_bucket_takes(made, given, bucket, reason):
+    assert made.refuse(given, bucket) == reason
+
+
+def loaded(made, given, bucket):
+    buffers = Arena(torch.device("cpu")).buffers(made.input_specs(bucket))
+    for buffer in buffers.values():
+        buffer.fill_(99)
+    made.load(buffers, given)
+    return buffers
+
+
+@pytest.mark.parametrize("rows", [3, 8, 12, 40])
+def test_every_buffer_is_written_to_its_end(rows):
+    buffers = loaded(program(additions=2), batch(additions=1, rows=rows), Bucket(12, (4, 12)))
+    hidden, angles = buffers["hidden"][:, 0, 0], buffers["angles"][:, 0, 0, 0]
+    assert hidden.tolist() == [2.0] * 8 + [0.0] * 4
+    assert angles.tolist() == [3.0] * min(rows, 12) + [0.0] * max(12 - rows, 0)
+    assert buffers["rows"].tolist() == [rows]
+    assert buffers["addition_0"][:, 0, 0].tolist() == [4.0] * 8 + [0.0] * 4
+    assert not buffers["addition_1"].any()
+    assert all(buffers[name].tolist() == [0, 3, 8, 8, 8] for name in OFFSETS)
+
+
+def test_shards_hold_their_part_of_the_tokens():
+    buffers = loaded(program(shards=2), batch(shards=2), Bucket(8, (2, 8)))
+    assert buffers["hidden"].shape == (4, 1, WIDTH) and buffers["angles"].shape[0] == 8
+
+
+def test_the_piece_sees_buffers_and_the_bound_alone():
+    seen = {}
+
+    def run(hidden, angles, offsets, longest, additions):
+        seen.update(angles=angles, offsets=offsets, longest=longest, additions=additions)
+        return hidden + additions[0]
+
+    made, bucket = program(additions=1, run=run), Bucket(12, (4, 7))
+    buffers = loaded(made, batch(additions=1), bucket)
+    (output,) = made.forward(buffers, bucket)
+    assert torch.equal(output, buffers["hidden"] + buffers["addition_0"])
+    assert seen["longest"] == 7 and seen["offsets"].keys() == set(OFFSETS)
+    assert seen["angles"].shape == (12, 1, 1, ROTATED)
+    assert made.output_rows(batch()) == (8,)
+
+
+def test_example_values_fill_the_bucket_as_far_as_its_bound():
+    made, bucket = program(additions=1), Bucket(12, (4, 7))
+    buffers = loaded(made, batch(), bucket)
+    made.load_example(buffers, bucket)
+    assert all(buffers[name].tolist() == [0, 7, 7, 7, 7] for name in OFFSETS)
+    assert not any(buffers[name].any() for name in ("hidden", "addition_0", "angles"))
