@@ -128,18 +128,9 @@ def losses(runs: Sequence[Run]) -> Table:
 
 
 def graphs(runs: Sequence[Run]) -> Table:
-    """Return what graphs did as a whole, a row for each model of each run."""
-    rows = [(label(run, runs), model, *_graph_cells(counts)) for run in runs for model, counts in run.graphs.items()]
-    header = (
-        "run",
-        "graphs",
-        "replays",
-        "replayed",
-        "padding",
-        "capture s",
-        "warm-up",
-        "fallbacks",
-    )
+    """Return what graphs did as a whole, a row for each kind of graphs of each run."""
+    rows = [(label(run, runs), kind, *_graph_cells(counts)) for run in runs for kind, counts in run.graphs.items()]
+    header = ("run", "graphs", "replays", "replayed", "padding", "capture s", "warm-up", "fallbacks")
     return _cut("Graphs", header, rows, "Warm-up counts eager microbatches before capture.", names=2)
 
 
@@ -160,14 +151,14 @@ def bucket_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the buckets of every run whose source has them."""
     found = []
     for run in runs:
-        for model, counts in run.graphs.items():
+        for kind, counts in run.graphs.items():
             rows = tuple(
                 (b.name, str(b.replays), str(b.evaluations), f"{b.padding_share:.1%}", f"{b.memory_gb:.2f}")
                 for b in counts.buckets
             )
             unused = f"{counts.unused_buckets} more were captured and not used." if counts.unused_buckets else ""
             header = ("bucket", "replays", "in evaluation", "padding", "memory GiB")
-            found.append(Table(f"Buckets: {label(run, runs)}, {model}", header, rows, note=unused))
+            found.append(Table(f"Buckets: {label(run, runs)}, {kind}", header, rows, note=unused))
     return found
 
 

@@ -1,14 +1,14 @@
 """Train a recipe eager, with upstream's vision graphs and with the plugin, and write one page about all runs.
 
-    python scripts/performance/compare.py --recipe qwen3_vl_8b_vision_graphs_h200_peft_mock_config --steps 20 \
-        --out runs/compare train.global_batch_size=4
+    python scripts/performance/compare.py --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config --gpus_per_node 4 \
+        --steps 30 --out runs/compare train.global_batch_size=8
     python scripts/performance/compare.py --recipe NAME --dry-run
 
 Flags and `section.name=value` overrides are those of run_recipe.py; graph options among them are for the plugin's run.
 Each run has a process of its own. One that fails is shown with its error, and the others go on. Eager runs at least
 twice: the plugin's run is held against what eager runs differ by. Into the folder go page.html, page.md, page.json,
-compare.jsonl and a log of each run. Exit status: 1 where an eager run or the plugin's failed, or the plugin's trains
-another model than eager; 2 for input that is refused.
+compare.jsonl and a log of each run. Exit status: 1 where an eager run or the plugin's failed, or the plugin's was not
+shown to train what eager trains; 2 for input that is refused.
 """
 
 import argparse
@@ -37,12 +37,13 @@ from bridge_cg_plugin.report.page import Page, make_page  # noqa: E402
 from bridge_cg_plugin.report.records import read_records  # noqa: E402
 from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
+from scripts.performance.bench_step import WRONG  # noqa: E402
 from scripts.performance.recorded_run import KINDS  # noqa: E402
 from scripts.performance.watched import Watch, run_watched  # noqa: E402
 
 WORKER = Path(__file__).with_name("recorded_run.py")
 RECIPE_SCRIPT = Path(__file__).with_name("run_recipe.py")
-WRONG = "computes another function: no rotary embedding, attention across images"
+ITERATIONS = "train.train_iters"
 VISION_IMPL, LENGTH = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["max_seq_length"]
 
 
@@ -99,7 +100,11 @@ def read(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     unknown = [kind for kind in chosen if kind not in KINDS]
     if unknown or not chosen:
         raise OptionError("modes", args.modes, f"any of {', '.join(KINDS)}, comma-separated", "Correct the name.")
-    run_recipe.read(["--recipe", args.recipe, *rest])
+    recipe, words = run_recipe.read(["--recipe", args.recipe, *rest])
+    if recipe.launcher != "none":
+        raise OptionError("launcher", recipe.launcher, "none", "Runs start here, on --gpus_per_node GPUs each.")
+    for word in (word for word in words if _field(word) == ITERATIONS):
+        raise OptionError(ITERATIONS, word.partition("=")[2], "what --steps says", "Write --steps instead.")
     return args, rest
 
 
@@ -108,7 +113,7 @@ def plan(args: argparse.Namespace, rest: Sequence[str]) -> list[PlannedRun]:
     kinds = [kind for kind in KINDS if kind in args.modes.split(",")]
     found = []
     for kind in kinds:
-        words = ["--recipe", args.recipe, *words_of(kind, rest), f"train.train_iters={args.steps}"]
+        words = ["--recipe", args.recipe, *words_of(kind, rest), f"{ITERATIONS}={args.steps}"]
         command = (*launcher(args.gpus_per_node), str(WORKER), "--as", kind, *words)
         modes = [f"eager{i + 1}" for i in range(args.eager_runs)] if kind == "eager" else [kind]
         found += [PlannedRun(mode, kind, command) for mode in modes]
@@ -147,7 +152,7 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     Returns:
         What it was refused with, in one line; empty where it was not.
     """
-    words = ["--recipe", args.recipe, *words_of("plugin", rest), f"train.train_iters={args.steps}", "--dry-run"]
+    words = ["--recipe", args.recipe, *words_of("plugin", rest), f"{ITERATIONS}={args.steps}", "--dry-run"]
     done = subprocess.run([sys.executable, str(RECIPE_SCRIPT), *words], capture_output=True, text=True)
     if done.returncode == 0:
         return ""

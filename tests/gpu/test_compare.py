@@ -3,7 +3,10 @@
 import json
 import sys
 
+import pytest
+
 from bridge_cg_plugin.report.records import read_records
+from bridge_cg_plugin.report.training_log import read_log
 from examples.photographs.training import Run
 from scripts.performance import compare
 
@@ -49,6 +52,10 @@ def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
         assert runs[mode].tflops_per_gpu > 0
     assert runs["plugin"].graphs["vision"].replays > 0 and not runs["eager1"].graphs
     assert runs["upstream"].wrong and (runs["upstream"].error or runs["upstream"].losses)
+    logged = read_log(tmp_path / "plugin.log")
+    assert [step for step, _ in logged.losses] == [10] and logged.tflops_per_gpu > 0
+    assert logged.losses[0][1] == pytest.approx(sum(loss for _, loss in runs["plugin"].losses[:10]) / 10, rel=1e-3)
+    assert logged.graphs["vision"].replays >= runs["plugin"].graphs["vision"].replays
     verdicts = {v["mode"]: v["state"] for v in json.loads((tmp_path / "page.json").read_text())["verdicts"]}
     assert verdicts["plugin"] == "same", said
     assert status == 0

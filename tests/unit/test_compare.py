@@ -155,6 +155,8 @@ def test_several_gpus_run_under_torchrun(capsys):
         (["--eager_runs", "1"], "eager_runs=1: allowed is a whole number of at least 2"),
         (["--modes", "eager,plugn"], "modes='eager,plugn': allowed is any of eager, upstream, plugin"),
         (["--time_limit", "0"], "time_limit=0.0"),
+        (["--launcher", "torchrun"], "launcher='torchrun': allowed is none"),
+        (["train.train_iters=50"], "train.train_iters='50': allowed is what --steps says"),
         (["--vision_cuda_graph_slts", "2"], "allowed is --vision_cuda_graph_slots"),
         (["--vision_cuda_graph_slots", "0"], "vision_cuda_graph_slots"),
     ],
