@@ -1,7 +1,7 @@
 """Train a recipe eager, with upstream's vision graphs and with the plugin, and write one page about all runs.
 
-    python scripts/performance/compare.py --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config --gpus_per_node 4 \
-        --steps 30 --out runs/compare train.global_batch_size=8
+    python scripts/performance/compare.py --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config \
+        --gpus_per_node 4 --steps 30 --out runs/compare train.global_batch_size=8
     python scripts/performance/compare.py --recipe NAME --dry-run
 
 Flags and `section.name=value` overrides are those of run_recipe.py; graph options among them are for the plugin's run.
