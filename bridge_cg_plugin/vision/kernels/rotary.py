@@ -13,6 +13,11 @@ from torch.autograd.function import once_differentiable
 
 
 @triton.jit
+def _turned(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
 def _rotate(
     x_ptr,
     cos_ptr,
@@ -37,8 +42,9 @@ def _rotate(
     sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
     target = out_ptr + token * (HEADS * HALF * 2) + heads * (HALF * 2) + lanes
     kind = out_ptr.dtype.element_ty
-    tl.store(target, (first * cos - second * sin).to(kind), mask=inside)
-    tl.store(target + HALF, (second * cos + first * sin).to(kind), mask=inside)
+    first, second = _turned(first, second, cos, sin)
+    tl.store(target, first.to(kind), mask=inside)
+    tl.store(target + HALF, second.to(kind), mask=inside)
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -88,11 +94,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         A contiguous tensor of x's shape and dtype.
     """
     return _Rotary.apply(x, cos, sin)
-
-
-@triton.jit
-def _turned(first, second, cos, sin):
-    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
