@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .compare import compare_to_spread
+from bridge_cg_plugin.report.spread import compare_to_spread
+
 from .processes import TrainingProcess
 
 # Steps whose times do not count: warm-up, capture, the first replays.

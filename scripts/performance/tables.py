@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.photographs.compare import FACTOR, Spread, compare_to_spread  # noqa: E402
+from bridge_cg_plugin.report.spread import FACTOR, Spread, compare_to_spread  # noqa: E402
 from scripts.performance.markdown import Records, by_case, fill, origin, table  # noqa: E402
 from scripts.performance.page import page_parts  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.photographs.compare import compare_to_spread  # noqa: E402
+from bridge_cg_plugin.report.spread import compare_to_spread  # noqa: E402
 from scripts.performance.results import provenance, put_record  # noqa: E402
 
 VOCABULARY = 32_768
@@ -62,7 +62,7 @@ def compare(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> int:
     spreads = {name: compare_to_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")}
     times = {name: statistics.median(run["step_ms"][SKIPPED:]) for name, run in runs.items()}
     base = min(times[name] for name in times if name != "plugin")
-    same = all(spread.inside for spread in spreads.values()) and graphs["graphs"]["replays"] > 0
+    same = all(spread.inside for spread in spreads.values()) and graphs["packed_graphs"]["replays"] > 0
     records = [
         {
             "case": "in_batch",
@@ -79,7 +79,7 @@ def compare(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> int:
         put_record(args.out, record)
     for step, losses in enumerate(zip(*(figures["losses"] for figures in runs.values()), strict=True)):
         print(f"{step:>4} " + " ".join(f"{loss:>11.6f}" for loss in losses))
-    print(f"graphs: {json.dumps(graphs['graphs'])}")
+    print(f"graphs: {json.dumps(graphs['packed_graphs'])}")
     print(
         f"step time: eager {base:.1f} ms, graphs {times['plugin']:.1f} ms, {base / times['plugin']:.2f} times as fast"
     )
@@ -118,7 +118,7 @@ def train(mode: str, steps: int, modules: str) -> dict[str, Any]:
         "grad_norms": recorder.grad_norms,
         "step_ms": recorder.step_ms,
         "peak_gb": recorder.peak_gb,
-        "graphs": keeper.value,
+        "packed_graphs": keeper.value,
     }
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from examples.photographs.compare import compare_to_spread
+from bridge_cg_plugin.report.spread import compare_to_spread
 from examples.photographs.photographs import (
     FILES,
     IMAGE_TOKEN,
