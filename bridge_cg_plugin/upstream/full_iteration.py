@@ -59,7 +59,7 @@ class CurrentGraphs:
             self.end()  # left behind by a run that ended with an error
             check_process()
             self.graphs = make_graphs(chunks, model, warmup_steps)
-        return self.graphs.step(microbatches) if training else nullcontext()
+        return self.graphs.training_step(microbatches) if training else nullcontext()
 
     def end(self) -> None:
         """Report and drop the graphs, if there are any; the language model gets its own forward back."""
