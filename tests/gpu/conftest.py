@@ -87,7 +87,8 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 
 # What takes times has the GPU to itself: these come first, before training runs start.
-TIMED = ("test_benchmarks", "test_compare", "test_costs")
+SCRIPTS = ("test_benchmarks", "test_compare")
+TIMED = (*SCRIPTS, "test_costs")
 
 
 def is_timed(item: pytest.Item) -> bool:
@@ -98,6 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=is_timed, reverse=True)
     for item in items:
         item.add_marker(pytest.mark.gpu)
+        if item.path.stem in SCRIPTS:
+            item.add_marker(pytest.mark.scripts)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
