@@ -24,6 +24,8 @@ MARGIN = 1.1
 TIMED_REPLAYS = 3
 # Shapes whose eager time is kept.
 KEPT_SHAPES = 512
+# Answers that are remembered; a run may meet any number of shapes.
+KEPT_ANSWERS = 4096
 
 
 class Shape(NamedTuple):
@@ -154,7 +156,8 @@ class MeasuredCosts:
         self._collect()
         choice = self._choices.get((shape, bucket))
         if choice is None:
-            choice = self._choices[shape, bucket] = self.eager_bound(shape) * MARGIN < self.replay_ms(bucket)
+            choice = self.eager_bound(shape) * MARGIN < self.replay_ms(bucket)
+            remember(self._choices, (shape, bucket), choice)
         return choice
 
     def replay_ms(self, bucket: Bucket) -> float:
@@ -187,6 +190,13 @@ class MeasuredCosts:
         if len(waiting) < len(self._pending):
             self._choices = {}
         self._pending = waiting
+
+
+def remember[Key, Value](answers: dict[Key, Value], key: Key, value: Value) -> None:
+    """Keep an answer; a full table begins anew."""
+    if len(answers) >= KEPT_ANSWERS:
+        answers.clear()
+    answers[key] = value
 
 
 def watch_backward(timing: Timing, output: Tensor) -> None:

@@ -20,7 +20,7 @@ from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
-from .costs import Clock, CudaClock, MeasuredCosts, Shape, shape_of, watch_backward
+from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
@@ -318,7 +318,7 @@ class VisionGraphs(GraphedModule):
         """Return the bucket that a training microbatch takes, remembered by its shape."""
         shape = shape_of(batch)
         if shape not in self._chosen:
-            self._chosen[shape] = self._regions[0].choose(batch)[0]
+            remember(self._chosen, shape, self._regions[0].choose(batch)[0])
         return self._chosen[shape]
 
     def _check_is_due(self) -> bool:

@@ -75,6 +75,14 @@ def test_only_forward_and_backward_count(costs, clock):
     assert costs.replay_ms(BUCKET) == pytest.approx(40.0)
 
 
+def test_any_number_of_shapes_takes_bounded_memory(costs, clock, monkeypatch):
+    monkeypatch.setattr("bridge_cg_plugin.vision.costs.KEPT_ANSWERS", 3)
+    measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0)])
+    for tokens in range(1, 11):
+        assert costs.eager_is_faster(Shape(tokens, 1, tokens), BUCKET)
+    assert len(costs._choices) <= 3
+
+
 def test_eager_is_chosen_only_if_it_was_faster(costs, clock):
     measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0), (Bucket(1024, (32, 1024)), 15.0)])
     assert costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
