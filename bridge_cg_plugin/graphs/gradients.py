@@ -42,7 +42,6 @@ class GradientSinks:
     def __init__(self, parameters: Sequence[nn.Parameter], reduction: Reduction | None = None) -> None:
         self.parameters = tuple(parameters)
         self._reduction = reduction
-        self._hooked = any(map(_hooks, self.parameters))
         self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
         self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
         self._placeholders = _Placeholders(self._accumulated)
@@ -91,11 +90,12 @@ class GradientSinks:
 
     def receivers(self) -> tuple[Tensor, ...]:
         """Return the tensors through which autograd is to know a replay's backward: all parameters, or an anchor."""
-        if self._reduction is None or self._hooked or self._reduction.waits() or self._newly_hooked():
+        if self._reduction is None or self._reduction.waits() or self._hooked():
             return self.parameters
         return (self._anchor, *self._returned)
 
-    def _newly_hooked(self) -> bool:
+    def _hooked(self) -> bool:
+        """Whether somebody else has a hook on a parameter."""
         own = 1 if self._handles else 0
         return any(_hooks(p) > own for p in self._accumulated)
 

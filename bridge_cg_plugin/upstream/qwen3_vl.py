@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
+from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
 from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
-WRAPPER_DEPTH = 8
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
 
 
@@ -67,19 +67,10 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation, accumulate_from_now_on)
 
 
-def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    for _ in range(WRAPPER_DEPTH):
-        yield model
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return
-        model = inner
-
-
 def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
     for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
-        for module in _unwrapped(chunk):
+        for module in unwrapped(chunk):
             yield module
             inner = getattr(module, "model", None)
             if isinstance(inner, nn.Module):

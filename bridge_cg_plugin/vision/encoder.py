@@ -119,17 +119,13 @@ class VisionGraphs(GraphedModule):
             clock = CudaClock()
         return MeasuredCosts(clock) if clock is not None else None
 
-    def _record(self) -> None:
-        """See `GraphedModule`."""
-        self._capture_within_limit()
-
     def _recorded(self) -> None:
         """See `GraphedModule`."""
         self._install_layers()
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
 
-    def _capture_within_limit(self) -> None:
-        """Capture; where that took more memory than allowed, shrink the largest bucket and capture again."""
+    def _record(self) -> None:
+        """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket."""
         limit = self._capacity_limit()
         for _ in range(LIMIT_ATTEMPTS):
             self.plan = self._plan(limit)
