@@ -14,6 +14,8 @@ from .processes import TrainingProcess
 
 # Steps whose times do not count: warm-up, capture, the first replays.
 SKIPPED = 6
+# Eager runs that share the GPU at a time; one takes up to 43 GiB.
+AT_ONCE = 2
 
 
 def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
@@ -21,7 +23,7 @@ def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, argument
     if not side_by_side:
         return [process.train("eager", arguments) for process in processes]
     first = processes[0].train("eager", arguments)
-    with ThreadPoolExecutor(max(len(processes) - 1, 1)) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         others = list(pool.map(lambda process: process.train("eager", arguments), processes[1:]))
     return [first, *({**run, "step_ms": None} for run in others)]
 
