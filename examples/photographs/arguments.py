@@ -4,7 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from .layout import Layout
+
 DESCRIPTION = "Train on photographs eager and with vision graphs and compare."
+LAYOUT = {
+    "data": "GPUs that hold the same weights and train on other samples",
+    "tensor": "GPUs that share every layer, with sequence parallelism in the language model",
+    "pipeline": "pipeline stages; the first has the vision encoder and 3 layers of the language model",
+    "context": "GPUs that share every sequence",
+}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -21,6 +29,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-overlap", action="store_true", help="no overlap of communication and compute")
     parser.add_argument("--save", help="checkpoint folder to write")
     parser.add_argument("--load", help="checkpoint folder to resume from")
+    for name, what in LAYOUT.items():
+        parser.add_argument(f"--{name}-parallel", type=int, default=1, metavar="N", help=what)
+    parser.add_argument("--global-batch", type=int, help="samples of an optimizer step, 4 without it")
+    parser.add_argument("--loader-workers", type=int, help="processes that load data of each GPU, 4 without it")
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument(
         "--side-by-side", action="store_true", help="eager runs after the first go two at a time; their times do not count"
@@ -43,13 +55,24 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
+def layout_of(args: argparse.Namespace) -> Layout:
+    """Return the layout over GPUs that a command line says.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+    return Layout(**{name: getattr(args, f"{name}_parallel") for name in LAYOUT})
+
+
 def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
     """Return the command line of each single run."""
-    arguments = ["--steps", str(steps), *args.overrides]
+    arguments = ["--steps", str(steps), *layout_of(args).words(), *args.overrides]
     for name in ("single", "large", "small", "no_overlap"):
         if getattr(args, name):
             arguments.append("--" + name.replace("_", "-"))
-    for name in ("validate_every", "text_only_every", "save", "load", "language_model"):
+    for name in ("validate_every", "text_only_every", "save", "load", "language_model", "global_batch"):
         if getattr(args, name):
             arguments += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    if args.loader_workers is not None:
+        arguments += ["--loader-workers", str(args.loader_workers)]
     return arguments

@@ -10,6 +10,8 @@ from typing import Any
 
 from bridge_cg_plugin.report.spread import compare_to_spread
 
+from .arguments import layout_of, parse
+from .layout import Layout
 from .processes import TrainingProcess
 
 # Steps whose times do not count: warm-up, capture, the first replays.
@@ -52,7 +54,7 @@ def main(
         also: Further graphed runs against the same eager ones, each by the overrides it adds, apart by blanks.
     """
     variants = [arguments, *([*arguments, *words.split()] for words in also)]
-    with started(eager_runs + len(variants)) as processes:
+    with started(eager_runs + len(variants), layout_in(arguments)) as processes:
         eager = run_eager(processes[:eager_runs], side_by_side, arguments)
         graphed = zip(processes[eager_runs:], variants, strict=True)
         same = [compare(eager, process.train("graphs", words), words, steps, records) for process, words in graphed]
@@ -60,9 +62,9 @@ def main(
 
 
 @contextmanager
-def started(count: int) -> Iterator[list[TrainingProcess]]:
-    """Start processes side by side; those that were not used end here."""
-    processes = [TrainingProcess() for _ in range(count)]
+def started(count: int, layout: Layout) -> Iterator[list[TrainingProcess]]:
+    """Start the processes of runs side by side; those that were not used end here."""
+    processes = [TrainingProcess(gpus=layout.gpus) for _ in range(count)]
     try:
         for process in processes:
             process.wait_until_ready()
@@ -83,7 +85,7 @@ def compare(
     ratio = median_ms(graphs) / eager_ms
     print(f"case: {case_of(arguments)}")
     print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
-    print(f"peak memory allocated: eager {eager[0]['peak_gb']:.1f} GiB, graphs {graphs['peak_gb']:.1f} GiB")
+    print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")
     whole = graphs.get("language_model_graphs")
@@ -102,12 +104,24 @@ def compare(
     return same
 
 
+def layout_in(arguments: Sequence[str]) -> Layout:
+    """Return the layout that a run's arguments say."""
+    return layout_of(parse(arguments))
+
+
 def case_of(arguments: list[str]) -> str:
     """Return the name of the case that a run's arguments make, for its records."""
     words = [a.removeprefix("model.") for a in arguments]
+    layout = layout_in(arguments)
+    where = f"_{layout}" if layout.gpus > 1 else ""
     graphs = [word for word in words if word.startswith("cuda_graph_")]
     kind = "_full_iteration" if any("full_iteration" in word for word in graphs) else "_language_model"
-    return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "")
+    return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "") + where
+
+
+def peaks(run: dict[str, Any]) -> str:
+    """Return a run's peak memory, rank by rank where there are several."""
+    return "/".join(f"{rank['peak_gb']:.1f}" for rank in run.get("ranks", [run])) + " GiB"
 
 
 def print_steps(runs: list[dict[str, Any]], steps: int) -> None:
@@ -141,5 +155,7 @@ def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool,
             "graphs": run["graphs"],
             **origin,
         }
+        if "ranks" in run:
+            record["rank_peak_gb"] = [rank["peak_gb"] for rank in run["ranks"]]
         kept.append(record)
     write_records(path, kept)

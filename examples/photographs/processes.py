@@ -1,14 +1,18 @@
 """Training runs in processes of their own, which import the stack, half a minute's work, before they are needed."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import socket
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+# Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
+GRACE_S = 20.0
 
 
 class TrainingFailed(RuntimeError):
@@ -16,62 +20,126 @@ class TrainingFailed(RuntimeError):
 
 
 class TrainingProcess:
-    """A new process that imports the stack at once and then waits for what it shall train.
+    """New processes, one for each GPU of a run, that import the stack at once and wait for what they shall train.
 
     Args:
-        log: File for the process's output; without it the output goes to this one's.
+        log: File for the output; a further process has the rank before the suffix. Without it the output goes to this
+            process's.
+        gpus: Processes.
+        devices: Indices of the GPUs that they see, as CUDA_VISIBLE_DEVICES has them; None leaves it as it is.
+        prepare: `module:function` that every process calls before it trains, for tests.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._log = log
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_import_and_train, args=(theirs, log))
-        self._process.start()
-        theirs.close()
+    def __init__(
+        self, log: Path | None = None, gpus: int = 1, devices: Sequence[int] | None = None, prepare: str | None = None
+    ) -> None:
+        self._ranks = [_Rank(rank, gpus, _log_of(log, rank), devices, prepare) for rank in range(gpus)]
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
 
         Raises:
-            TrainingFailed: The process failed.
+            TrainingFailed: A process failed.
         """
-        try:
-            self._connection.recv()
-        except EOFError:
-            self._fail("importing the stack")
+        for rank in self._ranks:
+            if not rank.is_ready():
+                self._fail("importing the stack")
 
     def train(self, mode: str, arguments: Sequence[str]) -> dict[str, Any]:
-        """Train once, and end the process.
+        """Train once, and end the processes.
 
         Args:
             mode: "eager", "graphs" or "upstream".
             arguments: The command line's other words.
 
         Returns:
-            What `training.train` returns.
+            What `training.train` returns on rank 0.
 
         Raises:
-            TrainingFailed: The process failed.
+            TrainingFailed: A process failed; the others were ended.
         """
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run.json"
             words = ["--train", mode, "--out", str(out), *arguments]
-            self._connection.send((words, free_port()))
-            self._process.join()
-            if self._process.exitcode != 0:
+            port = free_port()
+            for rank in self._ranks:
+                rank.connection.send((words, port))
+            if not self._all_end_well():
                 self._fail(" ".join(words))
             return json.loads(out.read_text())
 
     def close(self) -> None:
-        """End the process if it still waits."""
-        self._connection.close()
-        self._process.join()
+        """End the processes if they still wait."""
+        for rank in self._ranks:
+            rank.connection.close()
+        for rank in self._ranks:
+            rank.process.join()
+
+    def _all_end_well(self) -> bool:
+        """Wait for every process, once one failed no longer than the grace."""
+        running, failed = list(self._ranks), False
+        while running:
+            ended = wait([rank.process.sentinel for rank in running], GRACE_S if failed else None)
+            if not ended:
+                for rank in running:
+                    rank.process.kill()
+                failed = True
+                continue
+            for rank in [rank for rank in running if rank.process.sentinel in ended]:
+                rank.process.join()
+                rank.first = rank.process.exitcode != 0 and not failed
+                failed = failed or rank.first
+                running.remove(rank)
+        return not failed
 
     def _fail(self, doing: str) -> None:
-        self._process.join()
-        written = self._log.read_text()[-8000:] if self._log is not None else ""
-        raise TrainingFailed(f"the process ended with status {self._process.exitcode}: {doing}\n{written}")
+        """Raise with what the process that failed first wrote."""
+        for rank in self._ranks:
+            if rank.process.exitcode is None and not rank.first:
+                rank.connection.close()
+                rank.process.join(GRACE_S)
+        named = next((rank for rank in self._ranks if rank.first), None)
+        named = named or next((rank for rank in self._ranks if rank.process.exitcode), self._ranks[0])
+        written = named.log.read_text()[-8000:] if named.log is not None else ""
+        raise TrainingFailed(
+            f"process {named.rank} of {len(self._ranks)} ended with status {named.process.exitcode}: {doing}\n{written}"
+        )
+
+
+class _Rank:
+    """One process of a run.
+
+    Attributes:
+        first: Whether it failed before any other did.
+    """
+
+    def __init__(
+        self, rank: int, world: int, log: Path | None, devices: Sequence[int] | None, prepare: str | None
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank, self.log, self.first = rank, log, False
+        self.connection, theirs = context.Pipe()
+        environment = {} if world == 1 else {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        told = {name: str(value) for name, value in environment.items()}
+        self.process = context.Process(target=_import_and_train, args=(theirs, log, told, prepare))
+        self.process.start()
+        theirs.close()
+
+    def is_ready(self) -> bool:
+        """Wait until everything is imported; whether it could be."""
+        try:
+            self.connection.recv()
+        except EOFError:
+            self.process.join()
+            self.first = True
+            return False
+        return True
+
+
+def _log_of(log: Path | None, rank: int) -> Path | None:
+    return log if log is None or rank == 0 else log.with_suffix(f".{rank}{log.suffix}")
 
 
 def free_port() -> int:
@@ -81,20 +149,29 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _import_and_train(connection: Connection, log: Path | None) -> None:
+def _import_and_train(
+    connection: Connection, log: Path | None, environment: dict[str, str], prepare: str | None
+) -> None:
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(environment)
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    from . import training
     from .arguments import parse
-    from .training import train_once
 
+    if prepare is not None:
+        module, _, function = prepare.partition(":")
+        getattr(importlib.import_module(module), function)()
     connection.send("ready")
     try:
         words, port = connection.recv()
     except EOFError:
         return
+    if "RANK" in environment:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # where torchrun started the parent
     os.environ["MASTER_PORT"] = str(port)
-    train_once(parse(words))
+    training.train_once(parse(words))

@@ -34,6 +34,8 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
+from .arguments import layout_of
+from .layout import Layout
 from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
 
 VOCABULARY = 151_936
@@ -61,6 +63,8 @@ class Run:
         save, load: Checkpoint folders.
         small: Whether the tower is 6 layers deep, embeddings are shared and images are of few sizes: the same code in
             half the memory and a fraction of the time.
+        layout: How it is spread over GPUs.
+        loader_workers: Processes that load data, of each GPU.
     """
 
     impl: str = "none"
@@ -77,6 +81,8 @@ class Run:
     save: str | None = None
     load: str | None = None
     small: bool = False
+    layout: Layout = Layout()
+    loader_workers: int = 4
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the images' sizes in pixels."""
@@ -120,6 +126,7 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
     """Return Qwen3-VL with the full vision tower and the run's language model."""
     layers, width = run.language_model
     heads, mlp = LANGUAGE_MODELS[width]
+    run.layout.check_layers(layers)
     provider = Qwen3VLModelProvider(
         num_layers=layers,
         hidden_size=width,
@@ -143,6 +150,8 @@ def model_provider(run: Run) -> Qwen3VLModelProvider:
         use_te_rng_tracker=True,
         bf16=True,
         params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        **run.layout.model_fields(),
     )
     overrides = {name.removeprefix("model."): value for name, value in (run.overrides or {}).items()}
     graphs = graph_overrides(run)
@@ -193,12 +202,12 @@ def training_config(run: Run) -> ConfigContainer:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=run.overlap,
             overlap_param_gather=run.overlap,
-            average_in_collective=True,
+            average_in_collective=run.layout.context == 1,  # Bridge's condition of context parallelism
             use_distributed_optimizer=True,
         ),
         dataset=PhotographProvider(
             dataloader_type="single",
-            num_workers=4,
+            num_workers=run.loader_workers,
             seq_length=2048,
             most_images=run.most_images(),
             sizes=list(run.sizes()),
@@ -216,7 +225,7 @@ def training_config(run: Run) -> ConfigContainer:
 
 
 class Recorder(Callback):
-    """Keeps losses, gradient norms, step times and peak memory."""
+    """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -259,22 +268,25 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     else:
         bridge_cg_plugin.activate()
     skip_helper_build()
-    recorder, statistics = Recorder(), StatisticsKeeper()
-    pretrain(training_config(run), forward_step, callbacks=[recorder, statistics])
-    result = {
-        "losses": recorder.losses,
-        "grad_norms": recorder.grad_norms,
-        "step_ms": recorder.step_ms,
-        "evaluations": recorder.evaluations,
-        "peak_gb": recorder.peak_gb,
-        "graphs": statistics.value,
-        "checks": statistics.checks,
-        "language_model_layers": statistics.language_model_layers,
-        "language_model_graphs": statistics.language_model,
-    }
-    if out is not None:
+    ranks = RankResults()
+    # What is kept last is gathered first.
+    pretrain(training_config(run), forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
+    result = merge_ranks(ranks.gathered or [ranks.own()])
+    if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))
     return result
+
+
+def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run's result: what only some ranks know from one that does, the peak of all, and each rank's figures.
+
+    Losses are known to the last pipeline stage, whose ranks are the last; the encoder's graphs to the first.
+    """
+    merged = {**ranks[0], "losses": ranks[-1]["losses"], "evaluations": ranks[-1]["evaluations"]}
+    merged["peak_gb"] = max(rank["peak_gb"] for rank in ranks)
+    if len(ranks) > 1:
+        merged["ranks"] = [{name: rank[name] for name in ("rank", "peak_gb", "step_ms", "graphs")} for rank in ranks]
+    return merged
 
 
 class StatisticsKeeper(Callback):
@@ -302,6 +314,43 @@ class StatisticsKeeper(Callback):
             self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
 
 
+class RankResults(Callback):
+    """Gathers every rank's figures on rank 0 while process groups still exist.
+
+    Attributes:
+        rank: This process's rank.
+        gathered: Every rank's figures, by rank; None before training ends and on other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.recorder, self.statistics = Recorder(), StatisticsKeeper()
+        self.rank = 0
+        self.gathered: list[dict[str, Any]] | None = None
+
+    def own(self) -> dict[str, Any]:
+        """Return this rank's figures."""
+        recorder, statistics = self.recorder, self.statistics
+        return {
+            "rank": self.rank,
+            "losses": recorder.losses,
+            "grad_norms": recorder.grad_norms,
+            "step_ms": recorder.step_ms,
+            "evaluations": recorder.evaluations,
+            "peak_gb": recorder.peak_gb,
+            "graphs": statistics.value,
+            "checks": statistics.checks,
+            "language_model_layers": statistics.language_model_layers,
+            "language_model_graphs": statistics.language_model,
+        }
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Gather on rank 0."""
+        self.rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        found = [None] * world if self.rank == 0 else None
+        torch.distributed.gather_object(self.own(), found)
+        self.gathered = found
+
+
 def train_once(args: argparse.Namespace) -> None:
     """Train as the command line of one run says."""
     train(run_of(args), args.out)
@@ -323,4 +372,7 @@ def run_of(args: argparse.Namespace) -> Run:
         save=args.save,
         load=args.load,
         small=args.small,
+        layout=layout_of(args),
+        global_batch=args.global_batch or 4,
+        loader_workers=4 if args.loader_workers is None else args.loader_workers,
     )

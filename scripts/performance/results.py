@@ -70,6 +70,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "losses": list,
     "grad_norms": list,
     "step_ms": list,
+    "rank_peak_gb": list,
     "graphs": (dict, type(None)),
     **dict.fromkeys(("language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),

@@ -32,6 +32,9 @@ def runs(monkeypatch):
         modes = []
 
         class Process:
+            def __init__(self, gpus):
+                modes.append(f"{gpus} GPU")
+
             def wait_until_ready(self):
                 modes.append("ready")
 
@@ -51,7 +54,7 @@ def runs(monkeypatch):
 def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
     modes = runs([2.05] * 8)
     assert gpu.main(8, 2, []) == 0
-    assert modes == ["ready"] * 3 + ["eager", "eager", "graphs"] + ["closed"] * 3
+    assert modes == ["1 GPU"] * 3 + ["ready"] * 3 + ["eager", "eager", "graphs"] + ["closed"] * 3
     assert "verdict: SAME" in capsys.readouterr().out
 
 
@@ -66,7 +69,7 @@ def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
     modes = runs([2.05] * 8)
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, side_by_side=True) == 0
-    assert modes[3:-3] == ["eager", "eager", "graphs"]
+    assert modes[6:-3] == ["eager", "eager", "graphs"]
     assert [json.loads(line)["ms"] for line in path.read_text().splitlines()] == [100.0, None, 100.0]
 
 
@@ -74,7 +77,7 @@ def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path):
     modes = runs([2.05] * 8, again=run_of([2.5] * 8))
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, also=["model.cuda_graph_impl=transformer_engine"]) == 1
-    assert modes[4:-4] == ["eager", "eager", "graphs", "graphs"]
+    assert modes[8:-4] == ["eager", "eager", "graphs", "graphs"]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     verdicts = {r["case"]: r["inside_spread"] for r in records if r["mode"] == "plugin"}
     assert verdicts == {"mixed": True, "mixed_language_model": False}
@@ -84,6 +87,7 @@ def test_processes_end_when_one_fails(monkeypatch):
     ended = []
 
     class Process:
+        __init__ = lambda self, gpus: None  # noqa: E731
         wait_until_ready = train = lambda self, *_: (_ for _ in ()).throw(TrainingFailed("no"))
         close = lambda self: ended.append(self)  # noqa: E731
 

@@ -1,0 +1,132 @@
+"""Training runs over several processes: layouts, the processes of a run, what is gathered of their results."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from examples.photographs import arguments as command
+from examples.photographs import gpu
+from examples.photographs.layout import Layout
+from examples.photographs.processes import TrainingFailed, TrainingProcess
+
+
+@pytest.mark.parametrize(
+    "words, gpus, name",
+    [
+        ([], 1, "one GPU"),
+        (["--tensor-parallel", "2"], 2, "TP2"),
+        (["--tensor-parallel", "2", "--pipeline-parallel", "2"], 4, "TP2xPP2"),
+        (["--data-parallel", "2", "--context-parallel", "2"], 4, "DP2xCP2"),
+    ],
+)
+def test_a_command_line_says_a_layout(words, gpus, name):
+    layout = command.layout_of(command.parse(words))
+    assert (layout.gpus, str(layout)) == (gpus, name)
+    assert command.layout_of(command.parse(layout.words())) == layout
+    again = command.training_arguments(command.parse([*words, "--global-batch", "8", "--loader-workers", "0"]), 3)
+    args = command.parse(again)
+    assert (command.layout_of(args), args.global_batch, args.loader_workers) == (layout, 8, 0)
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_sizes_below_one_are_refused(size):
+    with pytest.raises(ValueError, match=f"--tensor-parallel {size}: allowed is 1 or more"):
+        command.layout_of(command.parse(["--tensor-parallel", size]))
+
+
+@pytest.mark.parametrize("stages, layers, fits", [(1, 1, True), (2, 4, True), (2, 3, False), (4, 6, True), (4, 8, False)])
+def test_layers_of_the_stages(stages, layers, fits):
+    layout = Layout(pipeline=stages)
+    if fits:
+        layout.check_layers(layers)
+        return
+    with pytest.raises(ValueError, match=f"--pipeline-parallel {stages} with {layers} layers"):
+        layout.check_layers(layers)
+
+
+def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
+    from examples.photographs.__main__ import main
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "argv", ["photographs", "--tensor-parallel", "2"])
+    with pytest.raises(ValueError, match="torchrun started 4 processes, the layout TP2 has 2"):
+        main()
+
+
+def test_the_case_names_the_layout():
+    assert gpu.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(data=2)], ids=str)
+def test_bridge_accepts_the_configuration_of_a_layout(layout):
+    from examples.photographs import training
+
+    config = training.training_config(training.Run(layout=layout, small=True))
+    config.model.finalize()
+    assert config.model.sequence_parallel is (layout.tensor > 1)
+    assert config.ddp.average_in_collective is (layout.context == 1)
+    assert config.model.calculate_per_token_loss is (layout.context > 1)
+
+
+def rank_result(rank, **changes):
+    kept = {"rank": rank, "losses": [], "grad_norms": [1.0], "step_ms": [5.0], "evaluations": [], "peak_gb": 1.0}
+    return {**kept, "graphs": None, "checks": [], "language_model_layers": 0, "language_model_graphs": None, **changes}
+
+
+def test_results_come_from_the_ranks_that_know_them():
+    from examples.photographs.training import merge_ranks
+
+    first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, peak_gb=2.0)
+    last = rank_result(1, losses=[2.5], peak_gb=3.0)
+    merged = merge_ranks([first, last])
+    assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
+    assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
+    assert gpu.peaks(merged) == "2.0/3.0 GiB" and gpu.peaks(merge_ranks([first])) == "2.0 GiB"
+    assert "ranks" not in merge_ranks([first])
+
+
+def stand_in_for_training():
+    """Called in every process of a run: writes what the process was told instead of training, or fails on rank 1."""
+    from examples.photographs import training
+
+    def train_once(args):
+        rank = int(os.environ["RANK"])
+        if args.steps == 13 and rank == 1:
+            raise RuntimeError("rank 1 is out of memory")
+        if args.steps == 13:
+            time.sleep(600)
+        told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")}
+        args.out.with_suffix(f".{rank}").write_text(json.dumps(told))
+        if rank == 0:
+            other = args.out.with_suffix(".1")
+            while not other.exists() or not other.read_text():
+                time.sleep(0.05)
+            args.out.write_text(json.dumps([told, json.loads(other.read_text())]))
+
+    training.train_once = train_once
+
+
+@pytest.fixture
+def two_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
+    process = TrainingProcess(tmp_path / "run.log", 2, (2, 3), f"{__name__}:stand_in_for_training")
+    process.wait_until_ready()
+    yield process
+    process.close()
+
+
+def test_every_process_knows_its_place(two_processes):
+    first, second = two_processes.train("eager", ["--steps", "1"])
+    assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
+    assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
+    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):
+    began = time.monotonic()
+    with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status 1(.|\n)*rank 1 is out of memory"):
+        two_processes.train("eager", ["--steps", "13"])
+    assert time.monotonic() - began < 30
