@@ -1,7 +1,7 @@
 """python -m examples.photographs: train on photographs eager and with vision graphs and compare.
 
-With a GPU it trains Qwen3-VL through Bridge's pretrain(); without one, the vision tower on the CPU. Over several GPUs it
-starts its own processes; torchrun may start it as well.
+With a GPU it trains Qwen3-VL through Bridge's pretrain(); without one, the vision tower on the CPU. Over several GPUs
+it starts its own processes; torchrun may start it as well.
 """
 
 import os

@@ -35,7 +35,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loader-workers", type=int, help="processes that load data of each GPU, 4 without it")
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument(
-        "--side-by-side", action="store_true", help="eager runs after the first go two at a time; their times do not count"
+        "--side-by-side",
+        action="store_true",
+        help="eager runs after the first go two at a time; their times do not count",
     )
     parser.add_argument(
         "--also",

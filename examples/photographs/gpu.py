@@ -81,10 +81,13 @@ def compare(
     print_steps([*eager, graphs], steps)
     loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
     norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])
-    eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
-    ratio = median_ms(graphs) / eager_ms
     print(f"case: {case_of(arguments)}")
-    print(f"step time: eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms, ratio {ratio:.3f}, {1 / ratio:.2f}x")
+    ratio = None
+    if graphs["step_ms"]:
+        eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
+        ratio = median_ms(graphs) / eager_ms
+        times = f"eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms"
+        print(f"step time: {times}, ratio {ratio:.3f}, {1 / ratio:.2f}x")
     print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")

@@ -75,8 +75,8 @@ class Layout:
         rest, stages = layers - FIRST_STAGE_LAYERS, self.pipeline - 1
         if rest < stages or rest % stages:
             raise ValueError(
-                f"--pipeline-parallel {self.pipeline} with {layers} layers: the first stage takes {FIRST_STAGE_LAYERS}, "
-                f"allowed is that and a multiple of {stages}; write --language-model "
+                f"--pipeline-parallel {self.pipeline} with {layers} layers: the first stage takes "
+                f"{FIRST_STAGE_LAYERS}, allowed is that and a multiple of {stages}; write --language-model "
                 f"{FIRST_STAGE_LAYERS + stages * max(rest // stages, 1)}x2048, say"
             )
 

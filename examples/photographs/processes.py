@@ -26,7 +26,7 @@ class TrainingProcess:
         log: File for the output; a further process has the rank before the suffix. Without it the output goes to this
             process's.
         gpus: Processes.
-        devices: Indices of the GPUs that they see, as CUDA_VISIBLE_DEVICES has them; None leaves it as it is.
+        devices: Indices of the GPUs that they see, among those that this process sees; None for all.
         prepare: `module:function` that every process calls before it trains, for tests.
     """
 
@@ -121,7 +121,7 @@ class _Rank:
         self.connection, theirs = context.Pipe()
         environment = {} if world == 1 else {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
         if devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
         told = {name: str(value) for name, value in environment.items()}
         self.process = context.Process(target=_import_and_train, args=(theirs, log, told, prepare))
         self.process.start()
@@ -136,6 +136,12 @@ class _Rank:
             self.first = True
             return False
         return True
+
+
+def _visible(device: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES calls a GPU that this process knows by an index."""
+    here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return here.split(",")[device] if here else str(device)
 
 
 def _log_of(log: Path | None, rank: int) -> Path | None:
@@ -155,6 +161,9 @@ def _import_and_train(
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(environment)
+    if "RANK" in environment:
+        # A pool of compiler processes beside each of several would take longer to start than it saves.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from threading import Semaphore
 from typing import Any
@@ -11,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from examples.photographs.arguments import layout_of, parse
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
 # Small training runs take some 20 GB each.
 SIDE_BY_SIDE = 5
+# Likewise of runs over several GPUs, each of whose processes takes less, on each of the GPUs.
+PARALLEL_SIDE_BY_SIDE = 3
+RUNS_IN_MEMORY = 16
 
 
 @dataclass(frozen=True)
@@ -27,40 +33,62 @@ class Training:
         words: Further words of its command line; "{folder}" stands for the session's folder.
         steps: Optimizer steps.
         after: A run that must have ended before.
+        prepare: `module:function` that each of its processes calls before it trains.
     """
 
     mode: str
     words: tuple[str, ...] = ()
     steps: int = 6
     after: "Training | None" = None
+    prepare: str | None = None
+
+    @property
+    def gpus(self) -> int:
+        return layout_of(parse(self.words)).gpus
 
 
 class Trainings:
-    """The session's training runs, a few side by side on a GPU that nothing else uses, while the next ones import."""
+    """The session's training runs, a few side by side on GPUs that nothing else uses, while the next ones import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE)
-        self._gpu = Semaphore(SIDE_BY_SIDE)
+        self._pool = ThreadPoolExecutor(RUNS_IN_MEMORY)
+        self._gpus = [Semaphore(SIDE_BY_SIDE)]
+        self._sets: dict[int, Iterator[tuple[int, ...]]] = {}
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
         if training not in self._results:
             before = self.start(training.after) if training.after is not None else None
             log = self._folder / f"{len(self._results)}.log"
-            self._results[training] = self._pool.submit(self._train, training, log, before)
+            devices = self._devices(training.gpus)
+            self._results[training] = self._pool.submit(self._train, training, log, before, devices)
         return self._results[training]
+
+    def _devices(self, gpus: int) -> tuple[int, ...]:
+        """Return the GPUs of a run: the first for those that need one, disjoint sets in turn for others."""
+        if gpus == 1:
+            return (0,)
+        found = torch.cuda.device_count()
+        while len(self._gpus) < found:
+            self._gpus.append(Semaphore(PARALLEL_SIDE_BY_SIDE))
+        sets = [tuple(range(first, first + gpus)) for first in range(0, found - gpus + 1, gpus)]
+        return next(self._sets.setdefault(gpus, cycle(sets)))
 
     def __call__(self, training: Training) -> dict[str, Any]:
         return self.start(training).result()
 
-    def _train(self, training: Training, log: Path, before: Future[dict[str, Any]] | None) -> dict[str, Any]:
-        process = TrainingProcess(log)
+    def _train(
+        self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
+    ) -> dict[str, Any]:
+        process = TrainingProcess(log, training.gpus, devices if training.gpus > 1 else None, training.prepare)
         process.wait_until_ready()
         if before is not None:
             before.result()
         words = ["--small", "--steps", str(training.steps), *(w.format(folder=self._folder) for w in training.words)]
-        with self._gpu:
+        with ExitStack() as stack:
+            for device in devices:  # in one order, so that no two runs wait for each other
+                stack.enter_context(self._gpus[device])
             return {**process.train(training.mode, words), "output": log.read_text()}
 
     def close(self) -> None:
@@ -80,7 +108,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     trainings = Trainings(tmp_path_factory.mktemp("trainings"))
     for item in request.session.items:
         for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
-            if isinstance(value, Training):
+            if isinstance(value, Training) and not item.get_closest_marker("skip"):
                 trainings.start(value)
     yield trainings
     trainings.close()
@@ -89,6 +117,8 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 # What takes times has the GPU to itself: these come first, before training runs start.
 SCRIPTS = ("test_benchmarks", "test_compare")
 TIMED = (*SCRIPTS, "test_costs")
+# Runs over several GPUs.
+PARALLEL = "test_parallel"
 
 
 def is_timed(item: pytest.Item) -> bool:
@@ -101,8 +131,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if item.path.stem in SCRIPTS:
             item.add_marker(pytest.mark.scripts)
-        if not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        parallel = item.path.stem == PARALLEL
+        if parallel:
+            item.add_marker(pytest.mark.parallel)
+        found, needed = torch.cuda.device_count(), gpus_needed(item) if parallel else 1
+        if found < needed:
+            many = "an NVIDIA GPU" if needed == 1 else f"{needed} NVIDIA GPUs"
+            item.add_marker(pytest.mark.skip(reason=f"needs {many}"))
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return max((value.gpus for value in values if isinstance(value, Training)), default=2)
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,9 @@ def test_sizes_below_one_are_refused(size):
         command.layout_of(command.parse(["--tensor-parallel", size]))
 
 
-@pytest.mark.parametrize("stages, layers, fits", [(1, 1, True), (2, 4, True), (2, 3, False), (4, 6, True), (4, 8, False)])
+@pytest.mark.parametrize(
+    "stages, layers, fits", [(1, 1, True), (2, 4, True), (2, 3, False), (4, 6, True), (4, 8, False)]
+)
 def test_layers_of_the_stages(stages, layers, fits):
     layout = Layout(pipeline=stages)
     if fits:

@@ -1,0 +1,85 @@
+"""Bridge's pretrain() over two and four GPUs, eager and with vision graphs; every run has a process for each GPU."""
+
+import math
+
+import pytest
+
+from examples.photographs.arguments import layout_of, parse
+from tests.gpu.conftest import Training
+
+SMALL = ("--global-batch", "8", "--loader-workers", "0")
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
+WARMUP_STEPS = 3
+DP2, DP4 = ("--data-parallel", "2"), ("--data-parallel", "4")
+TP2, PP2, CP2 = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2"), ("--context-parallel", "2")
+LAYOUTS = {
+    "DP2": DP2,
+    "TP2": TP2,
+    "PP2": PP2,
+    "CP2": CP2,
+    "CP2, images split": (*CP2, "vision_dp_when_cp=true", "--no-overlap"),  # a rank may have no image
+    "TP2xPP2": (*TP2, *PP2),
+    "DP2xPP2": (*DP2, *PP2),
+    "DP4": DP4,
+}
+
+
+def eager(*words):
+    return Training("eager", (*SMALL, *words))
+
+
+def graphs(*words):
+    return Training("graphs", (*SMALL, *BUCKETS, *words))
+
+
+def encoders(result, run):
+    """Return the graphs' statistics of the ranks that have an encoder, after a look at the others."""
+    layout = layout_of(parse(run.words))
+    ranks = result["ranks"]
+    first = len(ranks) // layout.pipeline
+    assert [rank["graphs"] for rank in ranks[first:]] == [None] * (len(ranks) - first)
+    return [rank["graphs"] for rank in ranks[:first]]
+
+
+@pytest.mark.parametrize(
+    "expected, run", [(eager(*words), graphs(*words)) for words in LAYOUTS.values()], ids=LAYOUTS.keys()
+)
+def test_losses_and_gradient_norms_equal_eager(trained, expected, run):
+    result, other = trained(run), trained(expected)
+    assert all(math.isfinite(value) for value in (*other["losses"], *other["grad_norms"]))
+    assert result["losses"][: WARMUP_STEPS + 1] == pytest.approx(other["losses"][: WARMUP_STEPS + 1], rel=2e-4)
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
+@pytest.mark.parametrize("run", [graphs(*words) for words in LAYOUTS.values()], ids=LAYOUTS.keys())
+def test_every_microbatch_after_warmup_replays(trained, run):
+    layout = layout_of(parse(run.words))
+    microbatches = 8 // layout.data
+    found = encoders(trained(run), run)
+    assert all(graph["fallbacks"] == {} for graph in found)
+    if "vision_dp_when_cp=true" not in run.words:
+        assert [graph["replays"] for graph in found] == [(run.steps - WARMUP_STEPS) * microbatches] * len(found)
+    assert min(graph["replays"] for graph in found) > 0
+
+
+@pytest.mark.parametrize("run", [graphs(*TP2), graphs(*TP2, *PP2)], ids=["TP2", "TP2xPP2"])
+def test_tensor_parallel_ranks_replay_the_same_buckets(trained, run):
+    counts = [
+        {bucket: (c["replays"], c["tokens"], c["padding"]) for bucket, c in graph["buckets"].items()}
+        for graph in encoders(trained(run), run)
+    ]
+    assert len(counts) == 2 and counts[0] == counts[1]
+
+
+def four_stages(samples):
+    words = ("--pipeline-parallel", "4", "--language-model", "6x2048", "--loader-workers", "0", *BUCKETS)
+    return Training("graphs", (*words, "--global-batch", str(samples)), steps=5)
+
+
+@pytest.mark.parametrize("few, many", [(four_stages(8), four_stages(32))], ids=["PP4"])
+def test_slots_and_their_memory_do_not_grow_with_the_microbatches(trained, few, many):
+    (small,), (large,) = encoders(trained(few), few), encoders(trained(many), many)
+    assert small["memory_bytes"] == large["memory_bytes"] > 0
+    assert small["fallbacks"] == large["fallbacks"] == {}
+    assert (small["replays"], large["replays"]) == (2 * 8, 2 * 32)

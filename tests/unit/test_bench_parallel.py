@@ -1,0 +1,102 @@
+"""bench_parallel.py without a GPU: what runs where, and what is recorded."""
+
+import threading
+
+import pytest
+
+from examples.photographs.processes import TrainingFailed
+from scripts.performance import bench_parallel
+from scripts.performance.results import check_record, read_records
+
+
+@pytest.mark.parametrize(
+    "sizes, gpus, expected",
+    [
+        ([2, 2, 2], 4, [(0, 1), (2, 3), (0, 1)]),
+        ([4, 2, 1, 1], 4, [(0, 1, 2, 3), (0, 1), (0,), (1,)]),
+        ([2, 2], 3, [(0, 1), (0, 1)]),
+    ],
+)
+def test_layouts_go_side_by_side(sizes, gpus, expected):
+    assert bench_parallel.place(sizes, gpus) == expected
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Processes that train nothing; the list of (mode, words, devices) they were asked for, and who fails."""
+    asked, lock, busy = [], threading.Lock(), set()
+    failing = []
+
+    class Process:
+        def __init__(self, log, gpus, devices):
+            assert len(devices) == gpus
+            self._devices = devices
+
+        def wait_until_ready(self):
+            pass
+
+        def train(self, mode, words):
+            with lock:
+                assert not busy & set(self._devices), "two runs share a GPU"
+                busy.update(self._devices)
+                asked.append((mode, tuple(words), self._devices))
+            if "--tensor-parallel" in words and failing:
+                busy.difference_update(self._devices)
+                raise TrainingFailed("process 1 of 2 ended with status 1: no\nRuntimeError: out of memory")
+            steps = int(words[words.index("--steps") + 1])
+            ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": None} for i in self._devices]
+            graphs = {"replays": 4} if mode == "graphs" else None
+            with lock:
+                busy.difference_update(self._devices)
+            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [5.0] * steps}
+            return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    asked.append(failing)
+    return asked
+
+
+def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
+    out = tmp_path / "parallel.jsonl"
+    words = ["--gpus", "4", "--steps", "8", "--out", str(out), "--small", "--layouts", "TP2", "DP2", "TP2xPP2"]
+    assert bench_parallel.main(words) == 0
+    records = read_records(out)
+    for record in records:
+        check_record(record)
+    found = {(r["case"], r["mode"]) for r in records}
+    assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "plugin")}
+    plugin = next(r for r in records if (r["case"], r["mode"]) == ("TP2_small", "plugin"))
+    assert (plugin["ratio"], plugin["inside_spread"], plugin["rank_peak_gb"]) == (1.0, True, [1.0, 2.0])
+    assert all("--loader-workers" in w for _, w, _ in started[1:])
+
+
+def test_weak_scaling_has_as_many_samples_for_each_gpu(started, tmp_path):
+    words = ["--gpus", "4", "--out", str(tmp_path / "r.jsonl"), "--per-gpu-batch", "2", "--layouts", "one GPU", "DP4"]
+    bench_parallel.main(words)
+    samples = {len(devices): w[w.index("--global-batch") + 1] for _, w, devices in started[1:]}
+    assert samples == {1: "2", 4: "8"}
+
+
+def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):
+    started[0].append("TP2")
+    out = tmp_path / "parallel.jsonl"
+    assert bench_parallel.main(["--gpus", "4", "--out", str(out), "--layouts", "TP2", "DP2"]) == 1
+    errors = [r for r in read_records(out) if "error" in r]
+    assert [(r["case"], r["error"]) for r in errors] == [
+        ("TP2", "process 1 of 2 ended with status 1: no: RuntimeError: out of memory")
+    ]
+    assert sum(r["case"] == "DP2" for r in read_records(out)) == 3
+
+
+def test_more_gpus_than_there_are_are_refused(started, tmp_path):
+    with pytest.raises(ValueError, match="--layouts DP4: it needs 4 GPUs, allowed here are 2"):
+        bench_parallel.main(["--gpus", "2", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP4"])
+
+
+def test_torchruns_other_processes_leave_the_work_to_the_first(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert bench_parallel.main(["--gpus", "4", "--out", str(tmp_path / "r.jsonl")]) == 0
+    assert started[1:] == []
