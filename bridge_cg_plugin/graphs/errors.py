@@ -13,5 +13,9 @@ class OutOfMemoryInCapture(CaptureError):
     """The device had too little memory left for a graph's activations."""
 
 
+class PeerFailed(CaptureError):
+    """Another rank of the group could not capture; the message names it and its reason."""
+
+
 class ReplayError(GraphError):
     """A replay was asked for in a way that cannot give right results (backward run twice, a stale lease)."""

@@ -1,6 +1,7 @@
 """How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -11,6 +12,9 @@ from .recording import CudaGraphRecording, Recording, ReferenceRecording, Region
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
 
+# Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
+Isolated = Callable[[], AbstractContextManager[None]]
+
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -20,6 +24,7 @@ class Executor(Protocol):
 
     name: str
     device: torch.device
+    isolated: Isolated
 
     def new_pool(self) -> object:
         """Return a memory pool for the recordings of one slot."""
@@ -40,6 +45,7 @@ class CudaGraphExecutor:
     Args:
         device: Where; None is the current device.
         generators: Returns what recorded work may draw random numbers from, besides the default generator.
+        isolated: Entered around warm-up passes.
     """
 
     name = "cuda_graph"
@@ -48,10 +54,12 @@ class CudaGraphExecutor:
         self,
         device: torch.device | None = None,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
+        isolated: Isolated = nullcontext,
     ) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
         self._generators = generators
+        self.isolated = isolated
 
     def new_pool(self) -> tuple[int, int]:
         """See `Executor`."""
@@ -61,7 +69,7 @@ class CudaGraphExecutor:
         """See `Executor`."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self.isolated():
                 for _ in range(WARMUP_PASSES):
                     run_once(body, make_output_gradients)
         finally:
@@ -84,12 +92,17 @@ class ReferenceExecutor:
     """Runs the recorded work eagerly over the same static buffers; needs no GPU.
 
     Output memory starts as NaN, as a graph's may, so that a row nothing wrote is seen.
+
+    Args:
+        device: Where; None is the CPU.
+        isolated: Entered around warm-up passes, and where a graph would be captured, which runs nothing.
     """
 
     name = "reference"
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, isolated: Isolated = nullcontext) -> None:
         self.device = device or torch.device("cpu")
+        self.isolated = isolated
 
     def new_pool(self) -> None:
         """See `Executor`."""
@@ -97,13 +110,15 @@ class ReferenceExecutor:
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
         try:
-            run_once(body, make_output_gradients)
+            with self.isolated():
+                run_once(body, make_output_gradients)
         finally:
             body.forget()
 
     def record(self, body: RegionBody, pool: None) -> Recording:
         """See `Executor`."""
-        outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
+        with self.isolated():
+            outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
         body.forget()
         return ReferenceRecording(body, outputs)
 

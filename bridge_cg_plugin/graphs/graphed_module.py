@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..announce import warn
-from .errors import CaptureError, OutOfMemoryInCapture
+from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed
 from .executor import Executor
 from .instance import InstanceForward
 from .region import Region
@@ -143,10 +143,13 @@ class GraphedModule(ABC):
 
     def _fail(self, error: Exception) -> None:
         out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
-        remedy = f" {self.out_of_memory_remedy}" if out_of_memory else ""
+        said = [*getattr(error, "__notes__", []), *([self.out_of_memory_remedy] if out_of_memory else [])]
+        remedy = "".join(f" {sentence}" for sentence in said)
         self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if self.strict:
             raise CaptureError(f"{self.title} could not be captured: {self.failure}.{remedy}") from error
+        if isinstance(error, PeerFailed):
+            return  # the rank that failed says it
         warn(f"{self.title} could not be captured, the {self.noun} runs eager: {self.failure}.{remedy}")
 
     def _note_eager(self) -> None:

@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..announce import announce
-from ..graphs.executor import CudaGraphExecutor, Executor, ReferenceExecutor
+from ..graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ..graphs.graphed_module import GraphedModule
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
@@ -60,9 +61,18 @@ def release_module(module: nn.Module) -> None:
             helper.delete_cuda_graphs()
 
 
-def default_executor(generators: Callable[[], Sequence[torch.Generator]] = tuple) -> Executor:
-    """Return what can record on this machine; `generators` are those that recorded work may draw from."""
-    return CudaGraphExecutor(generators=generators) if torch.cuda.is_available() else ReferenceExecutor()
+def default_executor(
+    generators: Callable[[], Sequence[torch.Generator]] = tuple, isolated: Isolated = nullcontext
+) -> Executor:
+    """Return what can record on this machine.
+
+    Args:
+        generators: Returns what recorded work may draw random numbers from.
+        isolated: Entered around passes whose values nobody reads.
+    """
+    if not torch.cuda.is_available():
+        return ReferenceExecutor(isolated=isolated)
+    return CudaGraphExecutor(generators=generators, isolated=isolated)
 
 
 def stages_of(config: Any) -> int:

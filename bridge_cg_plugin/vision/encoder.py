@@ -1,8 +1,11 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
+import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
+from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.report import GIB
@@ -32,6 +36,7 @@ DEFAULT_MAX_FRAMES = 64
 MEMORY_MARGIN = 0.8
 LIMIT_ATTEMPTS = 4
 MAX_FRAMES_STEP = 16
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class VisionGraphs(GraphedModule):
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: Data parallelism's reduction of gradients, where there is one.
         grids: Host copies of grids.
+        peers: Ranks that are on graphs together with this one or not at all.
+        twins: Those of them that share the encoder's layers, and so its buckets.
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
@@ -88,6 +95,8 @@ class VisionGraphs(GraphedModule):
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         grids: HostGrids | None = None,
+        peers: Peers = ALONE,
+        twins: Peers = ALONE,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(model, executor, options.strict, before_replay)
@@ -100,6 +109,7 @@ class VisionGraphs(GraphedModule):
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
         self._checked_step = 0
+        self._peers, self._twins = peers, twins
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
@@ -125,19 +135,34 @@ class VisionGraphs(GraphedModule):
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
 
     def _record(self) -> None:
-        """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket."""
-        limit = self._capacity_limit()
+        """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket.
+
+        What can fail on one rank alone is inside an agreement.
+        """
+        limit = self._peers.agree(self._finite_or_infinite_limit).smallest
+        self._twins.agree(float)  # a communicator that was never used cannot be captured
         for _ in range(LIMIT_ATTEMPTS):
-            self.plan = self._plan(limit)
-            self._regions = self._make_regions(self.plan.capacities)
-            for region in self._regions:
-                region.capture()
-            excess = self._excess()
+            excess = self._peers.agree(partial(self._capture_within, limit)).largest
+            if not self._twins.agree(self._digest).same:
+                raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
             if excess <= 1:
                 return
-            limit = int(self.plan.capacities[-1] / excess * MEMORY_MARGIN)
+            limit = self.plan.capacities[-1] / excess * MEMORY_MARGIN
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _capture_within(self, limit: float) -> float:
+        """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
+        self.plan = self._plan(None if limit == math.inf else int(limit))
+        self._regions = self._make_regions(self.plan.capacities)
+        for region in self._regions:
+            region.capture()
+        return self._excess()
+
+    def _digest(self) -> float:
+        """Return a number that stands for the buckets, their order and the slots."""
+        plan = (self.slots, *(str(bucket) for bucket in self._regions[0].buckets))
+        return float(zlib.crc32(repr(plan).encode()))
 
     def _excess(self) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
@@ -176,6 +201,10 @@ class VisionGraphs(GraphedModule):
             memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
             limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=None)
+
+    def _finite_or_infinite_limit(self) -> float:
+        limit = self._capacity_limit()
+        return math.inf if limit is None else limit
 
     def _max_frames(self) -> int:
         if self.options.max_frames != "auto":

@@ -47,7 +47,8 @@ def _peak(executor: Executor, program: RegionProgram, bucket: Bucket) -> int:
         torch.cuda.synchronize(executor.device)
         torch.cuda.reset_peak_memory_stats(executor.device)
         before = torch.cuda.memory_allocated(executor.device)
-        run_once(body, lambda outputs: tuple(torch.zeros_like(o) for o in outputs))
+        with executor.isolated():
+            run_once(body, lambda outputs: tuple(torch.zeros_like(o) for o in outputs))
         body.forget()
         peaks.append(torch.cuda.max_memory_allocated(executor.device) - before)
     return peaks[-1]

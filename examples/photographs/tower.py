@@ -72,7 +72,7 @@ def vision_config(layers: int = 4, width: int = 64, heads: int = 4, out: int = 9
 
 
 def build_tower(seed: int = 0, **changes: object) -> Qwen3VLVisionModel:
-    """Build the tower with random weights, in training mode.
+    """Build the tower with random weights, in training mode; tensor-parallel ranks hold parts of the same weights.
 
     Args:
         seed: Of the weights.
@@ -80,7 +80,17 @@ def build_tower(seed: int = 0, **changes: object) -> Qwen3VLVisionModel:
     """
     start_single_process()
     torch.manual_seed(seed)
-    base = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    base = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=ranks,
+    )
     config = get_vision_model_config(vision_config(**changes), megatron_config=base)
     config.use_cpu_initialization = True
     config.perform_initialization = True
@@ -97,5 +107,6 @@ def build_tower(seed: int = 0, **changes: object) -> Qwen3VLVisionModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "linear_qkv.weight" in name:
-                parameter.normal_(std=0.05)
+                whole = parameter.new_empty(ranks * parameter.shape[0], *parameter.shape[1:]).normal_(std=0.05)
+                parameter.copy_(whole.chunk(ranks)[rank])
     return model.train()

@@ -1,0 +1,103 @@
+"""Ranks that must be on graphs together or not at all: how they learn that one of them cannot be.
+
+Under tensor parallelism the ranks of a group share every layer: if one replayed a padded microbatch while another ran
+it eager, their collectives would not fit each other. So they agree while graphs are made, and no step needs a word.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from .errors import CaptureError, PeerFailed
+
+# What a rank may fail with and go on.
+FAILURES = (CaptureError, ValueError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The smallest and the largest of all ranks' values."""
+
+    smallest: float
+    largest: float
+
+    @property
+    def same(self) -> bool:
+        """Whether all ranks have one value."""
+        return self.smallest == self.largest
+
+
+class Peers(Protocol):
+    """The ranks that stay together; each calls `agree` as often as the others."""
+
+    def agree(self, work: Callable[[], float]) -> Agreed:
+        """Do this rank's work; returns once every rank did its own.
+
+        Args:
+            work: Must wait for no other rank. Returns a number to compare.
+
+        Raises:
+            CaptureError, ValueError, torch.OutOfMemoryError: This rank's work raised it.
+            PeerFailed: Another rank's work failed.
+        """
+
+
+class Alone:
+    """One rank, which has nobody to agree with."""
+
+    def agree(self, work: Callable[[], float]) -> Agreed:
+        """See `Peers`."""
+        value = work()
+        return Agreed(value, value)
+
+
+class GroupPeers:
+    """The ranks of a process group: one reduction of three numbers for each agreement, and names where one failed.
+
+    Args:
+        group: The process group.
+        device: Where its reductions run.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        # Made here: a rank that runs out of memory must still be able to say so.
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def agree(self, work: Callable[[], float]) -> Agreed:
+        """See `Peers`."""
+        failure: Exception | None = None
+        value = 0.0
+        try:
+            value = work()
+        except FAILURES as error:
+            failure = error
+        failed, largest, negative = self._largest((float(failure is not None), value, -value))
+        if not failed:
+            return Agreed(-negative, largest)
+        reasons = self._reasons(failure)
+        first = min(reasons)
+        if failure is None or distributed.get_rank() != first:
+            raise PeerFailed(f"rank {first} failed: {reasons[first]}") from failure
+        ranks = ", ".join(map(str, distributed.get_process_group_ranks(self._group)))
+        failure.add_note(f"This was rank {first}; ranks {ranks} stay together.")
+        raise failure
+
+    def _largest(self, values: tuple[float, ...]) -> list[float]:
+        self._numbers.copy_(torch.tensor(values, dtype=torch.float64))
+        distributed.all_reduce(self._numbers, distributed.ReduceOp.MAX, group=self._group)
+        return self._numbers.tolist()
+
+    def _reasons(self, failure: Exception | None) -> dict[int, str]:
+        """Return why ranks failed, by rank of the whole job."""
+        own: tuple[int, str | None] = (distributed.get_rank(), failure and _said(failure))
+        found: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(found, own, group=self._group)
+        return {rank: reason for rank, reason in found if reason is not None}
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"

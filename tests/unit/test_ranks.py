@@ -1,0 +1,189 @@
+"""Ranks that share an encoder's layers: equal to one rank, and on graphs together or not at all."""
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from bridge_cg_plugin.graphs.errors import CaptureError, PeerFailed
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group
+from tests.ranks import run_ranks
+
+from .mixes import IMAGES, MIXED, VIDEO
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, loss_of, new_tower, results
+from .towers import forward as run_tower
+
+TP2 = {"tensor_model_parallel_size": 2}
+
+
+def helper_on(model, **options):
+    return VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **options}))
+
+
+def full_results(model, rows):
+    """Return outputs and this rank's gradients with the place of each in the whole parameter."""
+    outputs, gradients = results(model, rows)
+    places = []
+    for parameter in model.parameters():
+        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        places.append(dim)
+    return outputs, list(gradients), places
+
+
+def replay_mixes():
+    model = new_tower()
+    helper = helper_on(model)
+    helper.create_cudagraphs()
+    found = [full_results(model, rows) for rows in (IMAGES, MIXED, VIDEO)]
+    assert helper.graphs.statistics().replays == 3
+    return found
+
+
+def test_a_tower_over_two_ranks_equals_the_tower_of_one(tmp_path):
+    ranks = run_ranks(2, replay_mixes, tmp_path, **TP2)
+    whole = new_tower()
+    for index, rows in enumerate((IMAGES, MIXED, VIDEO)):
+        outputs, gradients = results(whole, rows)
+        places = ranks[0][index][2]
+        assert any(dim is not None for dim in places)
+        for found, _, _ in (rank[index] for rank in ranks):
+            assert_close(found, outputs, 1e-4)
+        parts = zip(*(rank[index][1] for rank in ranks), places, strict=True)
+        joined = [a if dim is None else torch.cat([a, b], dim) for a, b, dim in parts]
+        assert_close(joined, gradients, 1e-4)
+
+
+def capture_failing_on(rank, error, strict):
+    """Let one rank's second bucket fail in its warm-up, or in what would be its capture."""
+    model = new_tower()
+    helper = helper_on(model, strict=strict)
+    executor = helper.graphs.executor
+    original, calls = executor.record, []
+
+    def record(body, pool):
+        calls.append(body)
+        if distributed.get_rank() == rank and len(calls) == 2:
+            raise error
+        return original(body, pool)
+
+    executor.record = record
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: heard.append(entry.getMessage())
+    logging.getLogger("bridge_cg_plugin").addHandler(handler)
+    began = time.monotonic()
+    raised = None
+    try:
+        helper.create_cudagraphs()
+    except CaptureError as failure:
+        raised = str(failure)
+    seconds = time.monotonic() - began
+    outputs, gradients = results(model, MIXED)
+    return {
+        "captured": helper.graphs.captured,
+        "failure": helper.graphs.failure,
+        "heard": heard,
+        "raised": raised,
+        "seconds": seconds,
+        "outputs": outputs,
+        "fallbacks": dict(helper.graphs.statistics().fallbacks),
+    }
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path, failing):
+    error = torch.OutOfMemoryError("made to fail")
+    ranks = run_ranks(2, capture_failing_on, tmp_path, failing, error, False, **TP2)
+    assert [rank["captured"] for rank in ranks] == [False, False]
+    assert [len(rank["heard"]) for rank in ranks] == [int(i == failing) for i in range(2)]
+    said = ranks[failing]["heard"][0]
+    assert "made to fail" in said and f"This was rank {failing}; ranks 0, 1 stay together." in said
+    other = ranks[1 - failing]["failure"]
+    assert other.startswith(f"PeerFailed: rank {failing} failed: OutOfMemoryInCapture: made to fail")
+    assert max(rank["seconds"] for rank in ranks) < 60
+    outputs, _ = results(new_tower(), MIXED)
+    for rank in ranks:
+        assert_close(rank["outputs"], outputs, 1e-4)
+        assert rank["fallbacks"] == {"capture_failed": 1}
+
+
+def test_strict_stops_every_rank_with_the_failing_ones_reason(tmp_path):
+    ranks = run_ranks(2, capture_failing_on, tmp_path, 1, RuntimeError("made to fail"), True, **TP2)
+    assert all("made to fail" in rank["raised"] for rank in ranks)
+    assert "rank 1 failed" in ranks[0]["raised"]
+
+
+def capture_after_other_images():
+    model = new_tower()
+    helper = helper_on(model, buckets="auto", strict=False)
+    run_tower(model, IMAGES if distributed.get_rank() == 0 else [(1, 16, 16)])
+    return helper.create_cudagraphs(), helper.graphs.failure
+
+
+def sees_other_images_under_context_parallelism():
+    model = new_tower()
+    helper = helper_on(model, buckets="auto")
+    rows = IMAGES if distributed.get_rank() == 0 else [(1, 16, 16)]
+    loss_of(run_tower(model, rows)).backward()
+    helper.create_cudagraphs()
+    loss_of(run_tower(model, rows)).backward()
+    return helper.graphs.statistics().replays, tuple(map(str, helper.graphs.plan.capacities))
+
+
+def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):
+    """With `vision_dp_when_cp` each encodes images of its own; nothing waits for another rank."""
+    (first, other), (second, others) = run_ranks(
+        2, sees_other_images_under_context_parallelism, tmp_path, context_parallel_size=2
+    )
+    assert first == second == 1 and other != others
+
+
+def failures_of_peers(values):
+    """Agree three times: all succeed, rank 1 fails, all succeed again."""
+    rank = distributed.get_rank()
+    peers = peers_of(distributed.group.WORLD)
+    agreed = peers.agree(lambda: values[rank])
+
+    def fails():
+        if rank == 1:
+            raise ValueError("no buckets\nof any kind")
+        return 0.0
+
+    try:
+        peers.agree(fails)
+        caught = None
+    except (ValueError, PeerFailed) as error:
+        caught = f"{type(error).__name__}: {error}"
+    return agreed, caught, peers.agree(float).same
+
+
+def test_what_peers_agree_on(tmp_path):
+    ranks = run_ranks(3, failures_of_peers, tmp_path, (2.0, float("inf"), -1.0))
+    assert all((agreed.smallest, agreed.largest, agreed.same) == (-1.0, float("inf"), False) for agreed, _, _ in ranks)
+    told = "PeerFailed: rank 1 failed: ValueError: no buckets"
+    assert [caught for _, caught, _ in ranks] == [told, "ValueError: no buckets\nof any kind", told]
+    assert all(same for _, _, same in ranks)
+
+
+def groups_of_the_tower():
+    model = new_tower()
+    sizes = [group and group.size() for group in (tensor_group(model), shared_group(model))]
+    return sizes, shared_group(model) is model.pg_collection.tp
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ({}, ([None, None], False)),
+        (TP2, ([2, 2], True)),
+        ({"context_parallel_size": 2}, ([None, 2], False)),
+        ({**TP2, "context_parallel_size": 2}, ([2, 4], False)),
+    ],
+    ids=["data", "tensor", "context", "both"],
+)
+def test_the_ranks_that_stay_together(tmp_path, sizes, expected):
+    world = max(2, len(sizes) * 2)
+    assert run_ranks(world, groups_of_the_tower, tmp_path, **sizes) == [expected] * world
