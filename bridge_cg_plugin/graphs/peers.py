@@ -93,7 +93,7 @@ class GroupPeers:
 
     def _reasons(self, failure: Exception | None) -> dict[int, str]:
         """Return why ranks failed, by rank of the whole job."""
-        own: tuple[int, str | None] = (distributed.get_rank(), failure and _said(failure))
+        own = (distributed.get_rank(), None if failure is None else _said(failure))
         found: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(found, own, group=self._group)
         return {rank: reason for rank, reason in found if reason is not None}
