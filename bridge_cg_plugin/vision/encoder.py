@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
-from ..graphs.errors import CaptureError
+from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
@@ -141,28 +141,68 @@ class VisionGraphs(GraphedModule):
         """
         limit = self._peers.agree(self._finite_or_infinite_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
+        if self._may_reach_further() and self._record_with_headroom(limit):
+            return
         for _ in range(LIMIT_ATTEMPTS):
-            excess = self._peers.agree(partial(self._capture_within, limit)).largest
-            if not self._twins.agree(self._digest).same:
-                raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
+            excess = self._peers.agree(partial(self._record_plan, limit)).largest
+            self._check_twins()
             if excess <= 1:
                 return
             limit = self.plan.capacities[-1] / excess * MEMORY_MARGIN
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
 
-    def _capture_within(self, limit: float) -> float:
+    def _record_plan(self, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
-        self.plan = self._plan(None if limit == math.inf else int(limit))
+        self.plan = self._plan(None if limit == math.inf else int(limit), headroom)
         self._regions = self._make_regions(self.plan.capacities)
         for region in self._regions:
             region.capture()
         return self._excess()
 
+    def _check_twins(self) -> None:
+        if not self._twins.agree(self._digest).same:
+            raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
+
     def _digest(self) -> float:
         """Return a number that stands for the buckets, their order and the slots."""
         plan = (self.slots, *(str(bucket) for bucket in self._regions[0].buckets))
         return float(zlib.crc32(repr(plan).encode()))
+
+    def _may_reach_further(self) -> bool:
+        options = self.options
+        return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
+
+    def _record_with_headroom(self, limit: float) -> bool:
+        """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
+        fits = bool(self._peers.agree(partial(self._fits_with_headroom, limit)).smallest)
+        if fits:
+            self._check_twins()
+            return True
+        self.reset()
+        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self.options.headroom:g}")
+        return False
+
+    def _fits_with_headroom(self, limit: float) -> bool:
+        peak = self._peak_bytes()
+        try:
+            excess = self._record_plan(limit, self.options.headroom)
+        except (OutOfMemoryInCapture, torch.OutOfMemoryError):
+            return False
+        return excess <= 1 and self._headroom_bytes() <= self._left_over(peak)
+
+    def _peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.executor.device) if self.executor.device.type == "cuda" else 0
+
+    def _headroom_bytes(self) -> float:
+        """Return what the graphs take beyond those of the largest size seen, which stand for eager's activations."""
+        return sum(region.statistics.memory_bytes for region in self._regions) * (1 - 1 / self.options.headroom)
+
+    def _left_over(self, peak: int) -> float:
+        """Return how many bytes of the device no warm-up step has needed, less a margin."""
+        if self.executor.device.type != "cuda":
+            return math.inf
+        return torch.cuda.get_device_properties(self.executor.device).total_memory * MEMORY_MARGIN - peak
 
     def _excess(self) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
@@ -181,7 +221,7 @@ class VisionGraphs(GraphedModule):
         if self._costs is not None:
             self._costs.forget_replays()
 
-    def _plan(self, capacity_limit: int | None) -> BucketPlan:
+    def _plan(self, capacity_limit: int | None, headroom: float = 1.0) -> BucketPlan:
         if self.options.buckets != "auto":
             capacities = self.options.buckets
             if self.options.max_seq_length is not None:
@@ -193,6 +233,7 @@ class VisionGraphs(GraphedModule):
             merge_unit=self._merge**2,
             capacity_limit=capacity_limit,
             exact_below=self.options.exact_below,
+            headroom=headroom,
         )
 
     def _capacity_limit(self) -> int | None:

@@ -32,12 +32,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, what in LAYOUT.items():
         parser.add_argument(f"--{name}-parallel", type=int, default=1, metavar="N", help=what)
     parser.add_argument("--global-batch", type=int, help="samples of an optimizer step, 4 without it")
-    parser.add_argument("--loader-workers", type=int, help="processes that load data of each GPU, 4 without it")
+    parser.add_argument(
+        "--loader-workers", type=int, help="processes that load data of each GPU, 4 without it, none with --small"
+    )
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument(
-        "--side-by-side",
-        action="store_true",
-        help="eager runs after the first go two at a time; their times do not count",
+        "--side-by-side", action="store_true", help="eager runs after the first go two at a time, without times"
     )
     parser.add_argument(
         "--also",

@@ -374,5 +374,6 @@ def run_of(args: argparse.Namespace) -> Run:
         small=args.small,
         layout=layout_of(args),
         global_batch=args.global_batch or 4,
-        loader_workers=4 if args.loader_workers is None else args.loader_workers,
+        # Workers import the whole stack, longer than a small run trains.
+        loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,
     )

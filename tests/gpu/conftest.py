@@ -19,9 +19,8 @@ from examples.photographs.processes import TrainingProcess, free_port
 LAYERS = 4
 # Small training runs take some 20 GB each.
 SIDE_BY_SIDE = 5
-# Likewise of runs over several GPUs, each of whose processes takes less, on each of the GPUs.
+# Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
 PARALLEL_SIDE_BY_SIDE = 3
-RUNS_IN_MEMORY = 16
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,17 @@ class Training:
 
 
 class Trainings:
-    """The session's training runs, a few side by side on GPUs that nothing else uses, while the next ones import."""
+    """The session's training runs, a few side by side on every GPU, while the next ones import.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: For what runs write.
+        side_by_side: Runs on each GPU at once.
+    """
+
+    def __init__(self, folder: Path, side_by_side: int) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(RUNS_IN_MEMORY)
-        self._gpus = [Semaphore(SIDE_BY_SIDE)]
+        self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
+        self._pool = ThreadPoolExecutor(2 * side_by_side * len(self._gpus))
         self._sets: dict[int, Iterator[tuple[int, ...]]] = {}
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
@@ -66,12 +70,8 @@ class Trainings:
         return self._results[training]
 
     def _devices(self, gpus: int) -> tuple[int, ...]:
-        """Return the GPUs of a run: the first for those that need one, disjoint sets in turn for others."""
-        if gpus == 1:
-            return (0,)
-        found = torch.cuda.device_count()
-        while len(self._gpus) < found:
-            self._gpus.append(Semaphore(PARALLEL_SIDE_BY_SIDE))
+        """Return the GPUs of a run: disjoint sets of as many as it needs, in turn."""
+        found = len(self._gpus)
         sets = [tuple(range(first, first + gpus)) for first in range(0, found - gpus + 1, gpus)]
         return next(self._sets.setdefault(gpus, cycle(sets)))
 
@@ -81,7 +81,7 @@ class Trainings:
     def _train(
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
-        process = TrainingProcess(log, training.gpus, devices if training.gpus > 1 else None, training.prepare)
+        process = TrainingProcess(log, training.gpus, devices, training.prepare)
         process.wait_until_ready()
         if before is not None:
             before.result()
@@ -105,11 +105,16 @@ def training_under_way(request) -> None:
 @pytest.fixture(scope="session")
 def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     """Return the result of a `Training`; those that tests have as parameters are under way from the beginning."""
-    trainings = Trainings(tmp_path_factory.mktemp("trainings"))
-    for item in request.session.items:
-        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
-            if isinstance(value, Training) and not item.get_closest_marker("skip"):
-                trainings.start(value)
+    wanted = [
+        value
+        for item in request.session.items
+        for value in (item.callspec.params.values() if hasattr(item, "callspec") else ())
+        if isinstance(value, Training) and not item.get_closest_marker("skip")
+    ]
+    several = any(training.gpus > 1 for training in wanted)
+    trainings = Trainings(tmp_path_factory.mktemp("trainings"), PARALLEL_SIDE_BY_SIDE if several else SIDE_BY_SIDE)
+    for training in sorted(wanted, key=lambda each: each.gpus, reverse=True):
+        trainings.start(training)
     yield trainings
     trainings.close()
 
