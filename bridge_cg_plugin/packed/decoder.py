@@ -267,6 +267,11 @@ class PackedGraphs(GraphedModule):
         return reason is None
 
     @property
+    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Modules and the attributes of theirs that replay once graphs are captured."""
+        return tuple(self._installed) or ((self.model, "forward"),)
+
+    @property
     def current(self) -> PackedBatch | None:
         """The batch that parts of layers replay, while the decoder is called with one that they can."""
         return self._current

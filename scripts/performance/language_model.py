@@ -40,8 +40,18 @@ SHAPES = {
 }
 
 
-def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes: Any) -> nn.Module:
-    """Build a model with random weights in bf16 on the current GPU, with graphs possible and off."""
+def build_model(
+    shape: Shape, seed: int = 0, max_length: int = 16_384, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """Build a model with random weights on the current GPU, with graphs possible and off.
+
+    Args:
+        shape: Sizes.
+        seed: Of the weights.
+        max_length: Most tokens of a document.
+        dtype: Of the weights.
+        changes: Fields of the configuration.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -70,8 +80,8 @@ def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": shape.fused_rope,
         "cuda_graph_impl": "transformer_engine",
@@ -91,7 +101,7 @@ def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes
         rotary_base=1_000_000,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    return model.cuda().to(torch.bfloat16).train()
+    return model.cuda().to(dtype).train()
 
 
 @dataclass(frozen=True, slots=True)
