@@ -1,5 +1,6 @@
 """Training runs in processes of their own, which import the stack, half a minute's work, before they are needed."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,13 +21,14 @@ class TrainingProcess:
 
     Args:
         log: File for the process's output; without it the output goes to this one's.
+        module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, module: str = "examples.photographs.training") -> None:
         context = multiprocessing.get_context("spawn")
         self._log = log
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_import_and_train, args=(theirs, log))
+        self._process = context.Process(target=_import_and_train, args=(theirs, log, module))
         self._process.start()
         theirs.close()
 
@@ -49,7 +51,7 @@ class TrainingProcess:
             arguments: The command line's other words.
 
         Returns:
-            What `training.train` returns.
+            What the module's `train_words` writes to its `--out`, as JSON.
 
         Raises:
             TrainingFailed: The process failed.
@@ -81,20 +83,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _import_and_train(connection: Connection, log: Path | None) -> None:
+def _import_and_train(connection: Connection, log: Path | None, module: str) -> None:
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    from .arguments import parse
-    from .training import train_once
-
+    train_words = importlib.import_module(module).train_words
     connection.send("ready")
     try:
         words, port = connection.recv()
     except EOFError:
         return
     os.environ["MASTER_PORT"] = str(port)
-    train_once(parse(words))
+    train_words(words)

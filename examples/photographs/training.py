@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
+from .arguments import parse
 from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
 
 VOCABULARY = 151_936
@@ -300,6 +302,11 @@ class StatisticsKeeper(Callback):
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Train as the words of one run's command line say."""
+    train_once(parse(words))
 
 
 def train_once(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """What graphs of packed documents are compared with: eager on as many rows, and fp32 documents one by one.
 
-A matrix library may choose another kernel for another number of rows, so eager on a pack and eager on the same pack with
-padding differ by bf16 rounding. Graphs pad to a bucket: the same rows give the same kernels.
+A matrix library may choose another kernel for another number of rows, so eager on a pack and eager on the same pack
+with padding differ by bf16 rounding. Graphs pad to a bucket: the same rows give the same kernels.
 """
 
 from collections.abc import Callable, Iterator, Sequence

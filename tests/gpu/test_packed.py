@@ -249,7 +249,7 @@ def test_attention_of_a_mixture_of_experts(tower_module, lm, parity):
             with parity.eager_at(graphs, rows_of(lm.make_pack(lengths))):
                 expected, first = results(lm, gpt, lm.make_pack(lengths))
             losses, gradients = results(lm, gpt, lm.make_pack(lengths))
-            # Experts' results are added up in any order, and a token whose experts are all but tied may go to another one.
+            # Experts' results are added up in any order; a token whose experts are all but tied may go to another.
             assert tower_module.relative(losses, expected) <= 1e-2
             assert sorted(map(tower_module.relative, gradients, first))[len(first) // 2] <= 5e-2
         assert graphs.statistics().replays == 2 * 3
