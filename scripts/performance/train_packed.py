@@ -4,8 +4,7 @@ python scripts/performance/train_packed.py --steps 50 --out docs/benchmarks/pack
 
 Eager agrees with itself to the bit here, but not with itself on other numbers of rows, where matrix libraries choose
 other kernels. So the spread is that of eager runs whose packs are as they are, twice, and padded to a multiple of 64
-and of 256 tokens. Processes import side by side; the first eager run and the graphs have the GPU to themselves, and only
-they are timed.
+and of 256 tokens. Processes import side by side; the first eager run and the graphs, each alone on the GPU, are timed.
 """
 
 import argparse
