@@ -102,6 +102,10 @@ class TransformerBlockFamily:
                     MODULES, [], "attn on a model with experts", "The host reads how many tokens an expert gets."
                 )
             return [DecoderPart("packed_decoder", (self._decoder,), self._run_block, self._decoder)]
+        return self.layer_parts(modules)
+
+    def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """Return these parts of every layer, each a piece of its own."""
         parts = []
         for layer in self._decoder.layers:
             if "attn" in modules:

@@ -184,13 +184,16 @@ def draw(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **options: Any) -> Any:
+def new_helper(
+    model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), by_layer: bool = False, **options: Any
+) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
 
     Args:
         model: The model.
         warmup: Packs of the eager passes; their layout is that of all packs.
         modules: Parts of layers to capture; none are all layers as one region.
+        by_layer: Whether parts stay regions of their own where they could be one.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
@@ -199,6 +202,9 @@ def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **o
     for name, value in values.items():
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
+    if by_layer:
+        family = helper.chunks[0].graphs.family
+        family.parts = family.layer_parts
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

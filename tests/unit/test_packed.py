@@ -81,6 +81,16 @@ def test_parts_of_layers(bare, modules):
     )
 
 
+def test_both_parts_of_every_layer_apart(bare):
+    expected = losses_and_gradients(bare, pack((30, 180, 77)))
+    with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
+        graphs.family.parts = graphs.family.layer_parts
+        graphs.capture()
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        assert replayed(graphs) == len(graphs._regions) == 4
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
 def test_a_choice_holds_for_all_parts_of_layers(bare):
     with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_slots=1) as graphs:
         first = bare(**pack((300,)))
