@@ -128,7 +128,7 @@ class Bench:
                 yield f"plan_{case}", lambda case=case: self.plans(case)
 
     def pack(self, tokens: int) -> Iterator[dict[str, Any]]:
-        """Measure a pack eager, on graphs, and on graphs that allow four times its documents or are of layers' parts."""
+        """Measure a pack eager, on graphs, on graphs for four times its documents and on those of layers' parts."""
         import torch
 
         pack = self.lm.make_pack(self.lm.split(tokens, DOCUMENTS))
