@@ -26,7 +26,7 @@ DOCUMENTS = 5
 # Wanted: eager's time over graphs' time, by model, at each of TOKENS.
 WANTED = {"dense": (2.5, 1.6, 1.2), "moe": (2.0, 1.7, 1.3), "large": (0.99, 0.99, 0.99)}
 # Parts of layers that a model's graphs have; all layers as one region where none are named.
-MODULES = {"moe": ("attn",)}
+MODULES = {"moe": ("attn", "moe_router")}
 LAYER_MODULES = ("attn", "mlp")
 MOST_PADDING_COST = 1.03
 # Eager runs that say what eager differs from itself by; graphs may differ by this much more, which is 0 for 0.

@@ -241,15 +241,20 @@ def test_evaluation(lm, parity, gpt):
     assert torch.equal(found, expected)
 
 
-def test_attention_of_a_mixture_of_experts(tower_module, lm, parity):
-    model = lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8))
+@pytest.mark.parametrize("modules", [("attn",), ("moe_router",), ("attn", "moe_router")], ids=",".join)
+@pytest.mark.parametrize("balancing", ["none", "aux_loss"])
+def test_a_mixture_of_experts(tower_module, lm, parity, modules, balancing):
+    shape = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
+    router = {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": 1e-2 if balancing != "none" else 0.0}
+    model = lm.build_model(shape, **router)
     gpt = model, tower_module.MainGrads(model)
-    with graphs_on(lm, model, lm.make_pack((500, 200)), modules=("attn",)) as graphs:
+    with graphs_on(lm, model, lm.make_pack((500, 200)), modules=modules) as graphs:
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             with parity.eager_at(graphs, rows_of(lm.make_pack(lengths))):
                 expected, first = results(lm, gpt, lm.make_pack(lengths))
+            poison(graphs)
             losses, gradients = results(lm, gpt, lm.make_pack(lengths))
             # Experts' results are added up in any order; a token whose experts are all but tied may go to another.
             assert tower_module.relative(losses, expected) <= 1e-2
             assert sorted(map(tower_module.relative, gradients, first))[len(first) // 2] <= 5e-2
-        assert graphs.statistics().replays == 2 * 3
+        assert graphs.statistics().replays == 2 * 3 and not graphs.statistics().fallbacks
