@@ -43,6 +43,30 @@ class DecoderCall:
     visual: tuple[Tensor, Sequence[Tensor]] | None = None
 
 
+# Turns a piece's outputs into what a call returns.
+Answer = Callable[[tuple[Tensor, ...]], Any]
+
+
+def first(outputs: tuple[Tensor, ...]) -> Tensor:
+    """Return the first output."""
+    return outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A later call whose answer a replayed piece has given already.
+
+    Attributes:
+        owner: Module whose attribute is called.
+        attribute: That attribute.
+        answer: Turns the piece's outputs into what the call returns.
+    """
+
+    owner: nn.Module
+    attribute: str
+    answer: Answer
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderPart:
     """A piece of a decoder that becomes a region of its own.
@@ -53,7 +77,9 @@ class DecoderPart:
         run: The piece.
         owner: Module whose attribute calls the piece; the decoder itself for all layers.
         attribute: That attribute; empty where the decoder's forward is the call.
-        answer: Turns the piece's output into what the call returns.
+        answer: Turns the piece's outputs into what the call returns.
+        outputs: How many tensors the piece gives.
+        followers: Calls after that one, each once, which the piece answers too.
     """
 
     name: str
@@ -61,7 +87,9 @@ class DecoderPart:
     run: Run
     owner: nn.Module
     attribute: str = ""
-    answer: Callable[[Tensor], Any] = lambda output: output
+    answer: Answer = first
+    outputs: int = 1
+    followers: tuple[Follower, ...] = ()
 
 
 class DecoderFamily(Protocol):
@@ -143,6 +171,7 @@ class PackedGraphs(GraphedModule):
         self.plan: BucketPlan | None = None
         self._observed: list[Observed] = []
         self._installed: list[tuple[nn.Module, str]] = []
+        self._followers: list[_FollowerCall] = []
         self._current: PackedBatch | None = None
 
     def _record(self) -> None:
@@ -192,18 +221,27 @@ class PackedGraphs(GraphedModule):
         family = self.family
         additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
         layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
-        return PackedProgram(part.name, part.roots, width, dtype, layout, part.run, EXACT_BELOW, family.kernels)
+        return PackedProgram(
+            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, family.kernels
+        )
 
     def _install(self, part: DecoderPart, region: Region) -> None:
+        followers = [_FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in part.followers]
         eager = getattr(part.owner, part.attribute)
-        setattr(part.owner, part.attribute, _PartCall(self, region, eager, part.answer))
-        self._installed.append((part.owner, part.attribute))
+        self._put(part.owner, part.attribute, _PartCall(self, region, eager, part.answer, followers))
+        for place, follower in zip(part.followers, followers, strict=True):
+            self._put(place.owner, place.attribute, follower)
+        self._followers += followers
+
+    def _put(self, owner: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
+        setattr(owner, attribute, call)
+        self._installed.append((owner, attribute))
 
     def reset(self) -> None:
         """See `GraphedModule`."""
         for owner, attribute in self._installed:
             delattr(owner, attribute)
-        self._installed = []
+        self._installed, self._followers = [], []
         super().reset()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,6 +264,8 @@ class PackedGraphs(GraphedModule):
             return self._eager_forward(*args, **kwargs)
         finally:
             self._current = None
+            for follower in self._followers:
+                follower.outputs = None
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | str:
         call = self.family.read(args, kwargs)
@@ -267,6 +307,11 @@ class PackedGraphs(GraphedModule):
         return reason is None
 
     @property
+    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Modules and the attributes of theirs that replay once graphs are captured."""
+        return tuple(self._installed) or ((self.model, "forward"),)
+
+    @property
     def current(self) -> PackedBatch | None:
         """The batch that parts of layers replay, while the decoder is called with one that they can."""
         return self._current
@@ -292,6 +337,22 @@ def _observed(batch: PackedBatch) -> Observed:
     return Observed(batch.tokens, batch.documents, batch.layout, rotated, width, dtype, additions)
 
 
+class _FollowerCall:
+    """Stands in for an attribute whose next call a replayed piece has answered.
+
+    Attributes:
+        outputs: Of the replay, until the call; None where nothing was replayed.
+    """
+
+    def __init__(self, eager: Callable[..., Any], answer: Answer) -> None:
+        self._eager, self._answer = eager, answer
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs, self.outputs = self.outputs, None
+        return self._eager(*args, **kwargs) if outputs is None else self._answer(outputs)
+
+
 class _PartCall:
     """Stands in for the attribute of a layer that calls one of its parts."""
 
@@ -300,14 +361,18 @@ class _PartCall:
         graphs: PackedGraphs,
         region: Region,
         eager: Callable[..., Any],
-        answer: Callable[[Tensor], Any],
+        answer: Answer,
+        followers: Sequence[_FollowerCall],
     ) -> None:
         self._graphs, self._region, self._eager, self._answer = graphs, region, eager, answer
+        self._followers = followers
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = self._graphs.current
         if batch is not None:
             outputs = self._region.run(replace(batch, hidden=hidden_states))
             if outputs is not None:
-                return self._answer(outputs[0])
+                for follower in self._followers:
+                    follower.outputs = outputs
+                return self._answer(outputs)
         return self._eager(hidden_states, *args, **kwargs)

@@ -13,8 +13,8 @@ from .batch import PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
 # Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
-# is added behind the first layers.
-Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], Tensor]
+# is added behind the first layers. Every output has as many rows as the hidden states.
+Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -52,6 +52,7 @@ class PackedProgram:
         dtype: Of the hidden states.
         layout: What all packs of the recordings share.
         run: The piece.
+        outputs: How many tensors it gives.
         exact_below: Packs of up to this many tokens must fill a bucket exactly.
         kernels: Entered around recorded work.
     """
@@ -64,13 +65,14 @@ class PackedProgram:
         dtype: torch.dtype,
         layout: PackLayout,
         run: Run,
+        outputs: int = 1,
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
     ) -> None:
         self.name = name
         self.layout = layout
         self._roots, self._width, self._dtype = tuple(roots), width, dtype
-        self._run, self._exact_below, self._kernels = run, exact_below, kernels
+        self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -126,14 +128,14 @@ class PackedProgram:
             fill_one_segment(buffers[name], min(bucket.tokens, bucket.limits[1]))
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Output: hidden states `[tokens / shards, 1, width]`."""
+        """See `RegionProgram`. Outputs have `tokens / shards` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
         angles = buffers["angles"]
         if self.layout.per_position:
             physical = offsets.get(PADDED_OFFSETS[0], buffers["cu_seqlens_q"])
             angles = token_angles(angles, buffers["rows"], physical, self.layout.absolute)
         additions = [buffers[name] for name in self._additions]
-        return (self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions),)
+        return self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions)
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""
@@ -141,7 +143,7 @@ class PackedProgram:
 
     def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.hidden.shape[0],)
+        return (batch.hidden.shape[0],) * self._outputs
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

@@ -15,6 +15,14 @@ from ..options import OptionError
 from ..options.language_model import MODULES
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
+from .packed_layers import (
+    MAX_SEQLENS,
+    attention_and_router_part,
+    attention_part,
+    mlp_part,
+    packed_params,
+    router_part,
+)
 from .qwen3_vl import kernels_available
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
@@ -28,7 +36,6 @@ READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
 DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
 # A packed call carries none or a stand-in; attention goes by the offsets.
 WITHOUT_EFFECT = ("attention_mask",)
-MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 # Fields of PackedSeqParams that change how a pack is computed and that no graph was captured with.
 UNKNOWN = ("local_cp_size", "cp_group", "tokens_per_sample", "pad_between_seqs")
 
@@ -102,12 +109,27 @@ class TransformerBlockFamily:
                     MODULES, [], "attn on a model with experts", "The host reads how many tokens an expert gets."
                 )
             return [DecoderPart("packed_decoder", (self._decoder,), self._run_block, self._decoder)]
+        return self.layer_parts(modules)
+
+    def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """Return these parts of every layer, each a piece of its own; attention and the router behind it are one.
+
+        Raises:
+            OptionError: No layer has such a part, or a router is of a kind that was not looked at.
+        """
         parts = []
         for layer in self._decoder.layers:
+            routed = layer.is_moe_layer and "moe_router" in modules
             if "attn" in modules:
-                parts.append(_attention_part(layer))
+                parts.append(attention_and_router_part(layer) if routed else attention_part(layer))
+            elif routed:
+                parts.append(router_part(layer))
             if "mlp" in modules and not layer.is_moe_layer:
-                parts.append(_mlp_part(layer))
+                parts.append(mlp_part(layer))
+        if not parts:
+            raise OptionError(
+                MODULES, ",".join(modules), "parts that this model's layers have", "Name attn, or mlp on a dense model."
+            )
         return parts
 
     def _run_block(
@@ -117,7 +139,7 @@ class TransformerBlockFamily:
         offsets: Mapping[str, Tensor],
         longest: int,
         additions: Sequence[Tensor],
-    ) -> Tensor:
+    ) -> tuple[Tensor]:
         visual = {}
         with ExitStack() as stack:
             if additions:
@@ -125,13 +147,14 @@ class TransformerBlockFamily:
                 visual = dict(zip(VISUAL, (None, additions), strict=True))
             if not self._decoder.pre_process:
                 stack.enter_context(replaced(self._decoder, "input_tensor", hidden))
-            return self._forward(
+            output = self._forward(
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=angles,
                 packed_seq_params=packed_params(offsets, longest),
                 **visual,
             )
+        return (output,)
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -144,18 +167,6 @@ class TransformerBlockFamily:
             if kernels_available():
                 stack.enter_context(fused_rotary(modules))
             yield
-
-
-def packed_params(offsets: Mapping[str, Tensor], longest: int) -> Any:
-    """Return megatron-core's metadata of a pack.
-
-    Args:
-        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
-        longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest))
 
 
 def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
@@ -203,30 +214,3 @@ def _check_layer(layer: nn.Module) -> None:
             "layers with megatron-core's SelfAttention or Qwen3-VL's",
             "Remove the option for this model.",
         )
-
-
-def _attention_part(layer: nn.Module) -> DecoderPart:
-    forward = layer._forward_attention
-
-    def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> Tensor:
-        params = packed_params(offsets, longest)
-        return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
-
-    roots = (layer.input_layernorm, layer.self_attention)
-    name = f"packed_attention_{layer.layer_number}"
-    return DecoderPart(name, roots, run, layer, "_forward_attention", lambda output: (output, None))
-
-
-def _mlp_part(layer: nn.Module) -> DecoderPart:
-    forward = layer._forward_mlp
-
-    def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> Tensor:
-        return forward(hidden)
-
-    return DecoderPart(
-        f"packed_mlp_{layer.layer_number}", (layer.pre_mlp_layernorm, layer.mlp), run, layer, "_forward_mlp"
-    )

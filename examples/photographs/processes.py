@@ -28,12 +28,18 @@ class TrainingProcess:
         gpus: Processes.
         devices: Indices of the GPUs that they see, among those that this process sees; None for all.
         prepare: `module:function` that every process calls before it trains, for tests.
+        module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
     """
 
     def __init__(
-        self, log: Path | None = None, gpus: int = 1, devices: Sequence[int] | None = None, prepare: str | None = None
+        self,
+        log: Path | None = None,
+        gpus: int = 1,
+        devices: Sequence[int] | None = None,
+        prepare: str | None = None,
+        module: str = "examples.photographs.training",
     ) -> None:
-        self._ranks = [_Rank(rank, gpus, _log_of(log, rank), devices, prepare) for rank in range(gpus)]
+        self._ranks = [_Rank(rank, gpus, _log_of(log, rank), devices, prepare, module) for rank in range(gpus)]
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
@@ -53,7 +59,7 @@ class TrainingProcess:
             arguments: The command line's other words.
 
         Returns:
-            What `training.train` returns on rank 0.
+            What the module's `train_words` writes to its `--out` on rank 0, as JSON.
 
         Raises:
             TrainingFailed: A process failed; the others were ended.
@@ -114,7 +120,13 @@ class _Rank:
     """
 
     def __init__(
-        self, rank: int, world: int, log: Path | None, devices: Sequence[int] | None, prepare: str | None
+        self,
+        rank: int,
+        world: int,
+        log: Path | None,
+        devices: Sequence[int] | None,
+        prepare: str | None,
+        module: str,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank, self.log, self.first = rank, log, False
@@ -123,7 +135,7 @@ class _Rank:
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
         told = {name: str(value) for name, value in environment.items()}
-        self.process = context.Process(target=_import_and_train, args=(theirs, log, told, prepare))
+        self.process = context.Process(target=_import_and_train, args=(theirs, log, told, prepare, module))
         self.process.start()
         theirs.close()
 
@@ -156,7 +168,7 @@ def free_port() -> int:
 
 
 def _import_and_train(
-    connection: Connection, log: Path | None, environment: dict[str, str], prepare: str | None
+    connection: Connection, log: Path | None, environment: dict[str, str], prepare: str | None, module: str
 ) -> None:
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -168,12 +180,10 @@ def _import_and_train(
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    from . import training
-    from .arguments import parse
-
+    train_words = importlib.import_module(module).train_words
     if prepare is not None:
-        module, _, function = prepare.partition(":")
-        getattr(importlib.import_module(module), function)()
+        place, _, function = prepare.partition(":")
+        getattr(importlib.import_module(place), function)()
     connection.send("ready")
     try:
         words, port = connection.recv()
@@ -183,4 +193,4 @@ def _import_and_train(
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # where torchrun started the parent
     os.environ["MASTER_PORT"] = str(port)
-    training.train_once(parse(words))
+    train_words(words)

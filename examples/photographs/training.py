@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
-from .arguments import layout_of
+from .arguments import layout_of, parse
 from .layout import Layout
 from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
 
@@ -349,6 +350,11 @@ class RankResults(Callback):
         found = [None] * world if self.rank == 0 else None
         torch.distributed.gather_object(self.own(), found)
         self.gathered = found
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Train as the words of one run's command line say."""
+    train_once(parse(words))
 
 
 def train_once(args: argparse.Namespace) -> None:

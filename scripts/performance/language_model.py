@@ -40,8 +40,18 @@ SHAPES = {
 }
 
 
-def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes: Any) -> nn.Module:
-    """Build a model with random weights in bf16 on the current GPU, with graphs possible and off."""
+def build_model(
+    shape: Shape, seed: int = 0, max_length: int = 16_384, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """Build a model with random weights on the current GPU, with graphs possible and off.
+
+    Args:
+        shape: Sizes.
+        seed: Of the weights.
+        max_length: Most tokens of a document.
+        dtype: Of the weights.
+        changes: Fields of the configuration.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -70,8 +80,8 @@ def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": shape.fused_rope,
         "cuda_graph_impl": "transformer_engine",
@@ -91,7 +101,7 @@ def build_model(shape: Shape, seed: int = 0, max_length: int = 16_384, **changes
         rotary_base=1_000_000,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    return model.cuda().to(torch.bfloat16).train()
+    return model.cuda().to(dtype).train()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +184,16 @@ def draw(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **options: Any) -> Any:
+def new_helper(
+    model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), by_layer: bool = False, **options: Any
+) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
 
     Args:
         model: The model.
         warmup: Packs of the eager passes; their layout is that of all packs.
         modules: Parts of layers to capture; none are all layers as one region.
+        by_layer: Whether parts stay regions of their own where they could be one.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
@@ -189,6 +202,9 @@ def new_helper(model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), **o
     for name, value in values.items():
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
+    if by_layer:
+        family = helper.chunks[0].graphs.family
+        family.parts = family.layer_parts
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

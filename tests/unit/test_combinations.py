@@ -102,7 +102,7 @@ REFUSED = {
         f"{TE} dataset.enable_in_batch_packing=true",
         "cuda_graph_max_packed_seqs",
     ),
-    "packed-sequence graphs of other modules than attn and mlp": (
+    "packed-sequence graphs of other modules than attn, mlp and moe_router": (
         f"{TE} {PACKED} cuda_graph_modules=attn,mamba",
         "cuda_graph_modules",
     ),

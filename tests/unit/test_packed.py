@@ -12,7 +12,7 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.packed.batch import PackedBatchError
 
-from .packs import ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
+from .packs import ON_CPU, ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
 from .towers import assert_close, poison
 
 WARMUP = (100, 150, 50)
@@ -79,6 +79,16 @@ def test_parts_of_layers(bare, modules):
     assert not any(
         "_forward_attention" in vars(layer) or "_forward_mlp" in vars(layer) for layer in bare.decoder.layers
     )
+
+
+def test_both_parts_of_every_layer_apart(bare):
+    expected = losses_and_gradients(bare, pack((30, 180, 77)))
+    with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
+        graphs.family.parts = graphs.family.layer_parts
+        graphs.capture()
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        assert replayed(graphs) == len(graphs._regions) == 4
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
 def test_a_choice_holds_for_all_parts_of_layers(bare):
@@ -319,6 +329,85 @@ def test_experts_need_parts_of_layers():
         "packed_attention_2",
         "packed_mlp_2",
     ]
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_dtype": "fp64",  # other products of a router are Transformer Engine's, on a GPU
+    "moe_router_load_balancing_type": "none",
+}
+ROUTERS = {
+    "no losses": {},
+    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "a loss of logits": {"moe_z_loss_coeff": 0.1},
+    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "dropped tokens": {"moe_expert_capacity_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("modules", [["moe_router"], ["attn", "moe_router"], ["attn"]], ids=",".join)
+@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+def test_routers_of_experts(modules, changes):
+    model = new_model(**{**EXPERTS, **changes})
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    counted = [router.local_tokens_per_expert for router in routers]
+    expected, statistics = [], []
+    for arguments in (pack((30, 180, 77)), pack((300,), seed=1)):
+        expected.append(losses_and_gradients(model, arguments))
+        statistics.append([None if c is None else c.clone() for c in counted])
+        for count in counted:
+            _ = count is None or count.zero_()
+    with ON_CPU(), graphs_on(model, pack(WARMUP), cuda_graph_modules=modules) as graphs:
+        assert len(graphs._regions) == 2
+        for count in counted:
+            _ = count is None or count.zero_()
+        for arguments, wanted, tokens in zip(
+            (pack((30, 180, 77)), pack((300,), seed=1)), expected, statistics, strict=True
+        ):
+            poison(graphs, float("nan"))
+            found = losses_and_gradients(model, arguments)
+            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
+            for count, number in zip(counted, tokens, strict=True):
+                assert count is None or torch.equal(count, number)
+                _ = count is None or count.zero_()
+        assert replayed(graphs) == 4 and not graphs.statistics().fallbacks
+    assert not any({"forward", "gating"} & set(vars(router)) for router in routers)
+
+
+def test_a_router_that_cannot_be_recorded_is_refused():
+    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+
+    model = new_model(**EXPERTS, moe_input_jitter_eps=0.1)
+    with pytest.raises(OptionError, match="moe_input_jitter_eps=0.1"):
+        TransformerBlockFamily(model.decoder).parts(("attn", "moe_router"))
+    model = new_model(**EXPERTS)
+    model.decoder.layers[0].mlp.router = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="This has Linear"):
+        TransformerBlockFamily(model.decoder).parts(("moe_router",))
+
+
+def test_parts_that_no_layer_has_are_refused():
+    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+
+    family = TransformerBlockFamily(new_model(**EXPERTS).decoder)
+    with pytest.raises(OptionError, match="'mlp': allowed is parts that this model's layers have"):
+        family.parts(("mlp",))
+
+
+def test_an_eager_microbatch_between_replays_routes_for_itself():
+    """What a replay left for the calls behind it never answers another microbatch."""
+    model = new_model(**EXPERTS)
+    packs = [pack((100, 180)), pack((60, 40)), pack((290,))]
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    with ON_CPU(), graphs_on(model, pack(WARMUP), cuda_graph_modules=["attn", "moe_router"]) as graphs:
+        for arguments, wanted in zip(packs, expected, strict=True):
+            found = losses_and_gradients(model, arguments)
+            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
+        assert graphs.statistics().fallbacks == {"too_few_tokens": 1}
+        assert all(follower.outputs is None for follower in graphs._followers)
 
 
 def test_attention_of_another_kind_is_refused(model):

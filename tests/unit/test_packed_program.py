@@ -13,7 +13,7 @@ WIDTH, ROTATED = 4, 6
 
 def program(shards=1, additions=0, exact_below=0, run=None):
     layout = PackLayout(OFFSETS, ROTATED, shards=shards, additions=additions)
-    return PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below)
+    return PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below=exact_below)
 
 
 def batch(lengths=(3, 5), shards=1, additions=0, rows=8):
@@ -78,7 +78,7 @@ def test_the_piece_sees_buffers_and_the_bound_alone():
 
     def run(hidden, angles, offsets, longest, additions):
         seen.update(angles=angles, offsets=offsets, longest=longest, additions=additions)
-        return hidden + additions[0]
+        return (hidden + additions[0],)
 
     made, bucket = program(additions=1, run=run), Bucket(12, (4, 7))
     buffers = loaded(made, batch(additions=1), bucket)

@@ -12,7 +12,7 @@ from .rule import Combination
 if TYPE_CHECKING:
     from ..graph_options import GraphOptions
 
-SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp)
+SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router)
 
 
 def _names(options: GraphOptions) -> str:
@@ -59,16 +59,26 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of other modules than attn and mlp",
+        "packed-sequence graphs of other modules than attn, mlp and moe_router",
         "Experts get their tokens by counts that the host reads, and Mamba layers are not there yet",
         lambda o, f: _packs(o) and _unsupported(o),
-        lambda o, f: (MODULES, _names(o), f"attn, mlp, or empty with {_asked(o)}", f"Remove {_unsupported(o)[0]}."),
+        lambda o, f: (
+            MODULES,
+            _names(o),
+            f"attn, mlp, moe_router, or empty with {_asked(o)}",
+            f"Remove {_unsupported(o)[0]}.",
+        ),
     ),
     Combination(
         "packed-sequence graphs of whole layers of a mixture of experts",
         "Experts get their tokens by counts that the host reads",
         lambda o, f: _packs(o) and f.moe and _whole_layers(o),
-        lambda o, f: (MODULES, "empty", f"attn with {_asked(o)} on this model", f"Set {MODULES}=attn."),
+        lambda o, f: (
+            MODULES,
+            "empty",
+            f"attn,moe_router with {_asked(o)} on this model",
+            f"Set {MODULES}=attn,moe_router.",
+        ),
     ),
     Combination(
         "packed-sequence graphs with context parallelism",

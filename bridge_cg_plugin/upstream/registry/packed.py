@@ -9,6 +9,7 @@ GPT_STEP = "megatron.bridge.training.gpt_step"
 GPT_PROVIDER = "megatron.bridge.models.gpt_provider"
 BLOCK = f"{CORE}.transformer.transformer_block"
 ATTENTION = f"{CORE}.transformer.attention"
+ROUTER = f"{CORE}.transformer.moe.router"
 ROPE = f"{CORE}.models.common.embeddings.rope_utils"
 OPTIONS = "packed-sequence options can be set, overridden and saved with the model's configuration"
 
@@ -109,6 +110,50 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the attention that was looked at for packed graphs",
+    ),
+    Seam(
+        name="packed_norm",
+        module=f"{CORE}.transformer.transformer_layer",
+        target="TransformerLayer._forward_pre_mlp_layernorm",
+        kind="function",
+        touch="instance",
+        purpose="the norm before the experts is part of the router's graph",
+        undo=DETACHED,
+        parameters=("hidden_states",),
+    ),
+    Seam(
+        name="packed_router",
+        module=ROUTER,
+        target="TopKRouter.forward",
+        kind="function",
+        touch="instance",
+        purpose="a router that leaves no trace replays a graph",
+        undo=DETACHED,
+        parameters=("input", "padding_mask"),
+        uses=(
+            "self.apply_input_jitter(input)",
+            "self.gating(input)",
+            "self.routing(logits, padding_mask=padding_mask)",
+        ),
+    ),
+    Seam(
+        name="packed_gating",
+        module=ROUTER,
+        target="Router.gating",
+        kind="function",
+        touch="instance",
+        purpose="of a router with losses or statistics the matrix product replays a graph",
+        undo=DETACHED,
+        parameters=("input",),
+    ),
+    Seam(
+        name="packed_route",
+        module=f"{CORE}.transformer.moe.moe_layer",
+        target="MoELayer.route",
+        kind="function",
+        touch="read",
+        purpose="the router is called once for what the norm gave",
+        uses=("self.router",),
     ),
     Seam(
         name="packed_rotary",

@@ -1,0 +1,166 @@
+"""Parts of megatron-core's transformer layers over packed documents: attention, MLP, and the router of experts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..options import OptionError
+from ..options.language_model import MODULES
+from ..packed.decoder import DecoderPart, Follower, first
+
+MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
+NORM = "_forward_pre_mlp_layernorm"
+# A router with one of these adds to statistics or losses that outlive the step, draws random numbers, or counts tokens:
+# only its matrix product is recorded, the rest runs on real tokens, eager.
+ROUTER_EFFECTS = (
+    "moe_z_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_expert_capacity_factor",
+    "moe_enable_routing_replay",
+)
+STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
+
+
+def packed_params(offsets: Mapping[str, Tensor], longest: int) -> Any:
+    """Return megatron-core's metadata of a pack.
+
+    Args:
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest))
+
+
+def attention_part(layer: nn.Module) -> DecoderPart:
+    """Return a layer's attention with its norm and residual as a piece."""
+    attend = _attention(layer)
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> tuple[Tensor]:
+        return (attend(hidden, angles, offsets, longest),)
+
+    roots = (layer.input_layernorm, layer.self_attention)
+    name = f"packed_attention_{layer.layer_number}"
+    return DecoderPart(name, roots, run, layer, "_forward_attention", _attention_answer)
+
+
+def mlp_part(layer: nn.Module) -> DecoderPart:
+    """Return a dense layer's MLP with its norm and residual as a piece."""
+    forward = layer._forward_mlp
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> tuple[Tensor]:
+        return (forward(hidden),)
+
+    roots = (layer.pre_mlp_layernorm, layer.mlp)
+    return DecoderPart(f"packed_mlp_{layer.layer_number}", roots, run, layer, "_forward_mlp")
+
+
+def attention_and_router_part(layer: nn.Module) -> DecoderPart:
+    """Return a layer's attention, and the norm and router behind it, as one piece.
+
+    Raises:
+        OptionError: See `router_part`.
+    """
+    attend, (route, follower, count) = _attention(layer), _routing(layer, 1)
+    norm = getattr(layer, NORM)
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        attended = attend(hidden, angles, offsets, longest)
+        return (attended, *route(norm(attended)))
+
+    return DecoderPart(
+        f"packed_attention_and_router_{layer.layer_number}",
+        (layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp.router),
+        run,
+        layer,
+        "_forward_attention",
+        _attention_answer,
+        1 + count,
+        (Follower(layer, NORM, lambda outputs: outputs[1]), follower),
+    )
+
+
+def router_part(layer: nn.Module) -> DecoderPart:
+    """Return the norm before a layer's experts and their router as a piece.
+
+    Raises:
+        OptionError: The router is of a kind that was not looked at, or changes its input at random.
+    """
+    route, follower, count = _routing(layer, 0)
+    norm = getattr(layer, NORM)
+
+    def run(
+        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        return route(norm(hidden))
+
+    roots = (layer.pre_mlp_layernorm, layer.mlp.router)
+    name = f"packed_router_{layer.layer_number}"
+    return DecoderPart(name, roots, run, layer, NORM, first, count, (follower,))
+
+
+def _attention(layer: nn.Module) -> Callable[[Tensor, Tensor, Mapping[str, Tensor], int], Tensor]:
+    forward = layer._forward_attention
+
+    def attend(hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
+        params = packed_params(offsets, longest)
+        return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
+
+    return attend
+
+
+def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+    return outputs[0], None
+
+
+def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower, int]:
+    """Return what of a router is recorded, the call that it answers, and how many outputs there are.
+
+    Args:
+        layer: A layer with experts.
+        place: Where the normed hidden states are among the piece's outputs.
+    """
+    router = layer.mlp.router
+    _check_router(router)
+    if _is_pure(router):
+        forward = router.forward
+        follower = Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2]))
+        return lambda normed: (normed, *forward(normed)), follower, 3
+    gating = router.gating
+    return lambda normed: (normed, gating(normed)), Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
+
+
+def _is_pure(router: nn.Module) -> bool:
+    """Whether routing is a function of a token alone, without a trace."""
+    config = router.config
+    return not (
+        router.is_aux_loss_enabled()
+        or router.routing_type in STATEFUL_BALANCING
+        or any(getattr(config, name, None) for name in ROUTER_EFFECTS)
+    )
+
+
+def _check_router(router: nn.Module) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if type(router) is not TopKRouter:
+        raise OptionError(
+            MODULES, "moe_router", "layers with megatron-core's TopKRouter", f"This has {type(router).__name__}."
+        )
+    if router.config.moe_input_jitter_eps:
+        raise OptionError(
+            "model.moe_input_jitter_eps",
+            router.config.moe_input_jitter_eps,
+            f"None with moe_router in {MODULES}",
+            "The router's input would be changed at random after it was recorded; leave moe_router out.",
+        )

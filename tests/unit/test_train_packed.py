@@ -1,0 +1,87 @@
+"""The training runs on packed documents: their data and configuration, and what is made of their results."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from scripts.performance import packed_training, train_packed
+from scripts.performance.results import check_record
+
+
+def batches(rows, count=8):
+    provider = packed_training.DocumentProvider(rows=rows)
+    made = provider.build_datasets(SimpleNamespace(train_samples=4 * count, valid_samples=0, test_samples=0))[0]
+    return [made.collate_fn([made[4 * i + j] for j in range(4)]) for i in range(count)]
+
+
+def test_padding_is_a_document_that_no_loss_counts():
+    for plain, padded in zip(batches(1), batches(64), strict=True):
+        tokens, rows = plain["tokens"].shape[1], padded["tokens"].shape[1]
+        assert rows % 64 == 0 and 0 <= rows - tokens < 64 and padded["total_tokens"] == rows
+        for name in ("tokens", "labels", "position_ids", "loss_mask"):
+            assert torch.equal(padded[name][:, :tokens], plain[name])
+        assert padded["loss_mask"].sum() == plain["loss_mask"].sum() > 0
+        expected = plain["cu_seqlens_q"].tolist() + ([rows] if rows > tokens else [])
+        assert padded["cu_seqlens_q"].tolist() == padded["cu_seqlens_kv"].tolist() == expected
+        assert padded["max_seqlen_q"] >= torch.diff(padded["cu_seqlens_q"]).max()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_bridge_takes_the_configuration(mode):
+    from megatron.bridge.training.config import runtime_config_update
+
+    config = packed_training.training_config(mode, 50, "attn")
+    runtime_config_update(config)
+    config.validate()
+    graphs = (config.model.cuda_graph_impl, config.model.cuda_graph_max_packed_seqs)
+    assert graphs == (("transformer_engine", 8) if mode == "graphs" else ("none", None))
+
+
+def runs(losses):
+    eager = {"losses": [3.0, 2.0] * 4, "grad_norms": [1.0] * 8, "peak_gb": 1.0, "packed_graphs": None}
+    noisy = {**eager, "losses": [3.0, 2.01] * 4, "step_ms": None}
+    plugin = {**eager, "losses": losses, "step_ms": [50.0] * 8, "packed_graphs": {"replays": 9}}
+    return {"eager": {**eager, "step_ms": [100.0] * 8}, "eager_again": noisy, "plugin": plugin}
+
+
+@pytest.mark.parametrize("losses, status", [([3.0, 2.005] * 4, 0), ([3.0, 2.2] * 4, 1)])
+def test_graphs_must_stay_inside_eagers_spread(tmp_path, capsys, losses, status):
+    out = tmp_path / "r.jsonl"
+    assert train_packed.compare(runs(losses), 8, out) == status
+    records = {record["mode"]: record for record in map(json.loads, out.read_text().splitlines())}
+    for record in records.values():
+        check_record(record)
+    assert records["plugin"]["inside_spread"] is not status and records["plugin"]["ratio"] == 0.5
+    assert "2.00 times as fast" in capsys.readouterr().out
+
+
+def test_nothing_replayed_is_not_the_same(tmp_path):
+    made = runs([3.0, 2.0] * 4)
+    made["plugin"]["packed_graphs"] = {"replays": 0}
+    assert train_packed.compare(made, 8, tmp_path / "r.jsonl") == 1
+
+
+def test_every_run_has_its_process_and_words(monkeypatch):
+    trained = []
+
+    class Process:
+        wait_until_ready = close = lambda self: None
+
+        def __init__(self, module):
+            assert module == train_packed.MODULE
+
+        def train(self, mode, words):
+            trained.append((mode, tuple(words)))
+            return {"step_ms": [1.0], "rows": words[3]}
+
+    monkeypatch.setattr(train_packed, "TrainingProcess", Process)
+    found = train_packed.train_all(5, "attn")
+    assert list(found) == [*train_packed.EAGER_RUNS, "plugin"]
+    assert [run["step_ms"] for run in found.values()] == [[1.0], None, None, None, [1.0]]
+    assert trained[:2] == [
+        ("eager", ("--steps", "5", "--rows", "1")),
+        ("graphs", ("--steps", "5", "--modules", "attn")),
+    ]
+    assert [run["rows"] for run in found.values()][:4] == ["1", "1", "64", "256"]
