@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
+from ..graphs.buckets import (
+    DETERMINISTIC_TOKENS,
+    BucketPlan,
+    deterministic,
+    frame_limits,
+    plan_buckets,
+    scanned_limits,
+)
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
@@ -42,6 +49,8 @@ class EncoderFamily:
         pack_segments: Builds upstream's attention metadata.
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
+        direct_attention: Likewise; calls cuDNN's attention with a bucket's own bounds.
+        direct_attention_refusal: Why that cannot be done in this process, None where it can.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
     """
@@ -49,6 +58,8 @@ class EncoderFamily:
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
+    direct_attention: RecordingKernels = nullcontext
+    direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder has no direct attention"
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
@@ -104,6 +115,7 @@ class VisionGraphs(GraphedModule):
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
+        self._attends_directly = False
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -126,6 +138,7 @@ class VisionGraphs(GraphedModule):
 
     def _record(self) -> None:
         """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket."""
+        self._attends_directly = self._may_attend_directly()
         limit = self._capacity_limit()
         for _ in range(LIMIT_ATTEMPTS):
             self.plan = self._plan(limit)
@@ -138,6 +151,18 @@ class VisionGraphs(GraphedModule):
             limit = int(self.plan.capacities[-1] / excess * MEMORY_MARGIN)
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _may_attend_directly(self) -> bool:
+        """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
+        if self.options.attention != "cudnn":
+            return False
+        refusal = self.family.direct_attention_refusal()
+        if refusal is not None:
+            announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
+        return refusal is None
+
+    def _frame_limits(self, capacity: int, frames: int) -> list[tuple[int, int]]:
+        return (scanned_limits if self._attends_directly else frame_limits)(capacity, frames)
 
     def _excess(self) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
@@ -192,6 +217,7 @@ class VisionGraphs(GraphedModule):
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
         entered += [family.reordering_kernels] if options.kernels == "fast" else []
+        entered += [family.direct_attention] if self._attends_directly else []
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))
@@ -201,7 +227,7 @@ class VisionGraphs(GraphedModule):
         frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
         exact = self.options.exact_below
         if self.options.whole_encoder:
-            buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames)]
+            buckets = [Bucket(c, limits) for c in capacities for limits in self._frame_limits(c, frames)]
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
             buckets = [Bucket(c, (frames,)) for c in capacities]
