@@ -1,10 +1,17 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.buckets import GRANULARITY, LARGEST_STEP, _least_padding, frame_limits, plan_buckets
+from bridge_cg_plugin.graphs.buckets import (
+    GRANULARITY,
+    LARGEST_STEP,
+    _least_padding,
+    frame_limits,
+    plan_buckets,
+    scanned_limits,
+)
 from bridge_cg_plugin.graphs.program import Bucket
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
@@ -127,13 +134,33 @@ def test_a_single_frame_has_a_bound_of_its_own_where_unpacking_pays():
     assert (1, 764) not in frame_limits(764, 64)
 
 
+@given(capacities, st.integers(1, 600), st.sampled_from([frame_limits, scanned_limits]))
+def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most, limits_of):
+    assert all(frames * largest >= tokens for frames, largest in limits_of(tokens, most))
+
+
 @given(capacities, st.integers(1, 600))
-def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most):
-    assert all(frames * largest >= tokens for frames, largest in frame_limits(tokens, most))
+def test_scanned_bounds_are_distinct_cheapest_first_and_the_last_takes_all(tokens, most):
+    limits = scanned_limits(tokens, most)
+    costs = [frames * largest for frames, largest in limits]
+    assert costs == sorted(costs)
+    assert len(set(limits)) == len(limits) <= 8
+    assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
+    assert accepts(limits[-1:], most, tokens)
 
 
-def test_a_single_frame_needs_one_recording():
-    assert frame_limits(32768, 1) == [(1, 32768)]
+@given(capacities, st.integers(1, 60), st.integers(64, 600))
+def test_frames_of_similar_size_scan_a_few_rows_a_token(tokens, frames, most):
+    """The largest of up to 32 frames that fill a capacity may have twice their mean."""
+    assume(tokens > 1024 and frames <= 32)
+    largest = min(2 * tokens // frames, tokens)
+    found = accepts(scanned_limits(tokens, most), frames, largest)[0]
+    assert found[0] * found[1] <= max(4 * tokens + 64 * 32, 8 * tokens if frames <= 8 else 0)
+
+
+@pytest.mark.parametrize("limits_of", [frame_limits, scanned_limits])
+def test_a_single_frame_needs_one_recording(limits_of):
+    assert limits_of(32768, 1) == [(1, 32768)]
 
 
 def test_many_small_frames_and_one_large_have_bounds_of_their_own():
