@@ -65,15 +65,16 @@ def _attention_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    packed = kwargs.get("packed_seq_params")
-    if packed is None or not _attends_directly(attention, query, key, value, args, kwargs):
-        return original(query, key, value, *args, **kwargs)
-    from ..vision.kernels.segment_attention import segment_attention
+    from ..vision.kernels.segment_attention import plans_for, segment_attention
 
+    packed, plans = kwargs.get("packed_seq_params"), None
+    if packed is not None and _attends_directly(attention, query, key, value, args, kwargs):
+        segments = packed.cu_seqlens_q.shape[0] - 1
+        plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
+    if plans is None:
+        return original(query, key, value, *args, **kwargs)
     tokens, heads, width = query.shape
-    segments = located(packed.cu_seqlens_q, heads, width)
-    out = segment_attention(query, key, value, segments, packed.max_seqlen_q, attention.softmax_scale)
-    return out.view(tokens, -1)
+    return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans).view(tokens, -1)
 
 
 def _attends_directly(

@@ -177,6 +177,16 @@ def test_other_calls_reach_what_stood_there_before(attention):
     assert [len(args) for args, _ in calls] == [4, 4]
 
 
+def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):
+    from bridge_cg_plugin.vision.kernels import segment_attention
+
+    monkeypatch.setattr(segment_attention, "segment_plans", lambda shape, device: None)
+    attention.forward = lambda *args, **kwargs: "packed"
+    with direct_attention.direct_attention([attention]):
+        found = attention.forward(*qkv(), None, attn_mask_type=mask(), packed_seq_params=packed())
+    assert found == "packed"
+
+
 def test_megatron_core_calls_attention_as_expected():
     names = list(inspect.signature(te_attention_class().forward).parameters)
     assert names[1:5] == ["query", "key", "value", "attention_mask"]

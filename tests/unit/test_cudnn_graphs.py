@@ -48,28 +48,57 @@ def test_a_newer_package_is_taken(monkeypatch):
     assert unavailable() is None
 
 
-def test_plans_are_kept_as_recorded_graphs_run_their_kernels(monkeypatch):
+class NotSupported(Exception):
+    pass
+
+
+@pytest.fixture
+def with_plans(monkeypatch):
+    """Return a function that lets plans be of a class of the test's."""
+    remembered = (cudnn_graphs.segment_plans, cudnn_graphs._handle)
+    fake = SimpleNamespace(create_handle=lambda: object(), cudnnGraphNotSupportedError=NotSupported)
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    monkeypatch.setattr(cudnn_graphs, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
+    monkeypatch.setattr(cudnn_graphs, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for function in remembered:
+        function.cache_clear()
+    yield lambda kind: monkeypatch.setattr(cudnn_graphs, "_Plan", kind)
+    for function in remembered:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error", [NotSupported("no engine\nmore"), RuntimeError("no engine"), ImportError("no engine")]
+)
+def test_a_shape_without_a_kernel_is_said_once_and_never_tried_again(with_plans, caplog, error):
+    tried = []
+
+    def plan(cudnn, graph, handle):
+        tried.append(graph)
+        raise error
+
+    with_plans(plan)
+    assert cudnn_graphs.segment_plans(SHAPE, 0) is None
+    assert cudnn_graphs.segment_plans(SHAPE, 0) is None
+    assert len(tried) == 1
+    (record,) = caplog.records
+    assert "cannot be called directly" in record.message and record.message.endswith(
+        f"{type(error).__name__}: no engine"
+    )
+
+
+def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
     made = []
 
     class Plan:
         def __init__(self, cudnn, graph, handle):
             made.append((graph, handle))
 
-    fake = SimpleNamespace(create_handle=lambda: object())
-    monkeypatch.setitem(sys.modules, "cudnn", fake)
-    monkeypatch.setattr(cudnn_graphs, "_Plan", Plan)
-    monkeypatch.setattr(cudnn_graphs, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
-    monkeypatch.setattr(cudnn_graphs, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    cudnn_graphs.segment_plans.cache_clear()
-    cudnn_graphs._handle.cache_clear()
-    try:
-        first = cudnn_graphs.segment_plans(SHAPE, 0)
-        assert cudnn_graphs.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
-        cudnn_graphs.segment_plans(SHAPE, 1)
-    finally:
-        cudnn_graphs.segment_plans.cache_clear()
-        cudnn_graphs._handle.cache_clear()
+    with_plans(Plan)
+    first = cudnn_graphs.segment_plans(SHAPE, 0)
+    assert cudnn_graphs.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
+    cudnn_graphs.segment_plans(SHAPE, 1)
     assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", SHAPE), ("backward", SHAPE)]
     handles = [handle for _, handle in made]
     assert handles[0] is handles[1] is not handles[2]

@@ -18,7 +18,9 @@ from tests.segment_plans import use_reference_plans
 prepare()
 use_reference_plans()
 from bridge_cg_plugin.vision.kernels.padding import clear_padding
-from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved, locate_segments, segment_attention
+from bridge_cg_plugin.vision.kernels.segment_attention import (
+    lie_interleaved, locate_segments, plans_for, segment_attention
+)
 
 empty = torch.empty
 results, cases = [], torch.load(sys.argv[1])
@@ -27,7 +29,8 @@ torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 for case in cases:
     parts = [part.detach().requires_grad_() for part in case["mixed"].unbind(2)]
     located = locate_segments(case["offsets"], *parts[0].shape[1:])
-    out = segment_attention(*parts, located, case["largest"], case["scale"])
+    plans = plans_for(parts[0], case["offsets"].shape[0] - 1, case["largest"], case["scale"])
+    out = segment_attention(*parts, located, plans)
     gradients = torch.autograd.grad(out, parts, case["gradient"])
     cleared = torch.full_like(case["gradient"], 7.0)
     clear_padding(cleared, case["offsets"])

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...announce import warn
+
 PACKAGE = "nvidia-cudnn-frontend"
 # The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
 OLDEST_PACKAGE = (1, 29)
@@ -194,19 +196,22 @@ class SegmentPlans:
 
 
 @cache
-def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans:
-    """Return the plans of a shape on a device; the first call builds them, which no capture allows.
+def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
+    """Return the plans of a shape on a device, None with a warning where cuDNN has none.
 
-    They are kept for the life of the process: a recorded graph runs kernels that belong to its plan.
-
-    Raises:
-        cudnn.cudnnGraphNotSupportedError: cuDNN has no kernel for the shape on this device.
+    The first call builds them, which no capture allows. They are kept for the life of the process: a recorded graph
+    runs kernels that belong to its plan.
     """
     cudnn = importlib.import_module("cudnn")
-    with torch.cuda.device(device):
-        handle = _handle(device)
-        forward = _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
-        backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
+    try:
+        with torch.cuda.device(device):
+            handle = _handle(device)
+            forward = _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
+            backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warn(f"cuDNN cannot be called directly for {shape}, attention stays Transformer Engine's: {reason}")
+        return None
     return SegmentPlans(forward, backward)
 
 

@@ -57,12 +57,8 @@ def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
 
 class _SegmentAttention(Function):
     @staticmethod
-    def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, largest: int, scale: float
-    ) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
         tokens, heads, width = query.shape
-        shape = SegmentShape(segments.lengths.shape[0], largest, tokens, heads, width, query.dtype, scale)
-        plans = segment_plans(shape, query.device.index)
         out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
         stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
         tensors = {
@@ -99,7 +95,7 @@ class _SegmentAttention(Function):
         }
         plans.backward.run(tensors | ctx.segments.tensors())
         clear_padding(whole, ctx.segments.offsets)
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def lie_interleaved(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -114,18 +110,28 @@ def lie_interleaved(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, largest: int, scale: float
-) -> Tensor:
+def plans_for(query: Tensor, segments: int, largest: int, scale: float) -> SegmentPlans | None:
+    """Return the plans for `segment_attention` over queries `[tokens, heads, width]`, None where cuDNN has none.
+
+    Args:
+        query: Of the shape, dtype and device to plan for.
+        segments: How many segments there are at most.
+        largest: Bound of a segment's length in tokens.
+        scale: What the products of queries and keys are multiplied by.
+    """
+    return segment_plans(SegmentShape(segments, largest, *query.shape, query.dtype, scale), query.device.index)
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
     """Attend inside every segment.
 
     Args:
         query, key, value: `[tokens, heads, width]` bf16 or fp16 on a GPU, interleaved (see `lie_interleaved`).
         segments: Where segments lie; rows behind the last one are padding.
-        largest: Bound of a segment's length in tokens. A longer one is read and written in part only.
-        scale: What the products of queries and keys are multiplied by.
+        plans: For these tensors, and for as many segments. Of a segment longer than planned for, a part is read and
+            written only.
 
     Returns:
         `[tokens, heads, width]`, contiguous; zero in padding, as are the gradients.
     """
-    return _SegmentAttention.apply(query, key, value, segments, largest, scale)
+    return _SegmentAttention.apply(query, key, value, segments, plans)
