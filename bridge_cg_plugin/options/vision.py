@@ -31,8 +31,8 @@ class VisionGraphOptions:
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
         kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
             row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
-        attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin itself
-            through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size.
+        attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
+            itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
