@@ -135,8 +135,9 @@ UNPACKED_FROM = 768
 # Below this many tokens the scan is cheap enough for one bound per frame count.
 SMALL_CAPACITY = 1024
 # Attention that is called directly scans segments x largest segment as they are: 30,000 rows of 16 heads in a
-# millisecond of 27 layers on an H200.
-SCANNED_SEGMENTS = (8, 16, 32)
+# millisecond of 27 layers on an H200. Each bound costs a capture and two of cuDNN's plans, so there are few: a few
+# segments and many, of similar size, which scan this many rows a token, and a few of any size.
+FEW_SEGMENTS, MANY_SEGMENTS, ANY_SEGMENTS = 8, 32, 16
 SCANNED_ROWS = 4
 # With deterministic algorithms, cuDNN's attention backward takes 128 bytes x heads x (tokens rounded up to a power of
 # two) squared of workspace, 32 GiB at 4096 tokens and 16 heads, and Transformer Engine drops the fused kernel from
@@ -183,12 +184,18 @@ def segment_limits(tokens: int, max_segments: int, unpacked_from: int | None = N
 def scanned_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
     """Return the bounds as `frame_limits`, for attention that scans exactly frames x largest frame.
 
-    Bounds of several frames scan `SCANNED_ROWS` rows a token where frames are of similar size.
+    There are five at most: one frame where it attends unpacked, few and many of similar size, few of any size, and
+    whatever else fits.
     """
-    counts = [n for n in SCANNED_SEGMENTS if n < max_frames] + [max_frames]
-    bounds = {(1, tokens), (counts[0], tokens), (min(COMMON_SEGMENTS, max_frames), tokens), (max_frames, tokens)}
-    if tokens > SMALL_CAPACITY:
-        bounds |= {(n, min(_round_up(-(-tokens * SCANNED_ROWS // n), GRANULARITY), tokens)) for n in counts}
+    few, many, any_size = (min(n, max_frames) for n in (FEW_SEGMENTS, MANY_SEGMENTS, ANY_SEGMENTS))
+    bounds = {(max_frames, tokens)}
+    if tokens >= UNPACKED_FROM:
+        bounds.add((1, tokens))
+    if tokens <= SMALL_CAPACITY:
+        bounds.add((few, tokens))
+    else:
+        similar = {(n, min(_round_up(-(-tokens * SCANNED_ROWS // n), GRANULARITY), tokens)) for n in (few, many)}
+        bounds |= {*similar, (any_size, tokens)}
     return _cheapest_first(bounds, tokens, lambda segments, largest: segments * largest)
 
 

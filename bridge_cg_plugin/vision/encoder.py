@@ -154,10 +154,11 @@ class VisionGraphs(GraphedModule):
 
     def _may_attend_directly(self) -> bool:
         """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
-        if self.options.attention != "cudnn":
+        wanted = self.options.attention
+        if wanted == "transformer_engine":
             return False
         refusal = self.family.direct_attention_refusal()
-        if refusal is not None:
+        if refusal is not None and wanted == "cudnn":
             announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
         return refusal is None
 

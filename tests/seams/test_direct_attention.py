@@ -1,5 +1,6 @@
 """cuDNN's attention in place of Transformer Engine's call while a region is recorded."""
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -9,9 +10,12 @@ import sys
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import direct_attention, layer_kernels
 from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.vision.encoder import VisionGraphs
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")
@@ -203,6 +207,27 @@ def test_deterministic_algorithms_stay_transformer_engines(monkeypatch):
     assert "deterministic" in direct_attention_refusal()
 
 
+def attention_lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
+
+
+def may_attend(attention, refusal):
+    family = dataclasses.replace(QWEN3_VL, direct_attention_refusal=lambda: refusal)
+    options = VisionGraphOptions(impl="transformer_engine", attention=attention)
+    graphs = VisionGraphs(new_tower(), options, family, ReferenceExecutor())
+    return graphs._may_attend_directly()
+
+
+@pytest.mark.parametrize("refusal", [None, "there is no GPU"])
+def test_auto_attends_directly_where_it_can_and_says_nothing(capsys, refusal):
+    assert may_attend("auto", refusal) == (refusal is None)
+    assert not attention_lines(capsys)
+
+
+def test_attention_is_transformer_engines_where_that_is_asked_for():
+    assert may_attend("cudnn", None) and not may_attend("transformer_engine", None)
+
+
 def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeypatch):
     model, rows = new_tower(), [[1, 4, 6], [2, 2, 2]]
     with graphs_on(model) as graphs:
@@ -213,8 +238,7 @@ def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeyp
         poison(graphs, torch.nan)
         found = results(model, rows)
         assert [(b.tokens, b.limits) for b in graphs.statistics().buckets] == plain
-    lines = [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
-    assert lines == [
+    assert attention_lines(capsys) == [
         f"[bridge-cg] vision_cuda_graph_attention=cudnn: {QWEN3_VL.direct_attention_refusal()}; attention stays "
         "Transformer Engine's"
     ]

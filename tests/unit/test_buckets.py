@@ -1,7 +1,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.buckets import (
@@ -155,18 +155,37 @@ def test_scanned_bounds_are_distinct_cheapest_first_and_the_last_takes_all(token
     limits = scanned_limits(tokens, most)
     costs = [frames * largest for frames, largest in limits]
     assert costs == sorted(costs)
-    assert len(set(limits)) == len(limits) <= 8
+    assert len(set(limits)) == len(limits) <= (5 if tokens > 1024 else 3)
     assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
     assert accepts(limits[-1:], most, tokens)
 
 
-@given(capacities, st.integers(1, 60), st.integers(64, 600))
-def test_frames_of_similar_size_scan_a_few_rows_a_token(tokens, frames, most):
-    """The largest of up to 32 frames that fill a capacity may have twice their mean."""
-    assume(tokens > 1024 and frames <= 32)
-    largest = min(2 * tokens // frames, tokens)
-    found = accepts(scanned_limits(tokens, most), frames, largest)[0]
-    assert found[0] * found[1] <= max(4 * tokens + 64 * 32, 8 * tokens if frames <= 8 else 0)
+@given(capacities.filter(lambda n: n > 1024), st.integers(1, 600), st.data())
+def test_frames_of_one_size_scan_a_few_rows_a_token(tokens, most, data):
+    frames = data.draw(st.integers(1, min(most, 32)))
+    found = accepts(scanned_limits(tokens, most), frames, -(-tokens // frames))[0]
+    assert found[0] * found[1] <= 4 * tokens + 64 * 32
+
+
+@given(capacities, st.integers(1, 600), st.data())
+def test_a_few_frames_of_any_size_scan_at_most_16_rows_a_token(tokens, most, data):
+    frames = data.draw(st.integers(1, min(most, 16 if tokens > 1024 else 8)))
+    found = accepts(scanned_limits(tokens, most), frames, tokens)[0]
+    assert found[0] * found[1] <= 16 * tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "limits"),
+    [
+        (640, 64, [(8, 640), (64, 640)]),
+        (784, 64, [(1, 784), (8, 784), (64, 784)]),
+        (6720, 8, [(1, 6720), (8, 3392), (8, 6720)]),
+        (6400, 16, [(1, 6400), (8, 3200), (16, 1600), (16, 6400)]),
+        (6720, 64, [(1, 6720), (8, 3392), (32, 896), (16, 6720), (64, 6720)]),
+    ],
+)
+def test_scanned_bounds(tokens, most, limits):
+    assert scanned_limits(tokens, most) == limits
 
 
 @pytest.mark.parametrize("limits_of", [frame_limits, scanned_limits])

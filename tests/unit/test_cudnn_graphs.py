@@ -1,7 +1,9 @@
 """What cuDNN is asked for, and where it can be asked."""
 
+import dataclasses
 import importlib
 import json
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
 from bridge_cg_plugin.vision.kernels.cudnn_graphs import SegmentShape, backward_graph, forward_graph, unavailable
 
@@ -55,12 +58,13 @@ class NotSupported(Exception):
 @pytest.fixture
 def with_plans(monkeypatch):
     """Return a function that lets plans be of a class of the test's."""
-    remembered = (cudnn_graphs.segment_plans, cudnn_graphs._handle)
+    remembered = (cudnn_graphs.segment_plans, cudnn_graphs._handle, cudnn_graphs._say_refused)
     fake = SimpleNamespace(create_handle=lambda: object(), cudnnGraphNotSupportedError=NotSupported)
     monkeypatch.setitem(sys.modules, "cudnn", fake)
     monkeypatch.setattr(cudnn_graphs, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
     monkeypatch.setattr(cudnn_graphs, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for function in remembered:
         function.cache_clear()
     yield lambda kind: monkeypatch.setattr(cudnn_graphs, "_Plan", kind)
@@ -79,13 +83,12 @@ def test_a_shape_without_a_kernel_is_said_once_and_never_tried_again(with_plans,
         raise error
 
     with_plans(plan)
-    assert cudnn_graphs.segment_plans(SHAPE, 0) is None
-    assert cudnn_graphs.segment_plans(SHAPE, 0) is None
-    assert len(tried) == 1
+    other = dataclasses.replace(SHAPE, segments=16)
+    assert [cudnn_graphs.segment_plans(shape, 0) for shape in (SHAPE, SHAPE, other, other)] == [None] * 4
+    assert len(tried) == 2
     (record,) = caplog.records
-    assert "cannot be called directly" in record.message and record.message.endswith(
-        f"{type(error).__name__}: no engine"
-    )
+    what = "attention of 16 heads of 72 in bfloat16, which stays Transformer Engine's"
+    assert record.message.endswith(f"cuDNN cannot be called directly for {what}: {type(error).__name__}: no engine")
 
 
 def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
@@ -104,6 +107,81 @@ def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
     assert handles[0] is handles[1] is not handles[2]
 
 
+def test_plans_are_not_built_inside_a_capture(with_plans, monkeypatch):
+    with_plans(lambda *args: pytest.fail("was built"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="would be built for the first time inside a capture"):
+        cudnn_graphs.segment_plans(SHAPE, 0)
+
+
+class PlannedGraph:
+    """A graph of cuDNN's frontend for which it has an engine of its own and then the library's."""
+
+    plans = (SimpleNamespace(engine_id="python"), SimpleNamespace(engine_id="native"))
+
+    def __init__(self):
+        self.selected, self.runs = None, []
+
+    def validate(self):
+        pass
+
+    build_operation_graph = check_support = build_plans = validate
+
+    def create_execution_plans(self, modes):
+        self.modes = modes
+
+    def select_plan(self, index):
+        self.selected = index
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, pointers, workspace, handle):
+        self.runs.append(pointers)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Return cuDNN's frontend as a plan uses it."""
+    engines = SimpleNamespace(is_python_engine=lambda engine: engine == "python")
+    monkeypatch.setitem(sys.modules, "cudnn.engines.engine_ids", engines)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return SimpleNamespace(
+        heur_mode=SimpleNamespace(A="A"),
+        cudnnGraphNotSupportedError=NotSupported,
+        set_stream=lambda handle, stream: None,
+    )
+
+
+def test_the_librarys_first_choice_runs_on_what_is_bound(library):
+    graph, lengths = PlannedGraph(), torch.zeros(1)
+    cudnn_graphs._Plan(library, graph, "handle").run({cudnn_graphs.LENGTHS: lengths})
+    assert (graph.modes, graph.selected) == (["A"], 1)
+    assert graph.runs == [{cudnn_graphs.LENGTHS: lengths.data_ptr()}]
+
+
+def test_without_a_plan_of_the_library_nothing_is_planned(library):
+    graph = PlannedGraph()
+    graph.plans = graph.plans[:1]
+    with pytest.raises(NotSupported, match="no plan"):
+        cudnn_graphs._Plan(library, graph, "handle")
+
+
+def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):
+    graph, tensors = PlannedGraph(), {cudnn_graphs.LENGTHS: torch.zeros(1)}
+    plan = cudnn_graphs._Plan(library, graph, "handle")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="would run for the first time inside a capture"):
+        plan.run(tensors)
+    assert not graph.runs
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plan.run(tensors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    plan.run(tensors)
+    assert len(graph.runs) == 2
+
+
 @pytest.fixture(scope="module")
 def cudnn():
     return pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
@@ -120,6 +198,22 @@ def planned_or_refused(cudnn, describe, shape):
     except cudnn.cudnnGraphNotSupportedError as error:
         return str(error)
     return None
+
+
+# As Transformer Engine describes it, then with bounds of buckets: segments, largest, tokens.
+DESCRIBED = [(32, 8192, 8192), (64, 8192, 8192), (1, 640, 640), (8, 3392, 6720), (32, 896, 6720), (64, 16384, 16384)]
+
+
+@pytest.mark.parametrize("describe", [forward_graph, backward_graph], ids=["forward", "backward"])
+def test_cudnn_chooses_the_same_kernel_as_for_transformer_engine(cudnn, describe):
+    """Without a driver it refuses every choice in the order of its choices."""
+    chosen = set()
+    for bounds in DESCRIBED:
+        refusal = planned_or_refused(cudnn, describe, SegmentShape(*bounds, 16, 72, torch.bfloat16, 0.1))
+        if refusal is None:
+            pytest.skip("with a driver nothing is refused; tests/gpu compares the bits")
+        chosen.add(re.search(r'"engineId":(\d+).*?"CUDNN_KNOB_TYPE_KERNEL_CFG":(\d+)', refusal).groups())
+    assert len(chosen) == 1
 
 
 @pytest.mark.parametrize("describe", [forward_graph, backward_graph], ids=["forward", "backward"])

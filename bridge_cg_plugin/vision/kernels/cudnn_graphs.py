@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...announce import warn
+from ...graphs.errors import CaptureError
 
 PACKAGE = "nvidia-cudnn-frontend"
 # The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
@@ -176,15 +177,27 @@ class _Plan:
         graph.select_plan(native[0])
         graph.check_support()
         graph.build_plans()
-        self._workspace = max(graph.get_workspace_size(), 1)
+        self._workspace, self._has_run = max(graph.get_workspace_size(), 1), False
 
     def run(self, tensors: dict[int, torch.Tensor]) -> None:
-        """Run on the current stream; a capture records it."""
+        """Run on the current stream; a capture records it, but for the first run, which loads the kernels.
+
+        Raises:
+            CaptureError: A capture is under way and this is the first run.
+        """
+        if not self._has_run:
+            _refuse_capture("run")
         device = tensors[LENGTHS].device
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
         self._cudnn.set_stream(self._handle, torch.cuda.current_stream(device).cuda_stream)
         pointers = {uid: tensor.data_ptr() for uid, tensor in tensors.items()}
         self._graph.execute(pointers, workspace.data_ptr(), handle=self._handle)
+        self._has_run = True
+
+
+def _refuse_capture(step: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(f"a plan of cuDNN's attention would {step} for the first time inside a capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +212,13 @@ class SegmentPlans:
 def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
     """Return the plans of a shape on a device, None with a warning where cuDNN has none.
 
-    The first call builds them, which no capture allows. They are kept for the life of the process: a recorded graph
-    runs kernels that belong to its plan.
+    The first call builds them. They are kept for the life of the process: a recorded graph runs kernels that belong
+    to its plan.
+
+    Raises:
+        CaptureError: A capture is under way and the plans are not built.
     """
+    _refuse_capture("be built")
     cudnn = importlib.import_module("cudnn")
     try:
         with torch.cuda.device(device):
@@ -209,10 +226,15 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
             forward = _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
             backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warn(f"cuDNN cannot be called directly for {shape}, attention stays Transformer Engine's: {reason}")
+        _say_refused(shape.heads, shape.width, shape.dtype, f"{type(error).__name__}: {error}".splitlines()[0])
         return None
     return SegmentPlans(forward, backward)
+
+
+@cache
+def _say_refused(heads: int, width: int, dtype: torch.dtype, reason: str) -> None:
+    what = f"attention of {heads} heads of {width} in {str(dtype).removeprefix('torch.')}"
+    warn(f"cuDNN cannot be called directly for {what}, which stays Transformer Engine's: {reason}")
 
 
 @cache
