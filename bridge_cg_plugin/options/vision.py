@@ -11,6 +11,7 @@ IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("exact", "fast")
+ATTENTION = ("auto", "transformer_engine", "cudnn")
 GRADIENT_HOOKS = ("awaited", "always")
 
 
@@ -32,6 +33,9 @@ class VisionGraphOptions:
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
         kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
             row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
+        attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
+            itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
+            is "cudnn" where that is possible.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
@@ -56,6 +60,7 @@ class VisionGraphOptions:
     memory_gb: float | None = None
     exact_below: int = 256
     kernels: Literal["exact", "fast"] = "exact"
+    attention: Literal["auto", "transformer_engine", "cudnn"] = "transformer_engine"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
@@ -150,6 +155,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "memory_gb": positive_number,
     "exact_below": whole_number(0),
     "kernels": _one_of(KERNELS),
+    "attention": _one_of(ATTENTION),
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,

@@ -33,7 +33,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
                     stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
-            if _is_te_attention(module) and not deterministic():
+            if is_te_attention(module) and not deterministic():
                 stack.enter_context(replaced(module, "forward", functools.partial(_attention_forward, module)))
             if _adds_bias_before_gelu(module):
                 stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))
@@ -76,7 +76,8 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_bias_dropout_add
 
 
-def _is_te_attention(module: nn.Module) -> bool:
+def is_te_attention(module: nn.Module) -> bool:
+    """Whether a module is megatron-core's attention by Transformer Engine, no class derived from it."""
     extensions = sys.modules.get(EXTENSIONS)
     return extensions is not None and type(module) is extensions.TEDotProductAttention
 

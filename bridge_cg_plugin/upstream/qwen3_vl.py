@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
+from .direct_attention import direct_attention, direct_attention_refusal
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
@@ -64,7 +65,15 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-QWEN3_VL = EncoderFamily(pack_segments, fused_kernels, reordering_kernels, fused_accumulation, accumulate_from_now_on)
+QWEN3_VL = EncoderFamily(
+    pack_segments,
+    fused_kernels,
+    reordering_kernels,
+    direct_attention,
+    direct_attention_refusal,
+    fused_accumulation,
+    accumulate_from_now_on,
+)
 
 
 def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:

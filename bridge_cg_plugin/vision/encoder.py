@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
+from ..graphs.buckets import (
+    DETERMINISTIC_TOKENS,
+    BucketPlan,
+    deterministic,
+    frame_limits,
+    plan_buckets,
+    scanned_limits,
+)
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
@@ -47,6 +54,8 @@ class EncoderFamily:
         pack_segments: Builds upstream's attention metadata.
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
+        direct_attention: Likewise; calls cuDNN's attention with a bucket's own bounds.
+        direct_attention_refusal: Why that cannot be done in this process, None where it can.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
     """
@@ -54,6 +63,8 @@ class EncoderFamily:
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
+    direct_attention: RecordingKernels = nullcontext
+    direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder has no direct attention"
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
@@ -114,6 +125,7 @@ class VisionGraphs(GraphedModule):
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
+        self._attends_directly = False
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -139,9 +151,11 @@ class VisionGraphs(GraphedModule):
 
         What can fail on one rank alone is inside an agreement.
         """
+        peak = self._peak_bytes()  # before memory is measured, which forgets it
+        self._attends_directly = self._may_attend_directly()
         limit = self._peers.agree(self._finite_or_infinite_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
-        if self._may_reach_further() and self._record_with_headroom(limit):
+        if self._may_reach_further() and self._record_with_headroom(limit, peak):
             return
         for _ in range(LIMIT_ATTEMPTS):
             excess = self._peers.agree(partial(self._record_plan, limit)).largest
@@ -151,6 +165,19 @@ class VisionGraphs(GraphedModule):
             limit = self.plan.capacities[-1] / excess * MEMORY_MARGIN
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _may_attend_directly(self) -> bool:
+        """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
+        wanted = self.options.attention
+        if wanted == "transformer_engine":
+            return False
+        refusal = self.family.direct_attention_refusal()
+        if refusal is not None and wanted == "cudnn":
+            announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
+        return refusal is None
+
+    def _frame_limits(self, capacity: int, frames: int) -> list[tuple[int, int]]:
+        return (scanned_limits if self._attends_directly else frame_limits)(capacity, frames)
 
     def _record_plan(self, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
@@ -173,9 +200,9 @@ class VisionGraphs(GraphedModule):
         options = self.options
         return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
 
-    def _record_with_headroom(self, limit: float) -> bool:
+    def _record_with_headroom(self, limit: float, peak: int) -> bool:
         """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
-        fits = bool(self._peers.agree(partial(self._fits_with_headroom, limit)).smallest)
+        fits = bool(self._peers.agree(partial(self._fits_with_headroom, limit, peak)).smallest)
         if fits:
             self._check_twins()
             return True
@@ -183,8 +210,7 @@ class VisionGraphs(GraphedModule):
         announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self.options.headroom:g}")
         return False
 
-    def _fits_with_headroom(self, limit: float) -> bool:
-        peak = self._peak_bytes()
+    def _fits_with_headroom(self, limit: float, peak: int) -> bool:
         try:
             excess = self._record_plan(limit, self.options.headroom)
         except (OutOfMemoryInCapture, torch.OutOfMemoryError):
@@ -262,6 +288,7 @@ class VisionGraphs(GraphedModule):
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
         entered += [family.reordering_kernels] if options.kernels == "fast" else []
+        entered += [family.direct_attention] if self._attends_directly else []
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))
@@ -271,7 +298,7 @@ class VisionGraphs(GraphedModule):
         frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
         exact = self.options.exact_below
         if self.options.whole_encoder:
-            buckets = [Bucket(c, limits) for c in capacities for limits in frame_limits(c, frames)]
+            buckets = [Bucket(c, limits) for c in capacities for limits in self._frame_limits(c, frames)]
             programs = [self._encoder_program()]
         elif self.options.modules == ("attn",):
             buckets = [Bucket(c, (frames,)) for c in capacities]

@@ -26,6 +26,7 @@ VALUES = {
     "memory_gb": 2.5,
     "exact_below": 0,
     "kernels": "fast",
+    "attention": "cudnn",
     "gradient_accumulation_fusion": False,
     "gradient_hooks": "always",
     "cost_fallback": False,

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.buckets import GRANULARITY, LARGEST_STEP, _least_padding, frame_limits, plan_buckets
+from bridge_cg_plugin.graphs.buckets import (
+    GRANULARITY,
+    LARGEST_STEP,
+    _least_padding,
+    frame_limits,
+    plan_buckets,
+    scanned_limits,
+)
 from bridge_cg_plugin.graphs.program import Bucket
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
@@ -138,13 +145,52 @@ def test_a_single_frame_has_a_bound_of_its_own_where_unpacking_pays():
     assert (1, 764) not in frame_limits(764, 64)
 
 
+@given(capacities, st.integers(1, 600), st.sampled_from([frame_limits, scanned_limits]))
+def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most, limits_of):
+    assert all(frames * largest >= tokens for frames, largest in limits_of(tokens, most))
+
+
 @given(capacities, st.integers(1, 600))
-def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most):
-    assert all(frames * largest >= tokens for frames, largest in frame_limits(tokens, most))
+def test_scanned_bounds_are_distinct_cheapest_first_and_the_last_takes_all(tokens, most):
+    limits = scanned_limits(tokens, most)
+    costs = [frames * largest for frames, largest in limits]
+    assert costs == sorted(costs)
+    assert len(set(limits)) == len(limits) <= (5 if tokens > 1024 else 3)
+    assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
+    assert accepts(limits[-1:], most, tokens)
 
 
-def test_a_single_frame_needs_one_recording():
-    assert frame_limits(32768, 1) == [(1, 32768)]
+@given(capacities.filter(lambda n: n > 1024), st.integers(1, 600), st.data())
+def test_frames_of_one_size_scan_a_few_rows_a_token(tokens, most, data):
+    frames = data.draw(st.integers(1, min(most, 32)))
+    found = accepts(scanned_limits(tokens, most), frames, -(-tokens // frames))[0]
+    assert found[0] * found[1] <= 4 * tokens + 64 * 32
+
+
+@given(capacities, st.integers(1, 600), st.data())
+def test_a_few_frames_of_any_size_scan_at_most_16_rows_a_token(tokens, most, data):
+    frames = data.draw(st.integers(1, min(most, 16 if tokens > 1024 else 8)))
+    found = accepts(scanned_limits(tokens, most), frames, tokens)[0]
+    assert found[0] * found[1] <= 16 * tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "limits"),
+    [
+        (640, 64, [(8, 640), (64, 640)]),
+        (784, 64, [(1, 784), (8, 784), (64, 784)]),
+        (6720, 8, [(1, 6720), (8, 3392), (8, 6720)]),
+        (6400, 16, [(1, 6400), (8, 3200), (16, 1600), (16, 6400)]),
+        (6720, 64, [(1, 6720), (8, 3392), (32, 896), (16, 6720), (64, 6720)]),
+    ],
+)
+def test_scanned_bounds(tokens, most, limits):
+    assert scanned_limits(tokens, most) == limits
+
+
+@pytest.mark.parametrize("limits_of", [frame_limits, scanned_limits])
+def test_a_single_frame_needs_one_recording(limits_of):
+    assert limits_of(32768, 1) == [(1, 32768)]
 
 
 def test_many_small_frames_and_one_large_have_bounds_of_their_own():

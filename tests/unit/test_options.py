@@ -96,6 +96,8 @@ ACCEPTED = [
     ("memory_gb", "2.5", 2.5),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
+    ("attention", "auto", "auto"),
+    ("attention", "cudnn", "cudnn"),
     ("gradient_accumulation_fusion", "false", False),
     ("gradient_hooks", "always", "always"),
     ("cost_fallback", "false", False),
@@ -171,6 +173,7 @@ REFUSED = [
     ("exact_below", True),
     ("kernels", "fastest"),
     ("kernels", 3),
+    ("attention", "flash"),
     ("gradient_accumulation_fusion", "perhaps"),
     ("gradient_hooks", "never"),
     ("cost_fallback", "sometimes"),
@@ -245,7 +248,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
     kinds = {
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
-        "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str,
+        "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
     }  # fmt: skip
     assert isinstance(value, kinds[option])

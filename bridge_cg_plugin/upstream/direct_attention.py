@@ -1,0 +1,108 @@
+"""cuDNN's attention in place of Transformer Engine's call of it while a region is recorded."""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.buckets import UNPACKED_FROM, deterministic
+from .layer_kernels import is_te_attention
+from .replaced import replaced
+
+
+def direct_attention_refusal() -> str | None:
+    """Return why cuDNN is not called directly in this process, or None where it is."""
+    if deterministic():
+        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for deterministic algorithms"
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return "there is no GPU with Triton"
+    from ..vision.kernels.cudnn_graphs import unavailable
+
+    return unavailable()
+
+
+@contextmanager
+def direct_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Transformer Engine's attention modules below `modules` call cuDNN with a bucket's own bounds.
+
+    What a direct call does not do stays as it is: see `_attends_directly`.
+    """
+    located = _Located()
+    with ExitStack() as stack:
+        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+            if is_te_attention(module):
+                forward = functools.partial(_attention_forward, module, module.forward, located)
+                stack.enter_context(replaced(module, "forward", forward))
+        yield
+
+
+class _Located:
+    """Where the segments of a microbatch lie, computed once for all layers."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, int], Any] = {}
+
+    def __call__(self, offsets: Tensor, heads: int, width: int) -> Any:
+        from ..vision.kernels.segment_attention import locate_segments
+
+        key = (id(offsets), heads, width)
+        if key not in self._found:
+            self._found[key] = locate_segments(offsets, heads, width)  # which keeps `offsets`, and so its id, alive
+        return self._found[key]
+
+
+def _attention_forward(
+    attention: nn.Module,
+    original: Callable[..., Tensor],
+    located: _Located,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    from ..vision.kernels.segment_attention import plans_for, segment_attention
+
+    packed, plans = kwargs.get("packed_seq_params"), None
+    if packed is not None and _attends_directly(attention, query, key, value, args, kwargs):
+        segments = packed.cu_seqlens_q.shape[0] - 1
+        plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
+    if plans is None:
+        return original(query, key, value, *args, **kwargs)
+    tokens, heads, width = query.shape
+    return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans).view(tokens, -1)
+
+
+def _attends_directly(
+    attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether this is attention inside packed segments and nothing else, over what one projection made."""
+    from ..vision.kernels.segment_attention import lie_interleaved
+
+    packed = kwargs["packed_seq_params"]
+    mask = kwargs.get("attn_mask_type")
+    others = {name for name, given in kwargs.items() if given is not None} - {"packed_seq_params", "attn_mask_type"}
+    if others or any(arg is not None for arg in args) or getattr(mask, "name", None) not in ("no_mask", "padding"):
+        return False
+    if packed.cu_seqlens_q is not packed.cu_seqlens_kv or packed.cu_seqlens_q_padded is not None:
+        return False
+    if not isinstance(packed.max_seqlen_q, int) or packed.max_seqlen_q != packed.max_seqlen_kv:
+        return False
+    if packed.cu_seqlens_q.shape[0] == 2 and query.shape[0] >= UNPACKED_FROM:
+        return False  # one segment attends unpacked: no row is scanned in vain there
+    if query.dim() != 3 or query.dtype not in (torch.bfloat16, torch.float16) or not lie_interleaved(query, key, value):
+        return False
+    return _is_plain(attention)
+
+
+def _is_plain(attention: nn.Module) -> bool:
+    """Whether Transformer Engine's module is set up for softmax attention without dropout, windows or fp8."""
+    config = attention.config
+    dropped = attention.training and attention.attention_dropout > 0
+    unusual = dropped or attention.softmax_type != "vanilla" or attention.return_max_logit or config.fp8
+    whole = tuple(attention.window_size) == (-1, -1) and config.context_parallel_size == 1
+    return whole and not unusual

@@ -1,0 +1,243 @@
+"""cuDNN's attention over packed segments, described and planned through NVIDIA's package `nvidia-cudnn-frontend`.
+
+Transformer Engine describes it with at least 32 segments, each as long as all tokens rounded up to a power of two, and
+the backward has a pass over every row that it was described with. Here segments and their length are the bucket's own.
+"""
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...announce import warn
+from ...graphs.errors import CaptureError
+
+PACKAGE = "nvidia-cudnn-frontend"
+# The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
+OLDEST_PACKAGE = (1, 29)
+# Statistics of packed segments, as numbered by `cudnn.backend_version()`.
+OLDEST_CUDNN = 90600
+# Unique numbers of a graph's tensors.
+QUERY, KEY, VALUE, OUT, STATS, GRADIENT, D_QUERY, D_KEY, D_VALUE = range(1, 10)
+LENGTHS, MIXED_OFFSETS, OUT_OFFSETS, STATS_OFFSETS = range(20, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShape:
+    """What attention over packed segments is planned for.
+
+    Attributes:
+        segments: How many segments there are at most.
+        largest: Tokens of the largest one at most.
+        tokens: Rows of the packed tensors.
+        heads, width: Attention heads and the size of one.
+        dtype: bf16 or fp16.
+        scale: What the products of queries and keys are multiplied by.
+    """
+
+    segments: int
+    largest: int
+    tokens: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+    scale: float
+
+
+def unavailable() -> str | None:
+    """Return why cuDNN cannot be called directly here, or None where it can."""
+    try:
+        cudnn = importlib.import_module("cudnn")
+        release = tuple(int(part) for part in cudnn.__version__.split(".")[:2])
+        version = cudnn.backend_version()
+    except (ImportError, AttributeError, ValueError, RuntimeError, OSError) as error:
+        return f"the package {PACKAGE} cannot be used ({type(error).__name__}: {error})"
+    if release < OLDEST_PACKAGE:
+        return f"{PACKAGE} is {cudnn.__version__}, older than {'.'.join(map(str, OLDEST_PACKAGE))}"
+    return None if version >= OLDEST_CUDNN else f"cuDNN is {version}, older than {OLDEST_CUDNN}"
+
+
+def forward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any:
+    """Return the graph of `softmax(query key^T scale) value` in every segment, not planned yet.
+
+    Args:
+        cudnn: The frontend's module.
+        shape: What to describe.
+        target: What the graph is for, as `cudnn.pygraph` takes it: `handle`, or `sm_version` and `device_property`.
+    """
+    description = _Description(cudnn, shape, target)
+    graph, offsets = description.graph, description.offsets(OUT_OFFSETS)
+    query, key, value = (description.mixed(uid) for uid in (QUERY, KEY, VALUE))
+    out, stats = graph.sdpa(
+        name="attention", q=query, k=key, v=value, generate_stats=True, **description.inside_segments()
+    )
+    out.set_output(True).set_dim(description.dim).set_stride(description.out_stride).set_uid(OUT)
+    out.set_ragged_offset(offsets)
+    stats.set_output(True).set_data_type(cudnn.data_type.FLOAT).set_uid(STATS)
+    stats.set_dim(description.stats_dim).set_stride(description.stats_stride)
+    stats.set_ragged_offset(description.offsets(STATS_OFFSETS))
+    return graph
+
+
+def backward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any:
+    """Return the graph of the gradients of queries, keys and values, not planned yet; arguments as `forward_graph`."""
+    description = _Description(cudnn, shape, target)
+    graph, offsets = description.graph, description.offsets(OUT_OFFSETS)
+    query, key, value = (description.mixed(uid) for uid in (QUERY, KEY, VALUE))
+    out, gradient = (
+        description.tensor(uid, description.dim, description.out_stride, offsets) for uid in (OUT, GRADIENT)
+    )
+    stats = description.tensor(
+        STATS,
+        description.stats_dim,
+        description.stats_stride,
+        description.offsets(STATS_OFFSETS),
+        cudnn.data_type.FLOAT,
+    )
+    gradients = graph.sdpa_backward(
+        name="attention_backward",
+        q=query,
+        k=key,
+        v=value,
+        o=out,
+        dO=gradient,
+        stats=stats,
+        max_total_seq_len_q=shape.tokens,
+        max_total_seq_len_kv=shape.tokens,
+        **description.inside_segments(),
+    )
+    for uid, found in zip((D_QUERY, D_KEY, D_VALUE), gradients, strict=True):
+        found.set_output(True).set_dim(description.dim).set_stride(description.mixed_stride).set_uid(uid)
+        found.set_ragged_offset(description.mixed_offsets)
+    return graph
+
+
+class _Description:
+    """A graph with what forward and backward have in common.
+
+    Queries, keys and values lie interleaved: `[tokens, heads, 3, width]`. Offsets count elements.
+    """
+
+    def __init__(self, cudnn: ModuleType, shape: SegmentShape, target: dict[str, Any]) -> None:
+        kinds = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+        self._cudnn, self._shape, self._kind = cudnn, shape, kinds[shape.dtype]
+        self.graph = cudnn.pygraph(
+            io_data_type=self._kind,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            **target,
+        )
+        heads, width, largest = shape.heads, shape.width, shape.largest
+        self.dim = [shape.segments, heads, largest, width]
+        self.out_stride = [largest * heads * width, width, heads * width, 1]
+        self.mixed_stride = [largest * heads * 3 * width, 3 * width, heads * 3 * width, 1]
+        self.stats_dim = [shape.segments, heads, largest, 1]
+        self.stats_stride = [largest * heads, 1, heads, 1]
+        self.mixed_offsets = self.offsets(MIXED_OFFSETS)
+
+    def tensor(self, uid: int, dim: list[int], stride: list[int], offsets: Any = None, kind: Any = None) -> Any:
+        return self.graph.tensor(
+            name=f"tensor_{uid}", uid=uid, dim=dim, stride=stride, ragged_offset=offsets, data_type=kind or self._kind
+        )
+
+    def offsets(self, uid: int) -> Any:
+        return self._per_segment(uid, self._shape.segments + 1, self._cudnn.data_type.INT64)
+
+    def mixed(self, uid: int) -> Any:
+        return self.tensor(uid, self.dim, self.mixed_stride, self.mixed_offsets)
+
+    def inside_segments(self) -> dict[str, Any]:
+        lengths = self._per_segment(LENGTHS, self._shape.segments, self._cudnn.data_type.INT32)
+        return {
+            "attn_scale": self._shape.scale,
+            "use_padding_mask": True,
+            "seq_len_q": lengths,
+            "seq_len_kv": lengths,
+        }
+
+    def _per_segment(self, uid: int, count: int, kind: Any) -> Any:
+        return self.tensor(uid, [count, 1, 1, 1], [1, 1, 1, 1], kind=kind)
+
+
+class _Plan:
+    """One graph, planned for a device: cuDNN's own first choice, the one that Transformer Engine takes as well."""
+
+    def __init__(self, cudnn: ModuleType, graph: Any, handle: Any) -> None:
+        self._cudnn, self._graph, self._handle = cudnn, graph, handle
+        is_python_engine = importlib.import_module("cudnn.engines.engine_ids").is_python_engine
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        native = [i for i, plan in enumerate(graph.plans) if not is_python_engine(plan.engine_id)]
+        if not native:
+            raise cudnn.cudnnGraphNotSupportedError("cuDNN's library has no plan for it")
+        graph.select_plan(native[0])
+        graph.check_support()
+        graph.build_plans()
+        self._workspace, self._has_run = max(graph.get_workspace_size(), 1), False
+
+    def run(self, tensors: dict[int, torch.Tensor]) -> None:
+        """Run on the current stream; a capture records it, but for the first run, which loads the kernels.
+
+        Raises:
+            CaptureError: A capture is under way and this is the first run.
+        """
+        if not self._has_run:
+            _refuse_capture("run")
+        device = tensors[LENGTHS].device
+        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
+        self._cudnn.set_stream(self._handle, torch.cuda.current_stream(device).cuda_stream)
+        pointers = {uid: tensor.data_ptr() for uid, tensor in tensors.items()}
+        self._graph.execute(pointers, workspace.data_ptr(), handle=self._handle)
+        self._has_run = True
+
+
+def _refuse_capture(step: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(f"a plan of cuDNN's attention would {step} for the first time inside a capture")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlans:
+    """Attention over packed segments, ready to run."""
+
+    forward: _Plan
+    backward: _Plan
+
+
+@cache
+def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
+    """Return the plans of a shape on a device, None with a warning where cuDNN has none.
+
+    The first call builds them. They are kept for the life of the process: a recorded graph runs kernels that belong
+    to its plan.
+
+    Raises:
+        CaptureError: A capture is under way and the plans are not built.
+    """
+    _refuse_capture("be built")
+    cudnn = importlib.import_module("cudnn")
+    try:
+        with torch.cuda.device(device):
+            handle = _handle(device)
+            forward = _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
+            backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
+        _say_refused(shape.heads, shape.width, shape.dtype, f"{type(error).__name__}: {error}".splitlines()[0])
+        return None
+    return SegmentPlans(forward, backward)
+
+
+@cache
+def _say_refused(heads: int, width: int, dtype: torch.dtype, reason: str) -> None:
+    what = f"attention of {heads} heads of {width} in {str(dtype).removeprefix('torch.')}"
+    warn(f"cuDNN cannot be called directly for {what}, which stays Transformer Engine's: {reason}")
+
+
+@cache
+def _handle(device: int) -> Any:
+    """Return the device's handle, which every plan on it shares."""
+    return importlib.import_module("cudnn").create_handle()

@@ -1,0 +1,137 @@
+"""Attention over packed segments by cuDNN's own kernels, described with a bucket's bounds.
+
+The kernels are those that Transformer Engine runs. Gradients come interleaved as the projection's output lies, and only
+rows behind the last segment are zeroed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from . import cudnn_graphs
+from .cudnn_graphs import SegmentPlans, SegmentShape, segment_plans
+from .padding import clear_padding
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where segments lie, as cuDNN wants to know it.
+
+    Attributes:
+        offsets: `[segments + 1]` int32 `cu_seqlens`.
+        lengths: `[segments]` int32 tokens.
+        mixed_offsets, out_offsets, stats_offsets: `[segments + 1]` int64 offsets in elements of queries, keys and
+            values, of the output, and of the statistics.
+    """
+
+    offsets: Tensor
+    lengths: Tensor
+    mixed_offsets: Tensor
+    out_offsets: Tensor
+    stats_offsets: Tensor
+
+    def tensors(self) -> dict[int, Tensor]:
+        """Return what a plan binds, by its number in the graph."""
+        return {
+            cudnn_graphs.LENGTHS: self.lengths,
+            cudnn_graphs.MIXED_OFFSETS: self.mixed_offsets,
+            cudnn_graphs.OUT_OFFSETS: self.out_offsets,
+            cudnn_graphs.STATS_OFFSETS: self.stats_offsets,
+        }
+
+
+def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
+    """Return where segments lie in packed tensors of so many heads, computed on the device.
+
+    Args:
+        offsets: `[segments + 1]` int32 `cu_seqlens`, non-decreasing, on a device.
+        heads, width: Attention heads and the size of one.
+    """
+    stats = offsets.to(torch.int64) * heads
+    out = stats * width
+    return Segments(offsets, offsets[1:] - offsets[:-1], out * 3, out, stats)
+
+
+class _SegmentAttention(Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
+        tokens, heads, width = query.shape
+        out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
+        stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
+        tensors = {
+            cudnn_graphs.QUERY: query,
+            cudnn_graphs.KEY: key,
+            cudnn_graphs.VALUE: value,
+            cudnn_graphs.OUT: out,
+            cudnn_graphs.STATS: stats,
+        }
+        plans.forward.run(tensors | segments.tensors())
+        clear_padding(out, segments.offsets)
+        ctx.save_for_backward(query, key, value, out, stats)
+        ctx.plans, ctx.segments = plans, segments
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        query, key, value, out, stats = ctx.saved_tensors
+        plans: SegmentPlans = ctx.plans
+        tokens, heads, width = out.shape
+        whole = torch.empty((tokens, heads, 3, width), dtype=out.dtype, device=out.device)
+        gradients = whole.unbind(2)
+        tensors = {
+            cudnn_graphs.QUERY: query,
+            cudnn_graphs.KEY: key,
+            cudnn_graphs.VALUE: value,
+            cudnn_graphs.OUT: out,
+            cudnn_graphs.STATS: stats,
+            cudnn_graphs.GRADIENT: gradient.contiguous(),
+            cudnn_graphs.D_QUERY: gradients[0],
+            cudnn_graphs.D_KEY: gradients[1],
+            cudnn_graphs.D_VALUE: gradients[2],
+        }
+        plans.backward.run(tensors | ctx.segments.tensors())
+        clear_padding(whole, ctx.segments.offsets)
+        return *gradients, None, None
+
+
+def lie_interleaved(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether three `[tokens, heads, width]` tensors are one `[tokens, heads, 3, width]` taken apart."""
+    _, heads, width = query.shape
+    step = width * query.element_size()
+    start = query.data_ptr()
+    return (
+        query.shape == key.shape == value.shape
+        and query.stride() == key.stride() == value.stride() == (heads * 3 * width, 3 * width, 1)
+        and (key.data_ptr(), value.data_ptr()) == (start + step, start + 2 * step)
+    )
+
+
+def plans_for(query: Tensor, segments: int, largest: int, scale: float) -> SegmentPlans | None:
+    """Return the plans for `segment_attention` over queries `[tokens, heads, width]`, None where cuDNN has none.
+
+    Args:
+        query: Of the shape, dtype and device to plan for.
+        segments: How many segments there are at most.
+        largest: Bound of a segment's length in tokens.
+        scale: What the products of queries and keys are multiplied by.
+    """
+    return segment_plans(SegmentShape(segments, largest, *query.shape, query.dtype, scale), query.device.index)
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
+    """Attend inside every segment.
+
+    Args:
+        query, key, value: `[tokens, heads, width]` bf16 or fp16 on a GPU, interleaved (see `lie_interleaved`).
+        segments: Where segments lie; rows behind the last one are padding.
+        plans: For these tensors, and for as many segments. Of a segment longer than planned for, a part is read and
+            written only.
+
+    Returns:
+        `[tokens, heads, width]`, contiguous; zero in padding, as are the gradients.
+    """
+    return _SegmentAttention.apply(query, key, value, segments, plans)

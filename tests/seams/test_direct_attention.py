@@ -1,0 +1,245 @@
+"""cuDNN's attention in place of Transformer Engine's call while a region is recorded."""
+
+import dataclasses
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream import direct_attention, layer_kernels
+from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
+from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.vision.encoder import VisionGraphs
+from tests.unit.towers import graphs_on, new_tower, poison, results
+
+pytest.importorskip("triton")
+
+TOWER_SCRIPT = """
+import torch
+
+from bridge_cg_plugin.upstream import direct_attention
+from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
+from bridge_cg_plugin.upstream.qwen3_vl import pack_segments
+from bridge_cg_plugin.upstream.rotary import fused_rotary
+from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
+from bridge_cg_plugin.graphs.program import Bucket
+from tests.interpreted import prepare
+from tests.segment_plans import use_reference_plans
+from tests.unit.towers import draw, new_tower
+
+prepare()
+planned = use_reference_plans()
+tower = new_tower().half()
+attentions = [layer.self_attention.core_attention for layer in tower.decoder.layers]
+for module in attentions:  # what stands in for Transformer Engine's on a CPU, set up as that
+    module.softmax_scale, module.attention_dropout, module.window_size = 16**-0.5, 0.0, (-1, -1)
+    module.softmax_type, module.return_max_logit, module.config = "vanilla", False, tower.config
+direct_attention.is_te_attention = attentions.__contains__
+pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
+bucket = Bucket(40, (8, 32))
+program = Qwen3VLEncoder(tower, pack_segments)
+buffers = {"pixels": torch.zeros(40, pixels.shape[1]).half(), "grid": torch.zeros(8, 3, dtype=torch.int64)}
+buffers["pixels"][:32], buffers["grid"][:2] = pixels, grid
+rows = 32 // tower.config.spatial_merge_size**2
+
+def run():
+    outputs = [o[:rows] for o in program.forward(buffers, bucket)]
+    parameters = [p for p in tower.parameters() if p.requires_grad]
+    loss = sum((o.float() * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
+    return [*outputs, *torch.autograd.grad(loss, parameters)]
+
+with fused_rotary([tower]), fused_layer_kernels([tower]):
+    expected = run()
+    assert not planned
+    with direct_attention.direct_attention([tower]):
+        found = run()
+assert {(s.segments, s.largest, s.tokens) for s in planned} == {(8, 32, 40)}, planned
+assert len(planned) == len(tower.decoder.layers)
+for a, b in zip(found, expected, strict=True):
+    difference = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-3))
+    assert difference < 3e-2, difference
+print("same", len(found))
+"""
+
+
+def test_a_tower_that_attends_directly_computes_the_same():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", TOWER_SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1].startswith("same")
+
+
+SET_UP = {
+    "softmax_scale": 0.25, "attention_dropout": 0.0, "softmax_type": "vanilla", "return_max_logit": False,
+    "window_size": (-1, -1),
+}  # fmt: skip
+
+
+def te_attention_class():
+    return importlib.import_module(layer_kernels.EXTENSIONS).TEDotProductAttention
+
+
+@pytest.mark.parametrize("name", SET_UP)
+def test_transformer_engines_attention_keeps_what_is_asked_of_it(name):
+    assert f"self.{name} = " in inspect.getsource(te_attention_class().__mro__[1].__init__)
+
+
+@pytest.fixture
+def attention():
+    """Return Transformer Engine's attention module of a layer."""
+    kind = te_attention_class()
+    made = kind.__new__(kind)  # its constructor needs a GPU
+    torch.nn.Module.__init__(made)
+    made.config = new_tower().config
+    for name, value in SET_UP.items():
+        setattr(made, name, value)
+    return made
+
+
+def qkv(tokens=300, dtype=torch.bfloat16):
+    return torch.zeros(tokens, 2, 3, 16, dtype=dtype).unbind(2)
+
+
+def packed(segments=4, largest=128):
+    return pack_segments(torch.zeros(segments + 1, dtype=torch.int32), largest)
+
+
+def mask(name="no_mask"):
+    return importlib.import_module("megatron.core.transformer.enums").AttnMaskType[name]
+
+
+def attends(attention, parts=None, args=(None,), **kwargs):
+    given = {"packed_seq_params": packed(), "attn_mask_type": mask(), "attention_bias": None, **kwargs}
+    return direct_attention._attends_directly(attention, *(parts or qkv()), args, given)
+
+
+def test_packed_segments_of_one_projection_attend_directly(attention):
+    assert attends(attention)
+    assert attends(attention, attn_mask_type=mask("padding"))
+    assert attends(attention, packed_seq_params=packed(1))
+
+
+CHANGED = pack_segments(torch.zeros(5, dtype=torch.int32), 128)
+CHANGED.cu_seqlens_kv = CHANGED.cu_seqlens_q.clone()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"attn_mask_type": mask("causal")},
+        {"attn_mask_type": None},
+        {"attention_bias": torch.zeros(1)},
+        {"args": (torch.zeros(1),)},
+        {"num_splits": 1},
+        {"packed_seq_params": CHANGED},
+        {"packed_seq_params": packed(largest=torch.tensor(128))},
+        {"packed_seq_params": packed(1), "parts": qkv(768)},
+        {"parts": qkv(dtype=torch.float32)},
+        {"parts": tuple(part.clone() for part in qkv())},
+    ],
+    ids=[
+        "causal", "no mask type", "bias", "mask", "splits", "other keys", "device bound", "one large segment", "fp32",
+        "separate",
+    ],
+)  # fmt: skip
+def test_other_calls_stay_transformer_engines(attention, call):
+    assert not attends(attention, **call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("attention_dropout", 0.1), ("softmax_type", "learnable"), ("return_max_logit", True), ("window_size", (8, 8))],
+)
+def test_attention_of_another_kind_stays_transformer_engines(attention, name, value):
+    assert hasattr(attention, name)
+    setattr(attention, name, value)
+    assert not attends(attention)
+    if name == "attention_dropout":
+        assert attends(attention.eval())
+
+
+@pytest.mark.parametrize(("name", "value"), [("fp8", "hybrid"), ("context_parallel_size", 2)])
+def test_a_configuration_of_another_kind_stays_transformer_engines(attention, name, value):
+    assert hasattr(attention.config, name)
+    setattr(attention.config, name, value)
+    assert not attends(attention)
+
+
+def test_other_calls_reach_what_stood_there_before(attention):
+    calls = []
+    query, key, value = qkv()
+    attention.forward = lambda *args, **kwargs: calls.append((args, kwargs))
+    with direct_attention.direct_attention([attention]):
+        attention.forward(query, key, value, None, attn_mask_type=mask("causal"), packed_seq_params=packed())
+        attention.forward(query, key, value, None, packed_seq_params=None)
+    assert [len(args) for args, _ in calls] == [4, 4]
+
+
+def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):
+    from bridge_cg_plugin.vision.kernels import segment_attention
+
+    monkeypatch.setattr(segment_attention, "segment_plans", lambda shape, device: None)
+    attention.forward = lambda *args, **kwargs: "packed"
+    with direct_attention.direct_attention([attention]):
+        found = attention.forward(*qkv(), None, attn_mask_type=mask(), packed_seq_params=packed())
+    assert found == "packed"
+
+
+def test_megatron_core_calls_attention_as_expected():
+    names = list(inspect.signature(te_attention_class().forward).parameters)
+    assert names[1:5] == ["query", "key", "value", "attention_mask"]
+    assert {"attn_mask_type", "attention_bias", "packed_seq_params"} <= set(names)
+
+
+def test_without_a_gpu_it_is_refused():
+    if not torch.cuda.is_available():
+        assert "no GPU" in direct_attention_refusal()
+
+
+def test_deterministic_algorithms_stay_transformer_engines(monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert "deterministic" in direct_attention_refusal()
+
+
+def attention_lines(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
+
+
+def may_attend(attention, refusal):
+    family = dataclasses.replace(QWEN3_VL, direct_attention_refusal=lambda: refusal)
+    options = VisionGraphOptions(impl="transformer_engine", attention=attention)
+    graphs = VisionGraphs(new_tower(), options, family, ReferenceExecutor())
+    return graphs._may_attend_directly()
+
+
+@pytest.mark.parametrize("refusal", [None, "there is no GPU"])
+def test_auto_attends_directly_where_it_can_and_says_nothing(capsys, refusal):
+    assert may_attend("auto", refusal) == (refusal is None)
+    assert not attention_lines(capsys)
+
+
+def test_attention_is_transformer_engines_where_that_is_asked_for():
+    assert may_attend("cudnn", None) and not may_attend("transformer_engine", None)
+
+
+def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeypatch):
+    model, rows = new_tower(), [[1, 4, 6], [2, 2, 2]]
+    with graphs_on(model) as graphs:
+        plain = [(b.tokens, b.limits) for b in graphs.statistics().buckets]
+        expected = results(model, rows)
+    capsys.readouterr()
+    with graphs_on(model, attention="cudnn") as graphs:
+        poison(graphs, torch.nan)
+        found = results(model, rows)
+        assert [(b.tokens, b.limits) for b in graphs.statistics().buckets] == plain
+    assert attention_lines(capsys) == [
+        f"[bridge-cg] vision_cuda_graph_attention=cudnn: {QWEN3_VL.direct_attention_refusal()}; attention stays "
+        "Transformer Engine's"
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))

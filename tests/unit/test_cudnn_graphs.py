@@ -1,0 +1,235 @@
+"""What cuDNN is asked for, and where it can be asked."""
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.vision.kernels import cudnn_graphs
+from bridge_cg_plugin.vision.kernels.cudnn_graphs import SegmentShape, backward_graph, forward_graph, unavailable
+
+SHAPE = SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5)
+# A GPU as cuDNN describes an H200, so that it answers without one.
+H200 = {
+    "maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
+    "multiProcessorCount": 132, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
+    "maxSharedMemoryPerBlockOptin": 232448, "reservedSharedMemoryPerBlock": 1024, "maxRegistersPerSM": 65536,
+    "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0,
+    "supportCoopLaunch": 1, "deviceVer": 900, "driverVer": 13000, "smClockRateKHz": 1980000,
+    "memClockRateKHz": 3201000, "l2CacheSize": 62914560, "totalGlobalMem": 150000000000, "cudaDeviceId": 0,
+    "deviceName": "NVIDIA H200",
+}  # fmt: skip
+OLD = SimpleNamespace(__version__="1.28.0", backend_version=lambda: 91900)
+OLD_LIBRARY = SimpleNamespace(__version__="1.32.0", backend_version=lambda: 90501)
+NEW = SimpleNamespace(__version__="2.0.0rc1", backend_version=lambda: 91900)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, "nvidia-cudnn-frontend cannot be used"),
+        (SimpleNamespace(), "nvidia-cudnn-frontend cannot be used"),
+        (OLD, "nvidia-cudnn-frontend is 1.28.0, older than 1.29"),
+        (OLD_LIBRARY, "cuDNN is 90501, older than 90600"),
+    ],
+    ids=["missing", "another package", "old", "old library"],
+)
+def test_why_cudnn_cannot_be_called(monkeypatch, module, reason):
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    assert reason in unavailable()
+
+
+def test_a_newer_package_is_taken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", NEW)
+    assert unavailable() is None
+
+
+class NotSupported(Exception):
+    pass
+
+
+@pytest.fixture
+def with_plans(monkeypatch):
+    """Return a function that lets plans be of a class of the test's."""
+    remembered = (cudnn_graphs.segment_plans, cudnn_graphs._handle, cudnn_graphs._say_refused)
+    fake = SimpleNamespace(create_handle=lambda: object(), cudnnGraphNotSupportedError=NotSupported)
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    monkeypatch.setattr(cudnn_graphs, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
+    monkeypatch.setattr(cudnn_graphs, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for function in remembered:
+        function.cache_clear()
+    yield lambda kind: monkeypatch.setattr(cudnn_graphs, "_Plan", kind)
+    for function in remembered:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error", [NotSupported("no engine\nmore"), RuntimeError("no engine"), ImportError("no engine")]
+)
+def test_a_shape_without_a_kernel_is_said_once_and_never_tried_again(with_plans, caplog, error):
+    tried = []
+
+    def plan(cudnn, graph, handle):
+        tried.append(graph)
+        raise error
+
+    with_plans(plan)
+    other = dataclasses.replace(SHAPE, segments=16)
+    assert [cudnn_graphs.segment_plans(shape, 0) for shape in (SHAPE, SHAPE, other, other)] == [None] * 4
+    assert len(tried) == 2
+    (record,) = caplog.records
+    what = "attention of 16 heads of 72 in bfloat16, which stays Transformer Engine's"
+    assert record.message.endswith(f"cuDNN cannot be called directly for {what}: {type(error).__name__}: no engine")
+
+
+def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
+    made = []
+
+    class Plan:
+        def __init__(self, cudnn, graph, handle):
+            made.append((graph, handle))
+
+    with_plans(Plan)
+    first = cudnn_graphs.segment_plans(SHAPE, 0)
+    assert cudnn_graphs.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
+    cudnn_graphs.segment_plans(SHAPE, 1)
+    assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", SHAPE), ("backward", SHAPE)]
+    handles = [handle for _, handle in made]
+    assert handles[0] is handles[1] is not handles[2]
+
+
+def test_plans_are_not_built_inside_a_capture(with_plans, monkeypatch):
+    with_plans(lambda *args: pytest.fail("was built"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="would be built for the first time inside a capture"):
+        cudnn_graphs.segment_plans(SHAPE, 0)
+
+
+class PlannedGraph:
+    """A graph of cuDNN's frontend for which it has an engine of its own and then the library's."""
+
+    plans = (SimpleNamespace(engine_id="python"), SimpleNamespace(engine_id="native"))
+
+    def __init__(self):
+        self.selected, self.runs = None, []
+
+    def validate(self):
+        pass
+
+    build_operation_graph = check_support = build_plans = validate
+
+    def create_execution_plans(self, modes):
+        self.modes = modes
+
+    def select_plan(self, index):
+        self.selected = index
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, pointers, workspace, handle):
+        self.runs.append(pointers)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Return cuDNN's frontend as a plan uses it."""
+    engines = SimpleNamespace(is_python_engine=lambda engine: engine == "python")
+    monkeypatch.setitem(sys.modules, "cudnn.engines.engine_ids", engines)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return SimpleNamespace(
+        heur_mode=SimpleNamespace(A="A"),
+        cudnnGraphNotSupportedError=NotSupported,
+        set_stream=lambda handle, stream: None,
+    )
+
+
+def test_the_librarys_first_choice_runs_on_what_is_bound(library):
+    graph, lengths = PlannedGraph(), torch.zeros(1)
+    cudnn_graphs._Plan(library, graph, "handle").run({cudnn_graphs.LENGTHS: lengths})
+    assert (graph.modes, graph.selected) == (["A"], 1)
+    assert graph.runs == [{cudnn_graphs.LENGTHS: lengths.data_ptr()}]
+
+
+def test_without_a_plan_of_the_library_nothing_is_planned(library):
+    graph = PlannedGraph()
+    graph.plans = graph.plans[:1]
+    with pytest.raises(NotSupported, match="no plan"):
+        cudnn_graphs._Plan(library, graph, "handle")
+
+
+def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):
+    graph, tensors = PlannedGraph(), {cudnn_graphs.LENGTHS: torch.zeros(1)}
+    plan = cudnn_graphs._Plan(library, graph, "handle")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="would run for the first time inside a capture"):
+        plan.run(tensors)
+    assert not graph.runs
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plan.run(tensors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    plan.run(tensors)
+    assert len(graph.runs) == 2
+
+
+@pytest.fixture(scope="module")
+def cudnn():
+    return pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+
+
+def planned_or_refused(cudnn, describe, shape):
+    """Return why cuDNN refuses a plan for an H200; None where it makes one."""
+    device = cudnn.create_device_properties(json.dumps(H200))
+    graph = describe(cudnn, shape, sm_version=90, device_property=device)
+    graph.validate()
+    graph.build_operation_graph()
+    try:
+        graph.create_execution_plans([cudnn.heur_mode.A])
+    except cudnn.cudnnGraphNotSupportedError as error:
+        return str(error)
+    return None
+
+
+# As Transformer Engine describes it, then with bounds of buckets: segments, largest, tokens.
+DESCRIBED = [(32, 8192, 8192), (64, 8192, 8192), (1, 640, 640), (8, 3392, 6720), (32, 896, 6720), (64, 16384, 16384)]
+
+
+@pytest.mark.parametrize("describe", [forward_graph, backward_graph], ids=["forward", "backward"])
+def test_cudnn_chooses_the_same_kernel_as_for_transformer_engine(cudnn, describe):
+    """Without a driver it refuses every choice in the order of its choices."""
+    chosen = set()
+    for bounds in DESCRIBED:
+        refusal = planned_or_refused(cudnn, describe, SegmentShape(*bounds, 16, 72, torch.bfloat16, 0.1))
+        if refusal is None:
+            pytest.skip("with a driver nothing is refused; tests/gpu compares the bits")
+        chosen.add(re.search(r'"engineId":(\d+).*?"CUDNN_KNOB_TYPE_KERNEL_CFG":(\d+)', refusal).groups())
+    assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("describe", [forward_graph, backward_graph], ids=["forward", "backward"])
+@pytest.mark.parametrize("segments", [1, 8, 512])
+def test_cudnn_has_a_kernel_for_packed_segments(cudnn, describe, segments):
+    """Without a driver a plan cannot be compiled; nothing else is missing."""
+    refusal = planned_or_refused(cudnn, describe, SegmentShape(segments, 1024, 6720, 16, 72, torch.bfloat16, 0.1))
+    assert refusal is None or "RUNTIME_PREREQUISITE_MISSING" in refusal
+    assert refusal is None or "engineId" in refusal
+
+
+def test_cudnn_refuses_heads_that_no_kernel_is_made_for(cudnn):
+    with pytest.raises(Exception, match="(?i)dim|support|multiple"):
+        refusal = planned_or_refused(cudnn, forward_graph, SegmentShape(8, 1024, 6720, 16, 71, torch.bfloat16, 0.1))
+        raise AssertionError(refusal)
+
+
+def test_the_module_is_imported_when_asked_only():
+    assert "cudnn" not in vars(importlib.import_module("bridge_cg_plugin.vision.kernels.cudnn_graphs"))
