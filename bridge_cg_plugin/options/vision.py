@@ -10,7 +10,7 @@ from .values import is_unset, parse_capacities, parse_choice, parse_flag, positi
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
-KERNELS = ("exact", "fast")
+KERNELS = ("auto", "exact", "fast")
 GRADIENT_HOOKS = ("awaited", "always")
 
 
@@ -30,6 +30,7 @@ class VisionGraphOptions:
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
         kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
             row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
+            "auto" is "exact" where deterministic algorithms are asked for, "fast" otherwise. Outputs are equal in all.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
@@ -52,7 +53,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
-    kernels: Literal["exact", "fast"] = "exact"
+    kernels: Literal["auto", "exact", "fast"] = "exact"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True

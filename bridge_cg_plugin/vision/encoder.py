@@ -191,7 +191,8 @@ class VisionGraphs(GraphedModule):
         family, options = self.family, self.options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        entered += [family.reordering_kernels] if options.kernels == "fast" else []
+        fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
+        entered += [family.reordering_kernels] if fast else []
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))

@@ -94,6 +94,7 @@ ACCEPTED = [
     ("memory_gb", "2.5", 2.5),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
+    ("kernels", "auto", "auto"),
     ("gradient_accumulation_fusion", "false", False),
     ("gradient_hooks", "always", "always"),
     ("cost_fallback", "false", False),
