@@ -53,7 +53,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
-    kernels: Literal["auto", "exact", "fast"] = "exact"
+    kernels: Literal["auto", "exact", "fast"] = "auto"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
