@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
-from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM_LINEAR
+from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
 TE_EXTENSION = "transformer_engine_torch"
-TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 
 
 @contextmanager

@@ -20,13 +20,14 @@ class TrainingProcess:
 
     Args:
         log: File for the process's output; without it the output goes to this one's.
+        gpu: The one GPU that it sees, counted from 0 among those visible here; None is all.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, gpu: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = log
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_import_and_train, args=(theirs, log))
+        self._process = context.Process(target=_import_and_train, args=(theirs, log, gpu))
         self._process.start()
         theirs.close()
 
@@ -81,7 +82,10 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _import_and_train(connection: Connection, log: Path | None) -> None:
+def _import_and_train(connection: Connection, log: Path | None, gpu: int | None) -> None:
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if log is not None:

@@ -198,7 +198,8 @@ def training_config(run: Run) -> ConfigContainer:
         ),
         dataset=PhotographProvider(
             dataloader_type="single",
-            num_workers=4,
+            # Workers import the whole stack, longer than a small run trains.
+            num_workers=0 if run.small else 4,
             seq_length=2048,
             most_images=run.most_images(),
             sizes=list(run.sizes()),

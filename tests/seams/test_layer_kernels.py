@@ -160,6 +160,11 @@ def test_layernorms_backward_is_called_as_the_kernel_expects():
         assert extension.layernorm_bwd is not original
         raise KeyError
     assert extension.layernorm_bwd is original
+    operation = importlib.import_module(layer_kernels.TE_LAYERNORM)
+    found = inspect.signature(layer_kernels._layernorm_backward(original)).parameters
+    called = "".join(inspect.getsource(operation.LayerNorm.op_backward).split())
+    assert 'layernorm_bwd(dy,x,means,rstdevs,w,self._sm_margins["backward"],self.zero_centered_gamma,)' in called
+    assert list(found) == ["gradient", "x", "mean", "rstd", "weight", "sm_margin", "zero_centered_gamma"]
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_linear")
     source = "".join(inspect.getsource(module).split())
     assert (
