@@ -46,6 +46,7 @@ def plan_buckets(
     max_buckets: int = 12,
     capacity_limit: int | None = None,
     exact_below: int = 0,
+    headroom: float = 1.0,
 ) -> BucketPlan:
     """Choose capacities with the least padding for `sizes` and a bounded one for sizes between them.
 
@@ -56,12 +57,13 @@ def plan_buckets(
         max_buckets: Most buckets chosen for the observed sizes.
         capacity_limit: Capacity that memory allows; larger ones are cut to it.
         exact_below: Sizes up to this get a capacity of exactly their size, as nothing else may hold them.
+        headroom: Without `largest`, how far capacities reach beyond the largest size, as a factor.
 
     Raises:
         ValueError: No size and no `largest`, so there is nothing to plan from.
     """
     step = math.lcm(GRANULARITY, merge_unit)
-    top = largest if largest is not None else _round_up(max(sizes, default=0), step)
+    top = largest if largest is not None else _round_up(math.ceil(max(sizes, default=0) * headroom), step)
     if top < merge_unit:
         raise ValueError("no microbatch was seen in the warm-up steps and no largest capacity is given")
     if capacity_limit is not None:

@@ -80,6 +80,7 @@ FLAGS = (
         meaning=f"deprecated: write --{PROVIDER_FIELDS['modules']}",
     ),
     _vision("buckets", "LIST", "capacities in tokens, ascending, or auto"),
+    _vision("headroom", "FACTOR", "how far automatic buckets reach beyond the largest microbatch of warm-up steps"),
     _vision("max_seq_length", "TOKENS", "tokens of the largest bucket"),
     _vision("slots", "N", "microbatches between forward and backward at once, or auto"),
     _vision("max_frames", "N", "most images and video frames of one microbatch, or auto"),

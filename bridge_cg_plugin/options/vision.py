@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import OptionError
-from .values import is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
+from .values import factor, is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
 
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
@@ -21,8 +21,10 @@ class VisionGraphOptions:
     Attributes:
         impl: "none" or "transformer_engine" (upstream's name for "captured by the helper that the train loop drives").
         modules: () for the whole encoder as one region, or ("attn",) or ("mlp",) for that part of every layer.
-        max_seq_length: Tokens (patches) of the largest bucket; None takes the largest that warm-up steps saw.
+        max_seq_length: Tokens (patches) of the largest bucket; None takes what warm-up steps saw, times `headroom`.
         buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
+        headroom: Without `max_seq_length`, how far automatic buckets reach beyond the largest microbatch that warm-up
+            steps saw, as a factor, where memory allows it.
         slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
         max_frames: Most images and video frames in one microbatch that a graph takes, or "auto".
         memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
@@ -49,6 +51,7 @@ class VisionGraphOptions:
     modules: tuple[str, ...] = ()
     max_seq_length: int | None = None
     buckets: tuple[int, ...] | Literal["auto"] = "auto"
+    headroom: float = 1.25
     slots: int | Literal["auto"] = "auto"
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
@@ -142,6 +145,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "modules": _parse_modules,
     "max_seq_length": whole_number(1),
     "buckets": parse_capacities,
+    "headroom": factor,
     "slots": whole_number(1, "auto"),
     "max_frames": whole_number(1, "auto"),
     "memory_gb": positive_number,

@@ -1,5 +1,6 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import DETERMINISTIC_TOKENS, BucketPlan, deterministic, frame_limits, plan_buckets
-from ..graphs.errors import CaptureError
+from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
@@ -127,17 +128,53 @@ class VisionGraphs(GraphedModule):
     def _record(self) -> None:
         """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket."""
         limit = self._capacity_limit()
+        if self._may_reach_further() and self._record_with_headroom(limit):
+            return
         for _ in range(LIMIT_ATTEMPTS):
-            self.plan = self._plan(limit)
-            self._regions = self._make_regions(self.plan.capacities)
-            for region in self._regions:
-                region.capture()
+            self._record_plan(self._plan(limit))
             excess = self._excess()
             if excess <= 1:
                 return
             limit = int(self.plan.capacities[-1] / excess * MEMORY_MARGIN)
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _record_plan(self, plan: BucketPlan) -> None:
+        self.plan = plan
+        self._regions = self._make_regions(plan.capacities)
+        for region in self._regions:
+            region.capture()
+
+    def _may_reach_further(self) -> bool:
+        options = self.options
+        return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
+
+    def _record_with_headroom(self, limit: int | None) -> bool:
+        """Capture buckets beyond the largest size that was seen; returns whether memory allows it."""
+        peak = self._peak_bytes()
+        try:
+            self._record_plan(self._plan(limit, self.options.headroom))
+        except (OutOfMemoryInCapture, torch.OutOfMemoryError):
+            fits = False
+        else:
+            fits = self._excess() <= 1 and self._headroom_bytes() <= self._left_over(peak)
+        if not fits:
+            self.reset()
+            announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self.options.headroom:g}")
+        return fits
+
+    def _peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.executor.device) if self.executor.device.type == "cuda" else 0
+
+    def _headroom_bytes(self) -> float:
+        """Return what the graphs take beyond those of the largest size seen, which stand for eager's activations."""
+        return sum(region.statistics.memory_bytes for region in self._regions) * (1 - 1 / self.options.headroom)
+
+    def _left_over(self, peak: int) -> float:
+        """Return how many bytes of the device no warm-up step has needed, less a margin."""
+        if self.executor.device.type != "cuda":
+            return math.inf
+        return torch.cuda.get_device_properties(self.executor.device).total_memory * MEMORY_MARGIN - peak
 
     def _excess(self) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
@@ -156,7 +193,7 @@ class VisionGraphs(GraphedModule):
         if self._costs is not None:
             self._costs.forget_replays()
 
-    def _plan(self, capacity_limit: int | None) -> BucketPlan:
+    def _plan(self, capacity_limit: int | None, headroom: float = 1.0) -> BucketPlan:
         if self.options.buckets != "auto":
             capacities = self.options.buckets
             if self.options.max_seq_length is not None:
@@ -168,6 +205,7 @@ class VisionGraphs(GraphedModule):
             merge_unit=self._merge**2,
             capacity_limit=capacity_limit,
             exact_below=self.options.exact_below,
+            headroom=headroom,
         )
 
     def _capacity_limit(self) -> int | None:

@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
     parser.add_argument("--modes", default=",".join(KINDS), metavar="LIST", help=f"comma-separated; {', '.join(KINDS)}")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help=f"steps; the first {WARM_UP} are not timed")
-    parser.add_argument("--eager_runs", "--eager-runs", type=int, default=2, metavar="N", help="eager runs, 2 or more")
+    parser.add_argument("--eager_runs", "--eager-runs", type=int, default=3, metavar="N", help="eager runs, 2 or more")
     parser.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=1, metavar="N", help="GPUs of a run")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="FOLDER", help="where all of it goes")
     parser.add_argument(

@@ -36,31 +36,31 @@ class Training:
 
 
 class Trainings:
-    """The session's training runs, a few side by side on a GPU that nothing else uses, while the next ones import."""
+    """The session's training runs, a few side by side on every GPU, while the next ones import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE)
-        self._gpu = Semaphore(SIDE_BY_SIDE)
+        self._gpus = [Semaphore(SIDE_BY_SIDE) for _ in range(torch.cuda.device_count())]
+        self._pool = ThreadPoolExecutor(2 * SIDE_BY_SIDE * len(self._gpus))
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
         if training not in self._results:
             before = self.start(training.after) if training.after is not None else None
-            log = self._folder / f"{len(self._results)}.log"
-            self._results[training] = self._pool.submit(self._train, training, log, before)
+            self._results[training] = self._pool.submit(self._train, training, len(self._results), before)
         return self._results[training]
 
     def __call__(self, training: Training) -> dict[str, Any]:
         return self.start(training).result()
 
-    def _train(self, training: Training, log: Path, before: Future[dict[str, Any]] | None) -> dict[str, Any]:
-        process = TrainingProcess(log)
+    def _train(self, training: Training, place: int, before: Future[dict[str, Any]] | None) -> dict[str, Any]:
+        log, gpu = self._folder / f"{place}.log", place % len(self._gpus)
+        process = TrainingProcess(log, gpu)
         process.wait_until_ready()
         if before is not None:
             before.result()
         words = ["--small", "--steps", str(training.steps), *(w.format(folder=self._folder) for w in training.words)]
-        with self._gpu:
+        with self._gpus[gpu]:
             return {**process.train(training.mode, words), "output": log.read_text()}
 
     def close(self) -> None:

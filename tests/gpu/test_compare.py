@@ -45,7 +45,7 @@ def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
     status = compare.main(words)
     said = capsys.readouterr().out
     runs = {run.mode: run for run in read_records(tmp_path / "compare.jsonl")}
-    for mode in ("eager1", "eager2", "plugin"):
+    for mode in ("eager1", "eager2", "eager3", "plugin"):
         assert not runs[mode].error, (tmp_path / f"{mode}.log").read_text()[-4000:]
         assert len(runs[mode].losses) == len(runs[mode].times) == STEPS
         assert runs[mode].images_per_s > 0 and runs[mode].tokens_per_s > 0 and runs[mode].peak_gb > 1

@@ -20,6 +20,7 @@ VALUES = {
     "modules": ["attn", "mlp"],
     "max_seq_length": 128,
     "buckets": [64, 128],
+    "headroom": 1.5,
     "slots": 3,
     "max_frames": 8,
     "memory_gb": 2.5,

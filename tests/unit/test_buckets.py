@@ -18,6 +18,17 @@ def test_every_observed_size_fits_a_bucket(observed):
     assert plan.observed == len(observed)
 
 
+@given(sizes, st.floats(1.0, 4.0))
+def test_headroom_reaches_beyond_the_largest_size(observed, headroom):
+    found = plan_buckets(observed, headroom=headroom).capacities
+    assert headroom * max(observed) <= found[-1] < headroom * max(observed) + GRANULARITY + 1
+
+
+@given(sizes, st.floats(1.0, 4.0))
+def test_headroom_is_for_what_has_no_largest_capacity(observed, headroom):
+    assert plan_buckets(observed, largest=4096, headroom=headroom) == plan_buckets(observed, largest=4096)
+
+
 @given(sizes, st.integers(0, 512), st.sampled_from([None, 400, 4096, 10000]))
 def test_capacities_ascend_and_are_multiples_of_the_merge_unit(observed, exact_below, largest):
     found = plan_buckets(observed, exact_below=exact_below, largest=largest).capacities

@@ -85,6 +85,8 @@ ACCEPTED = [
     ("buckets", ["64", 128], (64, 128)),
     ("buckets", "64,128", (64, 128)),
     ("buckets", "[64, 128]", (64, 128)),
+    ("headroom", 1, 1.0),
+    ("headroom", "1.5", 1.5),
     ("slots", "auto", "auto"),
     ("slots", 3, 3),
     ("slots", "3", 3),
@@ -158,6 +160,8 @@ REFUSED = [
     ("slots", 1.5),
     ("max_frames", 0),
     ("max_frames", False),
+    ("headroom", 0.99),
+    ("headroom", float("inf")),
     ("memory_gb", 0),
     ("memory_gb", -1),
     ("memory_gb", True),
@@ -243,7 +247,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str,
-        "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool,
+        "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

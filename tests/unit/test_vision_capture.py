@@ -1,16 +1,18 @@
 """Captures that fail or have to fit a memory limit."""
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.vision.layers import AttentionPart, MlpPart
 from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
 
-from .mixes import FITTING, IMAGES, MIXED
-from .towers import assert_close, forward, graphs_on, new_tower, results
+from .mixes import FITTING, IMAGES, MIXED, TOO_MANY_TOKENS
+from .towers import assert_close, forward, graphs_on, new_tower, results, tower
 
 
 def capture_failing(monkeypatch, error, program=Qwen3VLEncoder):
@@ -115,11 +117,67 @@ def test_a_capture_after_a_failed_one(monkeypatch):
         assert graphs.statistics().replays == 1
 
 
-def largest_within(model, gigabytes):
-    """Return the largest capacity captured within the limit, and the memory that took in GiB."""
-    with graphs_on(model, capture=False, buckets="auto", memory_gb=gigabytes) as graphs:
+@contextmanager
+def seen(model, **options):
+    """Graphs with automatic buckets that saw `FITTING` and are not captured yet."""
+    with graphs_on(model, capture=False, buckets="auto", **options) as graphs:
         for rows in FITTING:
             forward(model, rows)
+        yield graphs
+
+
+def test_automatic_buckets_reach_beyond_what_warm_up_showed(capsys):
+    model = new_tower()
+    with seen(model, headroom=1.25) as graphs:
+        graphs.capture()
+        assert graphs.plan.capacities[-1] == 320
+        assert_close(forward(model, TOO_MANY_TOKENS), forward(tower(), TOO_MANY_TOKENS), 1e-5)
+        assert graphs.statistics().replays == 1
+    assert "no memory" not in capsys.readouterr().out
+
+
+def assert_ends_with_what_was_seen(graphs, capsys):
+    assert graphs.capture()
+    assert graphs.plan.capacities[-1] == 256
+    assert "no memory for vision_cuda_graph_headroom=1.25" in capsys.readouterr().out
+
+
+def test_headroom_that_runs_out_of_memory_is_given_up(monkeypatch, capsys):
+    with seen(new_tower()) as graphs:
+        real = Region.capture
+
+        def capture(region):
+            if max(bucket.tokens for bucket in region.buckets) > 256:
+                raise OutOfMemoryInCapture("made to fail")
+            real(region)
+
+        monkeypatch.setattr(Region, "capture", capture)
+        assert_ends_with_what_was_seen(graphs, capsys)
+
+
+def test_headroom_takes_no_memory_that_warm_up_steps_needed(monkeypatch, capsys):
+    with seen(new_tower()) as graphs:
+        monkeypatch.setattr(graphs, "_left_over", lambda peak: 0)
+        assert_ends_with_what_was_seen(graphs, capsys)
+
+
+def test_headroom_that_fails_otherwise_is_a_failed_capture(monkeypatch):
+    with seen(new_tower()) as graphs:
+        capture_failing(monkeypatch, CaptureError("made to fail"))
+        with pytest.raises(CaptureError, match="made to fail"):
+            graphs.capture()
+
+
+@pytest.mark.parametrize("options", [{"headroom": 1.0}, {"max_seq_length": 256}], ids=["off", "largest given"])
+def test_without_headroom_buckets_end_with_what_was_seen_or_given(options):
+    with seen(new_tower(), **options) as graphs:
+        graphs.capture()
+        assert graphs.plan.capacities[-1] == 256
+
+
+def largest_within(model, gigabytes):
+    """Return the largest capacity captured within the limit, and the memory that took in GiB."""
+    with seen(model, memory_gb=gigabytes, headroom=1.0) as graphs:
         graphs.capture()
         return graphs.plan.capacities[-1], graphs.statistics().memory_bytes / 2**30
 
