@@ -64,7 +64,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers add biases together with what follows, and one segment's attention run unpacked."""
     from ..vision.kernels.reduction import deferred_sums
 
-    with deferred_sums(), ExitStack() as stack:
+    with deferred_sums(modules), ExitStack() as stack:
         for module in dict.fromkeys(m for root in modules for m in root.modules()):
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):

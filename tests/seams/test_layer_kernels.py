@@ -246,6 +246,7 @@ class Tower(nn.Module):
             linears[3] = linears[4]
         self.blocks = nn.ModuleList(Block(linear, bias) for linear, bias in zip(linears, biases))
         self.tap = NormLinear()
+        self.added = biases[3] if case == "bias elsewhere" else None
         if case == "frozen":
             for block in self.blocks[:4]:
                 block.requires_grad_(False)
@@ -256,7 +257,7 @@ class Tower(nn.Module):
             x = block(x, swapped)
             if index == 5:
                 tapped = self.tap(x, swapped)
-        return [x, tapped]
+        return [x if self.added is None else x + self.added, tapped]
 
 
 def gradients(tower, x, swapped):
@@ -274,7 +275,7 @@ add_partials = reduction.add_partials
 reduction.add_partials = lambda *args: launched.append(1) or add_partials(*args)
 torch.manual_seed(0)
 counts = {}
-for case in ("plain", "shared bias", "shared norm", "frozen", "input without gradient"):
+for case in ("plain", "shared bias", "shared norm", "bias elsewhere", "frozen", "input without gradient"):
     tower, x = Tower(case), torch.randn(18, 1, WIDTH, requires_grad=case != "input without gradient")
     expected, wanted = gradients(tower, x, swapped=False)
     summed.clear()
@@ -300,6 +301,8 @@ def test_the_residual_streams_gradient_is_added_in_layernorms_backward():
     # What is used twice is added up at once.
     assert counts["shared bias"] == [4, 6]
     assert counts["shared norm"] == [2, 5]
+    # So is what another module has, too: its use there is not seen.
+    assert counts["bias elsewhere"] == [3, 5]
 
 
 LOST_SCRIPT = """

@@ -106,8 +106,16 @@ def layernorm_backward(
         zero_centered: Whether the norm multiplies by weight + 1.
         residual: As many elements as `gradient`, contiguous, of its dtype: what else flows into the input's gradient.
         deferred: Whether the sums over rows may be filled later; see `PartialSum`.
+
+    Raises:
+        ValueError: The residual does not fit the gradient.
     """
     rows, columns = x.shape
+    if residual is not None and (residual.numel(), residual.dtype) != (gradient.numel(), gradient.dtype):
+        raise ValueError(
+            f"the residual's gradient {tuple(residual.shape)} {residual.dtype} does not fit LayerNorm's "
+            f"{tuple(gradient.shape)} {gradient.dtype}"
+        )
     out = torch.empty_like(gradient)
     block = triton.next_power_of_2(columns)
     at_once = max(TILE // block, 1)
@@ -130,6 +138,8 @@ def layernorm_backward(
         ROWS=at_once,
         BLOCK=block,
         num_warps=WARPS,
+        # Multiply-adds would be the compiler's choice, and might be another one with a residual than without.
+        enable_fp_fusion=False,
     )
     total = sums.total()
     x_sum = None if residual is None else total[2 * columns :]

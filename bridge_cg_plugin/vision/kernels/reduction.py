@@ -1,14 +1,14 @@
 """Sums over the tokens of a matrix, in two passes of fixed order: the same input gives the same sum."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 
@@ -71,19 +71,26 @@ def add_partials(partials: Tensor, out: Tensor) -> None:
 
 
 class DeferredSums:
-    """Sums whose partial sums are added up later, several in one kernel."""
+    """Sums whose partial sums are added up later, several in one kernel.
 
-    def __init__(self) -> None:
+    Args:
+        modules: Roots of the modules whose parameters' gradients may wait.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        every = dict.fromkeys(m for root in modules for m in root.modules())
+        self._places = Counter(id(p) for module in every for p in module._parameters.values())
         self._uses: Counter[int] = Counter()
         self._blocks: dict[tuple[Any, ...], _Block] = {}
 
     def note_use(self, parameter: Tensor) -> Callable[[], bool]:
         """Count a use of a parameter in a forward; returns what says whether its gradient's sum can wait.
 
-        It can where nothing reads the gradient before `add`: the parameter is a leaf, its one use keeps autograd from
-        adding gradients, and it is small enough for `SmallGradients` to hold.
+        It can where nothing reads the gradient before `add`: the parameter is a leaf that one module has and uses
+        once, so that autograd adds nothing to its gradient, and it is small enough for `SmallGradients` to hold.
         """
-        key, fits = id(parameter), parameter.is_leaf and parameter.numel() <= SMALL
+        key = id(parameter)
+        fits = parameter.is_leaf and self._places[key] == 1 and parameter.numel() <= SMALL
         self._uses[key] += 1
         return lambda: fits and self._uses[key] == 1
 
@@ -125,10 +132,10 @@ _deferred: DeferredSums | None = None
 
 
 @contextmanager
-def deferred_sums() -> Iterator[None]:
-    """Let sums wait for one another inside; at the end all are there."""
+def deferred_sums(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let sums of these modules' gradients wait for one another inside; at the end all are there."""
     global _deferred
-    before, _deferred = _deferred, DeferredSums()
+    before, _deferred = _deferred, DeferredSums(modules)
     try:
         yield
         _deferred.add()

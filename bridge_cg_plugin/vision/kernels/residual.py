@@ -30,19 +30,18 @@ class ResidualStream:
     """Brings the gradients of a branch's two ends together during one recorded forward or backward."""
 
     def __init__(self) -> None:
-        self._begun: Branch | None = None
+        self._begun: tuple[Tensor, Branch] | None = None
         self._gradients: dict[tuple[int, int], tuple[Branch, Tensor]] = {}
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def begin(self, x: Tensor, weight: Tensor, may_wait: Callable[[], bool]) -> None:
         """Note in a forward that the LayerNorm of this weight reads x."""
-        self._begun = Branch((x.data_ptr(), weight.data_ptr()), may_wait)
+        self._begun = x, Branch((x.data_ptr(), weight.data_ptr()), may_wait)
 
     def end(self, residual: Tensor) -> Branch | None:
         """Return the branch that ends with an addition to `residual`; None where no LayerNorm read that last."""
         begun, self._begun = self._begun, None
-        same = begun is not None and begun.place[0] == residual.data_ptr() and residual.requires_grad
-        return begun if same else None
+        return begun[1] if begun is not None and begun[0] is residual else None
 
     def leave(self, branch: Branch, gradient: Tensor) -> None:
         """Leave the residual's gradient for the LayerNorm's backward."""
@@ -54,12 +53,16 @@ class ResidualStream:
 
     def know(self, gradient: Tensor, total: Tensor) -> None:
         """Keep the sum over tokens of a gradient; holding the gradient keeps autograd from adding to it in place."""
-        self._sums[gradient.data_ptr()] = (gradient, total)
+        self._sums[gradient.data_ptr()] = gradient, gradient._version, total
 
     def sum_of(self, gradient: Tensor) -> Tensor | None:
-        """Return the sum over tokens of a gradient, if it is known."""
+        """Return the sum over tokens of a gradient, if it is known and the gradient is still what was added up."""
         known = self._sums.pop(gradient.data_ptr(), None)
-        return known[1] if known is not None and known[1].numel() == gradient.shape[-1] else None
+        if known is None:
+            return None
+        summed, version, total = known
+        same = summed.numel() == gradient.numel() and total.numel() == gradient.shape[-1]
+        return total if same and summed._version == version else None
 
     def check(self) -> None:
         """Make sure that no gradient was left behind.

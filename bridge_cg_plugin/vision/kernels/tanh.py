@@ -1,4 +1,4 @@
-"""CUDA's tanh without its branch: both halves are computed, one is taken, so that a thread's values need not wait."""
+"""CUDA's tanh without its branch: all parts are computed, one is taken, so that a thread's values need not wait."""
 
 import triton
 import triton.language as tl
@@ -12,12 +12,14 @@ def reciprocal(x):
 
 @triton.jit
 def tanh(x):
-    """Return tanh of fp32 values, equal to CUDA's `tanhf` to the last bit; to be compiled without fused multiply-adds.
+    """Return tanh of fp32 values as CUDA's `tanhf` rounds it; to be compiled without fused multiply-adds.
 
-    Two formulas, as there: 1 - 2 / (exp(2 |x|) + 1) from 0.6 on, an odd polynomial below.
+    The same instructions: 1 - 2 / (exp(2 |x|) + 1) from 0.6 on, 1 where that rounds to it, an odd polynomial below.
+    Only the sign of a zero differs.
     """
     size = tl.abs(x)
     large = tl.fma(reciprocal(tl.exp2(size * 2.885390043258667) + 1.0), -2.0, 1.0)
+    large = tl.where(size >= 9.010913848876953, 1.0, large)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     large = (large.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     square = x * x
