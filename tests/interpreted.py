@@ -1,13 +1,10 @@
 """What the kernels need to run in Triton's interpreter, for processes started with TRITON_INTERPRET=1."""
 
-from types import SimpleNamespace
-
-import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 
 def prepare() -> None:
-    """Read loop bounds as new numpy accepts it, and give the kernels a tanh: the interpreter has no libdevice."""
+    """Read loop bounds as new numpy accepts it, and give the kernels a reciprocal: it has no inline assembly."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor, scope):
@@ -15,6 +12,10 @@ def prepare() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
-    from bridge_cg_plugin.vision.kernels import bias
+    from bridge_cg_plugin.vision.kernels import tanh
 
-    bias.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
+    tanh.reciprocal = _reciprocal
+
+
+def _reciprocal(x):
+    return 1.0 / x

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -147,8 +148,10 @@ DETERMINISTIC_LIMITS = ((1, 4096), (32, 1024), (64, 512))
 
 
 def deterministic() -> bool:
-    """Whether Transformer Engine was told to use deterministic algorithms."""
-    return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    """Whether deterministic algorithms are asked for; Transformer Engine looks at both of its and PyTorch's switch."""
+    torch = sys.modules.get("torch")
+    asked = torch is not None and torch.are_deterministic_algorithms_enabled()
+    return asked or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def frame_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:

@@ -86,7 +86,7 @@ FLAGS = (
     _vision("max_frames", "N", "most images and video frames of one microbatch, or auto"),
     _vision("memory_gb", "GIB", "limit of one slot's graph memory"),
     _vision("exact_below", "TOKENS", "up to here only graphs of exactly the microbatch's size"),
-    _vision("kernels", "KIND", "exact or fast"),
+    _vision("kernels", "KIND", "auto, exact or fast"),
     _vision("attention", "CALLER", "what calls cuDNN's attention: auto, transformer_engine or cudnn"),
     _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
     _vision(

@@ -10,7 +10,7 @@ from .values import factor, is_unset, parse_capacities, parse_choice, parse_flag
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
-KERNELS = ("exact", "fast")
+KERNELS = ("auto", "exact", "fast")
 ATTENTION = ("auto", "transformer_engine", "cudnn")
 GRADIENT_HOOKS = ("awaited", "always")
 
@@ -33,6 +33,7 @@ class VisionGraphOptions:
             libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
         kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
             row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
+            "auto" is "exact" where deterministic algorithms are asked for, "fast" otherwise. Outputs are equal in all.
         attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
             itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
             is "cudnn" where that is possible.
@@ -59,7 +60,7 @@ class VisionGraphOptions:
     max_frames: int | Literal["auto"] = "auto"
     memory_gb: float | None = None
     exact_below: int = 256
-    kernels: Literal["exact", "fast"] = "exact"
+    kernels: Literal["auto", "exact", "fast"] = "auto"
     attention: Literal["auto", "transformer_engine", "cudnn"] = "transformer_engine"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"

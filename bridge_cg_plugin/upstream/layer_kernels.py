@@ -7,28 +7,64 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
-from .registry.engine import EXTENSIONS, MLP
+from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
 TE_EXTENSION = "transformer_engine_torch"
 
 
 @contextmanager
-def fused_layernorm_backward() -> Iterator[None]:
-    """Let LayerNorm's backward run as the plugin's kernel, which adds up a row in another order than eager's."""
+def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let LayerNorm's backward run as the plugin's kernel, which adds up a row in another order than eager's.
+
+    It adds the residual stream's gradient as well, where a layer's LayerNorm is part of its linear module.
+    """
+    from ..vision.kernels.residual import residual_stream
+
     extension = importlib.import_module(TE_EXTENSION)
-    with replaced(extension, "layernorm_bwd", _layernorm_backward(extension.layernorm_bwd)):
+    kernel = _layernorm_backward(extension.layernorm_bwd)
+    with residual_stream() as stream, ExitStack() as stack:
+        for owner in (extension, importlib.import_module(TE_LAYERNORM)):
+            stack.enter_context(replaced(owner, "layernorm_bwd", kernel))
+        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+            if _begins_with_layernorm(module):
+                stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
+
+
+def _begins_with_layernorm(module: nn.Module) -> bool:
+    layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
+    if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
+        return False
+    return module.normalization == "LayerNorm" and module.layer_norm_bias is not None
+
+
+def _begin_branch(stream: Any, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Tell the residual stream what a LayerNorm reads, if its backward will get just that."""
+    from ..vision.kernels.reduction import may_wait
+
+    x, weight, bias = arguments[0], module.layer_norm_weight, module.layer_norm_bias
+    if (
+        x.requires_grad
+        and x.is_contiguous()
+        and x.dtype == weight.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        waits = may_wait(weight), may_wait(bias)
+        stream.begin(x, weight, lambda: all(wait() for wait in waits))
 
 
 @contextmanager
 def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers add biases together with what follows, and one segment's attention run unpacked."""
-    with ExitStack() as stack:
+    from ..vision.kernels.reduction import deferred_sums
+
+    with deferred_sums(modules), ExitStack() as stack:
         for module in dict.fromkeys(m for root in modules for m in root.modules()):
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
@@ -42,6 +78,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     from ..vision.kernels.layernorm import layernorm_backward
+    from ..vision.kernels.residual import current_stream
 
     def layernorm_bwd(
         gradient: Tensor,
@@ -52,16 +89,24 @@ def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         sm_margin: int,
         zero_centered_gamma: bool,
     ) -> Any:
+        stream = current_stream()
+        branch, residual = (stream.take(x, weight) if stream is not None else None) or (None, None)
         fits = x.dim() == 2 and x.is_contiguous() and gradient.is_contiguous() and gradient.dtype == x.dtype
         if not fits:
-            return original(gradient, x, mean, rstd, weight, sm_margin, zero_centered_gamma)
-        return layernorm_backward(gradient, x, mean, rstd, weight, zero_centered_gamma)
+            found = original(gradient, x, mean, rstd, weight, sm_margin, zero_centered_gamma)
+            return found if residual is None else (found[0] + residual.view_as(found[0]), *found[1:])
+        deferred = branch is not None and branch.may_wait()
+        found = layernorm_backward(gradient, x, mean, rstd, weight, zero_centered_gamma, residual, deferred)
+        if found.x_sum is not None:
+            stream.know(found.x, found.x_sum)
+        return found.x, found.weight, found.bias
 
     return layernorm_bwd
 
 
 def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
     from ..vision.kernels.bias import bias_residual
+    from ..vision.kernels.residual import current_stream
 
     def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -69,7 +114,8 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
             dropped = training and prob > 0
             if dropped or bias is None or x.dtype != residual.dtype or not residual.is_contiguous():
                 return original(training, fused)(x_with_bias, residual, prob)
-            return bias_residual(x, bias, residual)
+            stream = current_stream()
+            return bias_residual(x, bias, residual, None if stream is None else stream.end(residual))
 
         return bias_dropout_add
 

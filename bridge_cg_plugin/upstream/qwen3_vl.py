@@ -61,7 +61,7 @@ def kernels_available() -> bool:
 @contextmanager
 def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
-    with fused_layernorm_backward() if kernels_available() else nullcontext():
+    with fused_layernorm_backward(modules) if kernels_available() else nullcontext():
         yield
 
 

@@ -287,7 +287,8 @@ class VisionGraphs(GraphedModule):
         family, options = self.family, self.options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        entered += [family.reordering_kernels] if options.kernels == "fast" else []
+        fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
+        entered += [family.reordering_kernels] if fast else []
         entered += [family.direct_attention] if self._attends_directly else []
         with ExitStack() as stack:
             for kernels in entered:

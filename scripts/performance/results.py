@@ -80,6 +80,8 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     ),
     **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb"), NUMBER),
     **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
+    **dict.fromkeys(("fp32_output", "fp32_median", "fp32_mean", "fp32_worst"), NUMBER),
+    "fp32_kinds": dict,
     "bit_equal": bool,
     "overlap": bool,
     "inside_spread": (bool, type(None)),
@@ -108,8 +110,8 @@ def check_record(record: dict[str, Any]) -> None:
     missing = [name for name in REQUIRED if name not in record]
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)} missing")
-    if "ms" not in record and "error" not in record and "forward_rel" not in record:
-        raise ValueError(f"{where}: neither a measurement (ms, forward_rel) nor an error")
+    if not any(name in record for name in ("ms", "forward_rel", "fp32_mean", "error")):
+        raise ValueError(f"{where}: neither a measurement (ms, forward_rel, fp32_mean) nor an error")
     for name, value in record.items():
         if name not in FIELDS:
             raise ValueError(f"{where}: unknown field {name!r}; add it to FIELDS and to docs/benchmarks/format.md")

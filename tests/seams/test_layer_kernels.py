@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -155,15 +156,179 @@ def test_transformer_engines_attention_takes_these_arguments():
 def test_layernorms_backward_is_called_as_the_kernel_expects():
     extension = importlib.import_module(layer_kernels.TE_EXTENSION)
     original = extension.layernorm_bwd
-    with pytest.raises(KeyError), fused_layernorm_backward():
+    with pytest.raises(KeyError), fused_layernorm_backward([]):
         assert extension.layernorm_bwd is not original
         raise KeyError
     assert extension.layernorm_bwd is original
+    operation = importlib.import_module(layer_kernels.TE_LAYERNORM)
+    found = inspect.signature(layer_kernels._layernorm_backward(original)).parameters
+    called = "".join(inspect.getsource(operation.LayerNorm.op_backward).split())
+    assert 'layernorm_bwd(dy,x,means,rstdevs,w,self._sm_margins["backward"],self.zero_centered_gamma,)' in called
+    assert list(found) == ["gradient", "x", "mean", "rstd", "weight", "sm_margin", "zero_centered_gamma"]
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_linear")
     source = "".join(inspect.getsource(module).split())
     assert (
         "tex.layernorm_bwd(dgrad,inputmat,mu,rsigma,ln_weight,ctx.bwd_ln_sm_margin,ctx.zero_centered_gamma,)" in source
     )
+
+
+STREAM_SCRIPT = """
+import importlib
+import json
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bridge_cg_plugin.upstream import layer_kernels
+from tests.interpreted import prepare
+
+prepare()
+from bridge_cg_plugin.vision.kernels import bias, reduction, residual
+
+LayerNormLinear = importlib.import_module(layer_kernels.TE_LAYERNORM_LINEAR).LayerNormLinear
+extension = importlib.import_module(layer_kernels.TE_EXTENSION)
+WIDTH, EPSILON = 40, 1e-6
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gain, shift, weight):
+        flat = x.reshape(-1, WIDTH)
+        mean = flat.mean(1)
+        rstd = (flat.var(1, unbiased=False) + EPSILON).rsqrt()
+        normed = F.layer_norm(x, (WIDTH,), gain, shift, EPSILON)
+        ctx.save_for_backward(x, mean, rstd, gain, weight, normed)
+        return normed @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, mean, rstd, gain, weight, normed = ctx.saved_tensors
+        inner = (gradient @ weight).reshape(-1, WIDTH)
+        dx, dgain, dshift = extension.layernorm_bwd(inner, x.reshape(-1, WIDTH), mean, rstd, gain, 0, False)
+        dweight = gradient.reshape(-1, WIDTH).t() @ normed.reshape(-1, WIDTH)
+        return dx.reshape(x.shape), dgain, dshift, dweight
+
+
+class NormLinear(LayerNormLinear):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.normalization = "LayerNorm"
+        self.layer_norm_weight = nn.Parameter(torch.randn(WIDTH))
+        self.layer_norm_bias = nn.Parameter(torch.randn(WIDTH))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x, swapped=True):
+        parameters = self.layer_norm_weight, self.layer_norm_bias, self.weight
+        if swapped:
+            return Function.apply(x, *parameters)
+        return F.layer_norm(x, (WIDTH,), *parameters[:2], EPSILON) @ self.weight.t()
+
+
+class Block(nn.Module):
+    def __init__(self, linear, bias):
+        super().__init__()
+        self.linear, self.bias = linear, bias
+        self.mlp_bda = lambda training, fused: lambda x, residual, prob: residual + (x[0] + x[1])
+
+    def forward(self, x, swapped=True):
+        return self.mlp_bda(True, False)((torch.tanh(self.linear(x, swapped)), self.bias), x, 0.0)
+
+
+class Tower(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        biases = [nn.Parameter(torch.randn(WIDTH)) for _ in range(10)]
+        if case == "shared bias":
+            biases[1] = biases[2]
+        linears = [NormLinear() for _ in range(10)]
+        if case == "shared norm":
+            linears[3] = linears[4]
+        self.blocks = nn.ModuleList(Block(linear, bias) for linear, bias in zip(linears, biases))
+        self.tap = NormLinear()
+        self.added = biases[3] if case == "bias elsewhere" else None
+        if case == "frozen":
+            for block in self.blocks[:4]:
+                block.requires_grad_(False)
+            self.blocks[6].requires_grad_(False)
+
+    def forward(self, x, swapped=True):
+        for index, block in enumerate(self.blocks):
+            x = block(x, swapped)
+            if index == 5:
+                tapped = self.tap(x, swapped)
+        return [x if self.added is None else x + self.added, tapped]
+
+
+def gradients(tower, x, swapped):
+    outputs = tower(x, swapped)
+    wanted = [p for p in [x, *tower.parameters()] if p.requires_grad]
+    loss = sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
+    return [o.detach() for o in outputs], torch.autograd.grad(loss, wanted)
+
+
+summed = []
+column_sum = bias.column_sum
+bias.column_sum = lambda *args: summed.append(1) or column_sum(*args)
+launched = []
+add_partials = reduction.add_partials
+reduction.add_partials = lambda *args: launched.append(1) or add_partials(*args)
+torch.manual_seed(0)
+counts = {}
+for case in ("plain", "shared bias", "shared norm", "bias elsewhere", "frozen", "input without gradient"):
+    tower, x = Tower(case), torch.randn(18, 1, WIDTH, requires_grad=case != "input without gradient")
+    expected, wanted = gradients(tower, x, swapped=False)
+    summed.clear()
+    launched.clear()
+    with layer_kernels.fused_layer_kernels([tower]), layer_kernels.fused_layernorm_backward([tower]):
+        outputs, found = gradients(tower, x, swapped=True)
+    for a, b in zip([*outputs, *found], [*expected, *wanted], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
+    counts[case] = len(summed), len(launched)
+print(json.dumps(counts))
+"""
+
+
+def test_the_residual_streams_gradient_is_added_in_layernorms_backward():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", STREAM_SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    # Summed by themselves: the last addition's gradient, and the one that a second reader adds to. Launches that add
+    # partial sums: those two, the norms of ten blocks eight at a time, the other reader's norm.
+    assert counts["plain"] == [2, 4]
+    assert counts["frozen"] == [2, 4]
+    # What is used twice is added up at once.
+    assert counts["shared bias"] == [4, 6]
+    assert counts["shared norm"] == [2, 5]
+    # So is what another module has, too: its use there is not seen.
+    assert counts["bias elsewhere"] == [3, 5]
+
+
+LOST_SCRIPT = """
+import torch
+
+from tests.interpreted import prepare
+
+prepare()
+from bridge_cg_plugin.vision.kernels.bias import bias_residual
+from bridge_cg_plugin.vision.kernels.residual import residual_stream
+
+x, bias, weight = torch.ones(2, 4, requires_grad=True), torch.zeros(4), torch.ones(4)
+try:
+    with residual_stream() as stream:
+        stream.begin(x, weight, lambda: False)
+        bias_residual(x * 2, bias, x, stream.end(x)).sum().backward()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_residual_gradient_that_nobody_takes_is_an_error():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", LOST_SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("1 residual gradients were never added")
 
 
 def test_a_strided_gradient_goes_to_the_original():

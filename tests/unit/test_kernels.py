@@ -25,18 +25,20 @@ def differentiated(function, case, names):
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, case["gradient"])]
 
+def norm(case, weight, **more):
+    gradient, x = (case[name].detach().reshape(-1, weight.shape[0]) for name in ("gradient", "x"))
+    found = layernorm_backward(gradient, x, case["mean"], case["rstd"], weight, **more)
+    return [found.x, found.weight, found.bias, found.x_sum]
+
 results = []
 for case in torch.load(sys.argv[1]):
     flat = case["x"].detach().reshape(-1, case["x"].shape[-1])
     results.append({
         "residual": differentiated(bias.bias_residual, case, ["x", "bias", "residual"]),
         "gelu": differentiated(bias.bias_gelu, case, ["x", "bias"]),
-        "layernorm": layernorm_backward(
-            case["gradient"].reshape(flat.shape), flat, case["mean"], case["rstd"], case["bias"].detach()
-        ),
-        "zero_centered": layernorm_backward(
-            case["gradient"].reshape(flat.shape), flat, case["mean"], case["rstd"], case["bias"].detach() - 1, True
-        ),
+        "layernorm": norm(case, case["bias"].detach()),
+        "zero_centered": norm(case, case["bias"].detach() - 1, zero_centered=True),
+        "residual_norm": norm(case, case["bias"].detach(), residual=case["residual"].detach()),
         "sum": column_sum(flat, torch.float32),
     })
 torch.save(results, sys.argv[2])
@@ -115,7 +117,19 @@ def test_layernorm_backward(case, name):
     x, weight, bias = (leaf.float().requires_grad_() for leaf in leaves)
     out = F.layer_norm(x, (width,), weight, bias, EPSILON)
     expected = torch.autograd.grad(out, (x, weight, bias), given["gradient"].reshape(-1, width).float())
-    assert_near(found[name], [e.to(given["x"].dtype) for e in expected])
+    assert_near(found[name][:3], [e.to(given["x"].dtype) for e in expected])
+    assert found[name][3] is None
+
+
+def test_layernorm_backward_adds_the_residuals_gradient_as_autograd_would(case):
+    given, found = case
+    residual = given["residual"].detach().reshape(-1, given["x"].shape[-1])
+    x, weight, bias, x_sum = found["residual_norm"]
+    plain = found["layernorm"]
+    assert torch.equal(x, plain[0] + residual)
+    assert torch.equal(weight, plain[1])
+    assert torch.equal(bias, plain[2])
+    assert_near([x_sum], [x.float().sum(0).to(x.dtype)])
 
 
 def test_column_sum(case):

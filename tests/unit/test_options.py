@@ -96,6 +96,7 @@ ACCEPTED = [
     ("memory_gb", "2.5", 2.5),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
+    ("kernels", "auto", "auto"),
     ("attention", "auto", "auto"),
     ("attention", "cudnn", "cudnn"),
     ("gradient_accumulation_fusion", "false", False),

@@ -1,3 +1,6 @@
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +21,7 @@ from .mixes import (
     WHOLE_LARGEST,
     regions,
 )
-from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results
+from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results, tower
 
 
 @pytest.mark.parametrize("modules", MODULES)
@@ -257,3 +260,33 @@ def test_patches_of_other_images_are_refused():
     model = new_tower()
     with graphs_on(model), pytest.raises(BatchError, match="different images"):
         model(draw(IMAGES)[0], torch.tensor(MIXED))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "deterministic", "fast"),
+    [
+        ("fast", "", True),
+        ("fast", "NVTE", True),
+        ("exact", "", False),
+        ("auto", "", True),
+        ("auto", "NVTE", False),
+        ("auto", "torch", False),
+    ],
+)
+def test_which_kernels_may_round_otherwise_than_eager(monkeypatch, kernels, deterministic, fast):
+    if deterministic == "NVTE":
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    elif deterministic == "torch":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    entered = []
+
+    @contextmanager
+    def note(modules):
+        entered.append(modules)
+        yield
+
+    with graphs_on(tower(), capture=False, kernels=kernels) as graphs:
+        graphs.family = replace(graphs.family, reordering_kernels=note)
+        with graphs._kernels(()):
+            pass
+    assert bool(entered) == fast

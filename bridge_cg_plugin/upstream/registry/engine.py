@@ -6,6 +6,7 @@ CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
 DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
@@ -153,6 +154,16 @@ SEAMS = (
         purpose="vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
         undo=RECORDED,
         uses=("tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",),
+    ),
+    Seam(
+        name="layernorm_operation",
+        module=TE_LAYERNORM,
+        target="LayerNorm.op_backward",
+        kind="function",
+        touch="replaced",
+        purpose="what it calls is the plugin's kernel, too",
+        undo=RECORDED,
+        uses=("layernorm_bwd(dy, x, means, rstdevs, w,",),
     ),
     *(
         Seam(

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from triton.language.extra import libdevice
 
-from .reduction import COLUMNS, ROWS, add_partials, column_sum, row_programs, tiles_each
+from .reduction import COLUMNS, ROWS, PartialSum, column_sum, may_wait, row_programs, tiles_each
+from .residual import Branch, current_stream
+from .tanh import tanh
 
 
 @triton.jit
@@ -37,9 +38,9 @@ def _tanh_argument(x):
 @triton.jit
 def _gelu_slope(x):
     # PyTorch's order of operations and its multiply-adds, so that no gradient rounds to another neighbour.
-    tanh = libdevice.tanh(_tanh_argument(x))
+    slope = tanh(_tanh_argument(x))
     inner = 0.7978845608028654 * tl.fma(x * x, 0.13414499163627625, 1.0)
-    return tl.fma(1.0 + tanh, 0.5, 0.5 * x * tl.fma(-tanh, tanh, 1.0) * inner)
+    return tl.fma(1.0 + slope, 0.5, 0.5 * x * tl.fma(-slope, slope, 1.0) * inner)
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _bias_gelu(x_ptr, bias_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLU
     kind = out_ptr.dtype.element_ty
     bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
     x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind).to(tl.float32)
-    tl.store(out_ptr + place, (0.5 * x * (1.0 + libdevice.tanh(_tanh_argument(x)))).to(kind), mask=inside)
+    tl.store(out_ptr + place, (0.5 * x * (1.0 + tanh(_tanh_argument(x)))).to(kind), mask=inside)
 
 
 @triton.jit
@@ -89,21 +90,33 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 class _BiasResidual(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None) -> Tensor:
         out = torch.empty_like(residual)
         flat = x.reshape(-1, x.shape[-1])
         _bias_residual[_grid(flat)](flat, bias, residual, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS)
-        ctx.dtype = bias.dtype
+        ctx.dtype, ctx.branch, ctx.may_wait = bias.dtype, branch, may_wait(bias)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        gradient = gradient.contiguous()
+        gradient, stream = gradient.contiguous(), current_stream()
         bias = None
         if ctx.needs_input_grad[1]:
-            bias = column_sum(gradient.view(-1, gradient.shape[-1]), ctx.dtype)
-        return gradient, bias, gradient
+            bias = _known_sum(gradient, ctx.dtype) if ctx.may_wait() else None
+            if bias is None:
+                bias = column_sum(gradient.view(-1, gradient.shape[-1]), ctx.dtype, ctx.may_wait())
+        if ctx.branch is None or stream is None:
+            return gradient, bias, gradient, None
+        stream.leave(ctx.branch, gradient)
+        return gradient, bias, None, None
+
+
+def _known_sum(gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the sum over tokens of a gradient that LayerNorm's backward added up as it made it."""
+    stream = current_stream()
+    known = None if stream is None else stream.sum_of(gradient)
+    return known if known is not None and known.dtype == dtype else None
 
 
 class _BiasGelu(Function):
@@ -114,6 +127,7 @@ class _BiasGelu(Function):
         flat = x.view(-1, x.shape[-1])
         _bias_gelu[_grid(flat)](flat, bias, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=False)
         ctx.save_for_backward(x, bias)
+        ctx.may_wait = may_wait(bias)
         return out
 
     @staticmethod
@@ -124,14 +138,15 @@ class _BiasGelu(Function):
         rows, columns = gradient.view(-1, gradient.shape[-1]).shape
         out = torch.empty_like(x)
         tiles = tiles_each(rows, columns)
-        partials = torch.empty((row_programs(rows, tiles), columns), dtype=torch.float32, device=x.device)
-        grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
+        parts = row_programs(rows, tiles)
+        sums = PartialSum(parts, columns, bias.dtype, x.device, ctx.may_wait())
+        grid = (parts, triton.cdiv(columns, COLUMNS))
         _bias_gelu_backward[grid](
             gradient,
             x,
             bias,
             out,
-            partials,
+            sums.partials,
             rows,
             columns,
             ROWS=ROWS,
@@ -139,18 +154,19 @@ class _BiasGelu(Function):
             TILES=tiles,
             enable_fp_fusion=False,
         )
-        return out, add_partials(partials, bias.dtype) if ctx.needs_input_grad[1] else None
+        return out, sums.total() if ctx.needs_input_grad[1] else None
 
 
-def bias_residual(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+def bias_residual(x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None = None) -> Tensor:
     """Return `residual + (x + bias)`.
 
     Args:
         x: `[..., width]`.
         bias: `[width]` of x's dtype.
         residual: Like x, contiguous.
+        branch: What x comes from, if the backward of the LayerNorm at its beginning is to add the residual's gradient.
     """
-    return _BiasResidual.apply(x, bias, residual)
+    return _BiasResidual.apply(x, bias, residual, branch)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -1,14 +1,19 @@
-"""Backward of LayerNorm: one pass over the rows, and one small one that adds up the parameters' gradients."""
+"""Backward of LayerNorm in one pass over the rows, with the residual stream's gradient added on the way."""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reduction import add_partials
+from .reduction import PartialSum
 
 # Programs that share the rows; each leaves one partial sum of the parameters' gradients.
 PROGRAMS = 264
+# Elements that a program works on at once.
+TILE = 4096
+WARPS = 8
 
 
 @triton.jit
@@ -18,41 +23,79 @@ def _layernorm_backward(
     mean_ptr,
     rstd_ptr,
     weight_ptr,
+    residual_ptr,
     out_ptr,
     partial_ptr,
     rows,
     columns,
     ZERO_CENTERED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < columns
+    kind = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
     weight_gradient = tl.zeros((BLOCK,), dtype=tl.float32)
     bias_gradient = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = tl.cast(row, tl.int64) * columns + column
-        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
-        normalized = tl.where(inside, (x - tl.load(mean_ptr + row)) * rstd, 0.0)
-        weighted = gradient * weight
-        along = tl.sum(weighted * normalized, axis=0) / columns
-        mean = tl.sum(weighted, axis=0) / columns
-        result = (weighted - (normalized * along + mean)) * rstd
-        tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=inside)
-        weight_gradient += gradient * normalized
-        bias_gradient += gradient
-    target = partial_ptr + tl.program_id(0) * 2 * columns + column
+    out_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        there = (row < rows)[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        x = tl.load(x_ptr + place, mask=there, other=0.0).to(tl.float32)
+        gradient = tl.load(gradient_ptr + place, mask=there, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        normalized = tl.where(there, (x - mean) * rstd, 0.0)
+        weighted = gradient * weight[None, :]
+        along = tl.sum(weighted * normalized, axis=1)[:, None] / columns
+        level = tl.sum(weighted, axis=1)[:, None] / columns
+        result = ((weighted - (normalized * along + level)) * rstd).to(kind)
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + place, mask=there, other=0.0).to(tl.float32)
+            result = (result.to(tl.float32) + residual).to(kind)
+            out_sum += tl.sum(tl.where(there, result.to(tl.float32), 0.0), axis=0)
+        tl.store(out_ptr + place, result, mask=there)
+        weight_gradient += tl.sum(gradient * normalized, axis=0)
+        bias_gradient += tl.sum(gradient, axis=0)
+    sums = 3 if RESIDUAL else 2
+    target = partial_ptr + tl.program_id(0) * sums * columns + column
     tl.store(target, weight_gradient, mask=inside)
     tl.store(target + columns, bias_gradient, mask=inside)
+    if RESIDUAL:
+        tl.store(target + 2 * columns, out_sum, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNormGradients:
+    """What LayerNorm's backward computes.
+
+    Attributes:
+        x: `[rows, width]`, of the input, with the residual's gradient added.
+        weight, bias: `[width]`.
+        x_sum: `[width]`, the sum of `x` over rows; None without a residual.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    x_sum: Tensor | None
 
 
 def layernorm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    zero_centered: bool = False,
+    residual: Tensor | None = None,
+    deferred: bool = False,
+) -> LayerNormGradients:
     """Return the gradients of LayerNorm's input, weight and bias.
 
     Args:
@@ -61,24 +104,43 @@ def layernorm_backward(
         mean, rstd: `[rows]` fp32, of the forward.
         weight: `[width]`.
         zero_centered: Whether the norm multiplies by weight + 1.
+        residual: As many elements as `gradient`, contiguous, of its dtype: what else flows into the input's gradient.
+        deferred: Whether the sums over rows may be filled later; see `PartialSum`.
+
+    Raises:
+        ValueError: The residual does not fit the gradient.
     """
     rows, columns = x.shape
+    if residual is not None and (residual.numel(), residual.dtype) != (gradient.numel(), gradient.dtype):
+        raise ValueError(
+            f"the residual's gradient {tuple(residual.shape)} {residual.dtype} does not fit LayerNorm's "
+            f"{tuple(gradient.shape)} {gradient.dtype}"
+        )
     out = torch.empty_like(gradient)
-    programs = min(PROGRAMS, rows)
-    partials = torch.empty((programs, 2 * columns), dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    at_once = max(TILE // block, 1)
+    programs = min(PROGRAMS, triton.cdiv(rows, at_once))
+    width = columns * (2 if residual is None else 3)
+    sums = PartialSum(programs, width, weight.dtype, x.device, deferred)
     _layernorm_backward[(programs,)](
         gradient,
         x,
         mean,
         rstd,
         weight,
+        gradient if residual is None else residual,
         out,
-        partials,
+        sums.partials,
         rows,
         columns,
         ZERO_CENTERED=zero_centered,
-        BLOCK=triton.next_power_of_2(columns),
-        num_warps=8,
+        RESIDUAL=residual is not None,
+        ROWS=at_once,
+        BLOCK=block,
+        num_warps=WARPS,
+        # Multiply-adds would be the compiler's choice, and might be another one with a residual than without.
+        enable_fp_fusion=False,
     )
-    parameters = add_partials(partials, weight.dtype)
-    return out, parameters[:columns], parameters[columns:]
+    total = sums.total()
+    x_sum = None if residual is None else total[2 * columns :]
+    return LayerNormGradients(out, total[:columns], total[columns : 2 * columns], x_sum)

@@ -1,9 +1,16 @@
 """Sums over the tokens of a matrix, in two passes of fixed order: the same input gives the same sum."""
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+
+from ...graphs.gradients import SMALL
 
 # One program's tile: wide loads, few registers a thread.
 ROWS = 8
@@ -13,17 +20,22 @@ BUSY = 1024
 MOST_TILES = 16
 SUM_COLUMNS = 64
 SUM_ROWS = 32
+# Deferred sums that one kernel adds up: few launches, and partial sums that are still in the cache.
+TOGETHER = 8
 
 
 @triton.jit
 def _add_partials(partial_ptr, out_ptr, parts, columns, PARTS_BLOCK: tl.constexpr, COLUMNS_BLOCK: tl.constexpr):
     column = tl.program_id(0) * COLUMNS_BLOCK + tl.arange(0, COLUMNS_BLOCK)
+    first = tl.program_id(1).to(tl.int64) * parts
     row = tl.arange(0, PARTS_BLOCK)
     total = tl.zeros((PARTS_BLOCK, COLUMNS_BLOCK), dtype=tl.float32)
     for start in tl.range(0, parts, PARTS_BLOCK):
         inside = (start + row < parts)[:, None] & (column < columns)[None, :]
-        total += tl.load(partial_ptr + (start + row)[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
+        place = (first + start + row)[:, None] * columns + column[None, :]
+        total += tl.load(partial_ptr + place, mask=inside, other=0.0)
+    target = out_ptr + tl.program_id(1) * columns + column
+    tl.store(target, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit
@@ -50,21 +62,136 @@ def row_programs(rows: int, tiles: int) -> int:
     return triton.cdiv(rows, ROWS * tiles)
 
 
-def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of `[parts, columns]` fp32 partial sums, rounded to `dtype`."""
-    parts, columns = partials.shape
-    out = torch.empty(columns, dtype=dtype, device=partials.device)
-    _add_partials[(triton.cdiv(columns, SUM_COLUMNS),)](
+def add_partials(partials: Tensor, out: Tensor) -> None:
+    """Write the sums of `[matrices, parts, columns]` fp32 partial sums over their parts to `[matrices, columns]`."""
+    matrices, parts, columns = partials.shape
+    _add_partials[(triton.cdiv(columns, SUM_COLUMNS), matrices)](
         partials, out, parts, columns, PARTS_BLOCK=SUM_ROWS, COLUMNS_BLOCK=SUM_COLUMNS
     )
-    return out
 
 
-def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum over rows of a contiguous `[rows, columns]` matrix, added in fp32, rounded to `dtype`."""
+class DeferredSums:
+    """Sums whose partial sums are added up later, several in one kernel.
+
+    Args:
+        modules: Roots of the modules whose parameters' gradients may wait.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        every = dict.fromkeys(m for root in modules for m in root.modules())
+        self._places = Counter(id(p) for module in every for p in module._parameters.values())
+        self._uses: Counter[int] = Counter()
+        self._blocks: dict[tuple[Any, ...], _Block] = {}
+
+    def note_use(self, parameter: Tensor) -> Callable[[], bool]:
+        """Count a use of a parameter in a forward; returns what says whether its gradient's sum can wait.
+
+        It can where nothing reads the gradient before `add`: the parameter is a leaf that one module has and uses
+        once, so that autograd adds nothing to its gradient, and it is small enough for `SmallGradients` to hold.
+        """
+        key = id(parameter)
+        fits = parameter.is_leaf and self._places[key] == 1 and parameter.numel() <= SMALL
+        self._uses[key] += 1
+        return lambda: fits and self._uses[key] == 1
+
+    def place(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where partial sums `[parts, columns]` go, in fp32, and the sum `[columns]` that `add` will fill."""
+        key = (parts, columns, dtype, device)
+        block = self._blocks.get(key)
+        if block is None or block.used == TOGETHER:
+            if block is not None:
+                block.add()
+            block = self._blocks[key] = _Block(parts, columns, dtype, device)
+        return block.place()
+
+    def add(self) -> None:
+        """Fill all sums that are left."""
+        for block in self._blocks.values():
+            block.add()
+        self._blocks = {}
+
+
+class _Block:
+    """Room for the partial sums of `TOGETHER` matrices of one shape."""
+
+    def __init__(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._partials = torch.empty((TOGETHER, parts, columns), dtype=torch.float32, device=device)
+        self._totals = torch.empty((TOGETHER, columns), dtype=dtype, device=device)
+        self.used = 0
+
+    def place(self) -> tuple[Tensor, Tensor]:
+        self.used += 1
+        return self._partials[self.used - 1], self._totals[self.used - 1]
+
+    def add(self) -> None:
+        add_partials(self._partials[: self.used], self._totals)
+
+
+# Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.
+_deferred: DeferredSums | None = None
+
+
+@contextmanager
+def deferred_sums(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let sums of these modules' gradients wait for one another inside; at the end all are there."""
+    global _deferred
+    before, _deferred = _deferred, DeferredSums(modules)
+    try:
+        yield
+        _deferred.add()
+    finally:
+        _deferred = before
+
+
+def may_wait(parameter: Tensor) -> Callable[[], bool]:
+    """Note a use of a parameter in a forward; returns what its backward asks: whether the gradient's sum can wait."""
+    return _never if _deferred is None else _deferred.note_use(parameter)
+
+
+def _never() -> bool:
+    return False
+
+
+class PartialSum:
+    """A sum over rows that kernels compute in parts.
+
+    Args:
+        parts: Partial sums.
+        columns: Width.
+        dtype: Of the sum.
+        device: Where it is computed.
+        deferred: Whether the sum may be filled as late as at the end of `deferred_sums`.
+
+    Attributes:
+        partials: `[parts, columns]` fp32, for a kernel to write.
+    """
+
+    def __init__(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device, deferred: bool) -> None:
+        self._waits = deferred and _deferred is not None
+        if self._waits:
+            self.partials, self._total = _deferred.place(parts, columns, dtype, device)
+        else:
+            self.partials = torch.empty((parts, columns), dtype=torch.float32, device=device)
+            self._total = torch.empty(columns, dtype=dtype, device=device)
+
+    def total(self) -> Tensor:
+        """Return the sum `[columns]`, once `partials` was written."""
+        if not self._waits:
+            add_partials(self.partials[None], self._total)
+        return self._total
+
+
+def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
+    """Return the sum over rows of a contiguous `[rows, columns]` matrix, added in fp32, rounded to `dtype`.
+
+    Args:
+        x: The matrix.
+        dtype: Of the result.
+        deferred: See `PartialSum`.
+    """
     rows, columns = x.shape
     tiles = tiles_each(rows, columns)
-    partials = torch.empty((row_programs(rows, tiles), columns), dtype=torch.float32, device=x.device)
-    grid = (partials.shape[0], triton.cdiv(columns, COLUMNS))
-    _column_partials[grid](x, partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=tiles)
-    return add_partials(partials, dtype)
+    found = PartialSum(row_programs(rows, tiles), columns, dtype, x.device, deferred)
+    grid = (row_programs(rows, tiles), triton.cdiv(columns, COLUMNS))
+    _column_partials[grid](x, found.partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=tiles)
+    return found.total()
