@@ -164,7 +164,7 @@ def test_auto_buckets_come_from_warm_up():
         assert graphs.statistics().replays == 0
         assert graphs.capture()
         assert graphs.plan.observed == len(seen)
-        assert graphs.plan.capacities[-1] == 256
+        assert graphs.plan.capacities[-1] == 320
         expected = results(model, IMAGES)
         for rows in seen:
             forward(model, rows)
