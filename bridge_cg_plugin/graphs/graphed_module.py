@@ -14,7 +14,7 @@ from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed
 from .executor import Executor
 from .instance import InstanceForward
 from .region import Region
-from .report import merge_statistics, metrics, render
+from .report import merge_statistics, render
 from .statistics import RegionStatistics
 
 
@@ -163,10 +163,6 @@ class GraphedModule(ABC):
         total = merge_statistics([own, *(region.statistics for region in self._regions)])
         total.warmup_microbatches = self._warmup_microbatches()
         return total
-
-    def metrics(self) -> dict[str, float]:
-        """Return scalars for TensorBoard and W&B, by tag."""
-        return metrics(self.statistics(), self.group)
 
     def report(self) -> str:
         """Return the run's report as text."""

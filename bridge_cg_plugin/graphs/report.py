@@ -38,6 +38,23 @@ def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
     }
 
 
+def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
+    """Return the scalars of several ranks: counts and shares over all, the largest memory, and how far ranks differ."""
+    total = metrics(merge_statistics(ranks), prefix)
+    if len(ranks) == 1:
+        return total
+    each = [metrics(rank, prefix) for rank in ranks]
+    tokens = [sum(bucket.tokens for bucket in rank.buckets.values()) for rank in ranks]
+    return {
+        **total,
+        f"{prefix}/memory_gb": max(rank[f"{prefix}/memory_gb"] for rank in each),
+        f"{prefix}/ranks": float(len(ranks)),
+        f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
+        f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
+        f"{prefix}/token_imbalance": max(tokens) * len(tokens) / sum(tokens) if any(tokens) else 0.0,
+    }
+
+
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
     """Return the report as text."""
     lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]

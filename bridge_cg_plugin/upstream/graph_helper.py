@@ -11,6 +11,8 @@ from torch import nn
 from ..announce import announce
 from ..graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ..graphs.graphed_module import GraphedModule
+from ..options import PROVIDER_FIELDS
+from .failures import named_failure
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
 
@@ -27,7 +29,8 @@ class GraphHelper:
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict."""
         if self.graphs is not None:
-            self.graphs.capture()
+            with named_failure("capture"):
+                self.graphs.capture()
 
     def graphs_created(self) -> bool:
         """Whether graphs exist."""
@@ -81,10 +84,33 @@ def stages_of(config: Any) -> int:
 
 
 def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
-    """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B."""
+    """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B.
+
+    Args:
+        config: Has the pipeline's stages.
+        num_microbatches: Microbatches of a step now; the run's largest step counts.
+    """
     stages = stages_of(config)
     interleaved = (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1) > 1
-    return max(1, min(stages * (2 if interleaved and stages > 1 else 1), num_microbatches))
+    return max(1, min(stages * (2 if interleaved and stages > 1 else 1), most_microbatches(num_microbatches)))
+
+
+def most_microbatches(num_microbatches: int) -> int:
+    """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer."""
+    from megatron.core import num_microbatches_calculator
+
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    samples = getattr(calculator, "micro_batch_times_data_parallel_size", None)
+    if samples is None:  # every step has as many
+        return num_microbatches
+    batches = [batch for _, batch in getattr(calculator, "schedule", ())]
+    return max(num_microbatches, *(batch // samples for batch in (calculator.global_batch_size, *batches)))
+
+
+def asks_for_graphs(config: Any) -> bool:
+    """Whether a model's provider has graphs on, of the vision encoder or the language model; alike on all ranks."""
+    names = (PROVIDER_FIELDS["impl"], "cuda_graph_impl")
+    return any(getattr(config, name, None) not in (None, "none") for name in names)
 
 
 WRAPPER_DEPTH = 8

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ..graphs.report import metrics_of_ranks
+from .failures import named_failure, several_ranks
 from .full_iteration import CURRENT
-from .graph_helper import active_helpers
+from .graph_helper import active_helpers, asks_for_graphs
 from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
+from .ranks import phase_of, statistics_of_ranks
 from .registry import seam
 from .registry.training import TRAIN
 
@@ -28,10 +31,14 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        state = argument("global_state", args, kwargs)
         if not drives_vision_graphs():
-            OWN_LOOP.before_step(argument("model", args, kwargs), argument("global_state", args, kwargs))
+            OWN_LOOP.before_step(argument("model", args, kwargs), state)
+        helpers = active_helpers()
         with ExitStack() as stack:
-            for helper in active_helpers():
+            if several_ranks() and asks_for_graphs(state.cfg.model):
+                stack.enter_context(named_failure(f"step {state.train_state.step + 1}, {phase_of(helpers)}"))
+            for helper in helpers:
                 stack.enter_context(helper.graphs.step())
             return old(*args, **kwargs)
 
@@ -47,8 +54,8 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
             graphs = [*(helper.graphs for helper in active_helpers()), *([CURRENT.graphs] if CURRENT.graphs else [])]
-            for each in graphs:
-                write_metrics(state, each.metrics())
+            for group, ranks in statistics_of_ranks(graphs, state.cfg.model).items():
+                write_metrics(state, metrics_of_ranks(ranks, group))
         return result
 
     return training_log

@@ -1,11 +1,13 @@
 """Training runs in processes of their own, which import the stack, half a minute's work, before they are needed."""
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
+FIRST_PORT, PORTS = 20_000, 10_000
+_CALLS = itertools.count()
 
 
 class TrainingFailed(RuntimeError):
@@ -51,12 +55,13 @@ class TrainingProcess:
             if not rank.is_ready():
                 self._fail("importing the stack")
 
-    def train(self, mode: str, arguments: Sequence[str]) -> dict[str, Any]:
+    def train(self, mode: str, arguments: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:
         """Train once, and end the processes.
 
         Args:
             mode: "eager", "graphs" or "upstream".
             arguments: The command line's other words.
+            limit_s: Seconds after which processes that still run are ended, as if one had failed; None for no limit.
 
         Returns:
             What the module's `train_words` writes to its `--out` on rank 0, as JSON.
@@ -70,7 +75,7 @@ class TrainingProcess:
             port = free_port()
             for rank in self._ranks:
                 rank.connection.send((words, port))
-            if not self._all_end_well():
+            if not self._all_end_well(limit_s):
                 self._fail(" ".join(words))
             return json.loads(out.read_text())
 
@@ -81,11 +86,13 @@ class TrainingProcess:
         for rank in self._ranks:
             rank.process.join()
 
-    def _all_end_well(self) -> bool:
-        """Wait for every process, once one failed no longer than the grace."""
+    def _all_end_well(self, limit_s: float | None) -> bool:
+        """Wait for every process as long as the limit says, once one failed no longer than the grace."""
         running, failed = list(self._ranks), False
+        end = None if limit_s is None else time.monotonic() + limit_s
         while running:
-            ended = wait([rank.process.sentinel for rank in running], GRACE_S if failed else None)
+            left = None if end is None else max(end - time.monotonic(), 0.0)
+            ended = wait([rank.process.sentinel for rank in running], GRACE_S if failed else left)
             if not ended:
                 for rank in running:
                     rank.process.kill()
@@ -161,10 +168,22 @@ def _log_of(log: Path | None, rank: int) -> Path | None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that nothing listens on, another one at each call.
+
+    It is below those that the system gives to connections: such a one could be taken before the run listens on it.
+
+    Raises:
+        OSError: There is none.
+    """
+    for _ in range(PORTS):
+        port = FIRST_PORT + (os.getpid() + next(_CALLS)) % PORTS
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free")
 
 
 def _import_and_train(

@@ -214,7 +214,7 @@ def training_config(run: Run) -> ConfigContainer:
             sizes=list(run.sizes()),
             text_only_every=run.text_only_every,
         ),
-        logger=LoggerConfig(log_interval=10),
+        logger=LoggerConfig(log_interval=min(10, run.steps)),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=CheckpointConfig(save=run.save, load=run.load, save_interval=None, ckpt_format="torch_dist"),
         rng=RNGConfig(seed=1234, te_rng_tracker=True),

@@ -21,6 +21,8 @@ LAYERS = 4
 SIDE_BY_SIDE = 5
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
 PARALLEL_SIDE_BY_SIDE = 3
+# One whose processes wait for each other for ever must not take the others' time.
+LIMIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ class Trainings:
         if before is not None:
             before.result()
         words = ["--small", "--steps", str(training.steps), *(w.format(folder=self._folder) for w in training.words)]
+        limit_s = LIMIT_S if training.gpus > 1 else None
         with ExitStack() as stack:
             for device in devices:  # in one order, so that no two runs wait for each other
                 stack.enter_context(self._gpus[device])
-            return {**process.train(training.mode, words), "output": log.read_text()}
+            return {**process.train(training.mode, words, limit_s), "output": log.read_text()}
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -94,7 +94,7 @@ class Writer:
 def state_at(step, tensorboard=None, wandb=None):
     return SimpleNamespace(
         train_state=SimpleNamespace(step=step),
-        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5)),
+        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5), model=SimpleNamespace()),
         tensorboard_logger=tensorboard,
         wandb_logger=wandb,
     )

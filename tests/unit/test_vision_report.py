@@ -4,6 +4,8 @@ import gc
 
 import pytest
 
+from bridge_cg_plugin.graphs.report import metrics_of_ranks
+
 from .mixes import EXACT, IMAGES, TOO_MANY_FRAMES, TOO_MANY_TOKENS
 from .towers import forward, graphs_on, new_tower, results
 
@@ -32,7 +34,7 @@ def test_metrics_tags_and_values():
         results(model, EXACT)
         results(model, [[1, 8, 6]])
         results(model, TOO_MANY_TOKENS)
-        found = graphs.metrics()
+        found = metrics_of_ranks([graphs.statistics()], graphs.group)
     assert found["vision_cuda_graph/replays"] == 2
     assert found["vision_cuda_graph/fallbacks"] == 1
     assert found["vision_cuda_graph/fallback/too_many_tokens"] == 1
@@ -44,7 +46,7 @@ def test_metrics_tags_and_values():
 
 def test_metrics_before_capture_are_zero():
     with graphs_on(new_tower(), capture=False) as graphs:
-        assert set(graphs.metrics().values()) == {0.0}
+        assert set(metrics_of_ranks([graphs.statistics()], graphs.group).values()) == {0.0}
 
 
 def test_the_report_counts_buckets_that_were_not_used():

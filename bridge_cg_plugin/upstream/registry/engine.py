@@ -124,7 +124,8 @@ SEAMS = (
         target="get_num_microbatches",
         kind="function",
         touch="called",
-        purpose="bounds the slots where the train loop does not say how many microbatches a step has",
+        purpose="bounds the slots: how many microbatches a step has, and the largest one of a schedule of batch sizes",
+        uses=("_GLOBAL_NUM_MICROBATCHES_CALCULATOR.get()",),
     ),
     Seam(
         name="attention_forward",

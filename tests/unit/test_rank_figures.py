@@ -1,0 +1,161 @@
+"""What the ranks of a job say: figures of all of them where the loggers are, and which one an error ends."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from torch import distributed
+
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks
+from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
+from bridge_cg_plugin.upstream import train_loop
+from bridge_cg_plugin.upstream.failures import named_failure
+from bridge_cg_plugin.upstream.graph_helper import most_microbatches
+from tests.ranks import run_ranks
+
+from .mixes import IMAGES, TOO_MANY_TOKENS
+from .test_ranks import helper_on
+from .towers import new_tower, results
+
+
+def statistics(tokens, padding, memory, **fallbacks):
+    bucket = BucketStatistics(replays=2, tokens=tokens, padding=padding, memory=memory)
+    found = RegionStatistics(buckets={Bucket(64): bucket})
+    found.fallbacks.update(fallbacks)
+    return found
+
+
+def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
+    found = metrics_of_ranks([statistics(30, 10, 2**30), statistics(90, 0, 2**31, too_many_tokens=2)], "v")
+    assert found == pytest.approx(
+        {
+            "v/replays": 4,
+            "v/fallbacks": 2,
+            "v/fallback/too_many_tokens": 2,
+            "v/replayed_share": 4 / 6,
+            "v/padding_share": 10 / 130,
+            "v/memory_gb": 2,
+            "v/ranks": 2,
+            "v/smallest_replayed_share": 0.5,
+            "v/largest_padding_share": 0.25,
+            "v/token_imbalance": 1.5,
+        }
+    )
+
+
+def test_figures_of_one_rank_are_its_own():
+    one = statistics(30, 10, 2**30)
+    assert metrics_of_ranks([one], "v") == metrics(one, "v")
+    assert metrics_of_ranks([RegionStatistics(), RegionStatistics()], "v")["v/token_imbalance"] == 0
+
+
+def patched(name, function):
+    return next(patch.make for patch in train_loop.PATCHES if patch.name == name)(function)
+
+
+class Board:
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, tag, value, step):
+        self.scalars[tag] = value
+
+
+def state_of(rank, step, impl="transformer_engine"):
+    board = Board() if rank == distributed.get_world_size() - 1 else None
+    return SimpleNamespace(
+        train_state=SimpleNamespace(step=step),
+        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5), model=SimpleNamespace(vision_cuda_graph_impl=impl)),
+        tensorboard_logger=board,
+        wandb_logger=None,
+    )
+
+
+def log_where_the_last_rank_has_no_encoder(impl):
+    rank = distributed.get_rank()
+    if rank < 2:
+        model = new_tower()
+        helper = helper_on(model)
+        helper.create_cudagraphs()
+        for rows in (IMAGES, IMAGES, TOO_MANY_TOKENS)[rank:]:
+            results(model, rows)
+    state = state_of(rank, 5, impl)
+    patched("train_log", lambda loss_dict=None, global_state=None: None)(global_state=state)
+    return state.tensorboard_logger and state.tensorboard_logger.scalars
+
+
+def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
+    *others, last = run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "transformer_engine")
+    assert others == [None, None]
+    assert last["vision_cuda_graph/ranks"] == 2
+    assert last["vision_cuda_graph/replays"] == 3
+    assert last["vision_cuda_graph/fallback/too_many_tokens"] == 2
+    assert last["vision_cuda_graph/smallest_replayed_share"] == 0.5
+
+
+def test_nothing_is_exchanged_where_nobody_asks_for_graphs(tmp_path):
+    assert run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "none") == [None, None, {}]
+
+
+def fail_in(step_of):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: heard.append(entry.getMessage())
+    logging.getLogger("bridge_cg_plugin").addHandler(handler)
+
+    def train_step(model, global_state):
+        if distributed.get_rank() == 1:
+            raise RuntimeError("no more\nof it")
+
+    train_loop.drives_vision_graphs = lambda: True  # this process ends with the test
+    model = new_tower()
+    helper = helper_on(model)
+    if step_of == "capture":
+        helper.graphs.executor.new_pool = lambda: train_step(model, None)
+        step = helper.create_cudagraphs
+    else:
+        if step_of == "with graphs":
+            helper.create_cudagraphs()
+        state = state_of(distributed.get_rank(), 6)
+        step = lambda: patched("train_step", train_step)(model, state)  # noqa: E731
+    try:
+        step()
+    except RuntimeError as error:
+        heard.append(str(error))
+    return heard
+
+
+@pytest.mark.parametrize(
+    "doing, said",
+    [("capture", "capture"), ("with graphs", "step 7, with graphs"), ("warming up", "step 7, warming up")],
+)
+def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path, doing, said):
+    first, second = run_ranks(2, fail_in, tmp_path, doing)
+    assert first == []
+    assert second == [f"[rank 1] this rank ends in {said}: RuntimeError: no more", "no more\nof it"]
+
+
+def test_one_process_needs_no_name(caplog):
+    with pytest.raises(RuntimeError), named_failure("capture"):
+        raise RuntimeError("no")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("now, most", [(1, 8), (16, 16)])
+def test_the_largest_step_of_a_schedule_counts(monkeypatch, now, most):
+    from megatron.core import num_microbatches_calculator as calculator
+
+    schedule = calculator.StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 0, "0:8 100:64")
+    monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", schedule)
+    assert schedule.get() == 1
+    assert most_microbatches(now) == most
+
+
+def test_as_many_as_now_where_every_step_has_as_many(monkeypatch):
+    from megatron.core import num_microbatches_calculator as calculator
+
+    constant = calculator.ConstantNumMicroBatchesCalculator(64, 2, 4, False, 0)
+    for found in (constant, None):
+        monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", found)
+        assert most_microbatches(3) == 3

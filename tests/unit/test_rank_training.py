@@ -1,0 +1,174 @@
+"""Ranks that train together: megatron-core's pipeline schedule and its data parallelism, with replays and without."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import TransformerConfig
+from torch import distributed, nn
+
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from tests.ranks import run_ranks
+
+from .mixes import IMAGES, MIXED, VIDEO
+from .towers import DEFAULTS, assert_close, draw, new_tower
+
+MIXES = (IMAGES, MIXED, VIDEO)
+WIDTH = 24  # of the towers' outputs
+
+
+class Stage(nn.Module):
+    """A pipeline stage: the first is the encoder, the last one's loss weighs every element differently."""
+
+    def __init__(self, stages):
+        super().__init__()
+        self.config = TransformerConfig(
+            num_layers=1,
+            hidden_size=WIDTH,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=stages,
+            pipeline_dtype=torch.float32,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",  # the other one refuses variable lengths
+            batch_p2p_comm=False,
+        )
+        if parallel_state.is_pipeline_first_stage():
+            self.vision_model = new_tower()
+            self.vision_model.config.pipeline_model_parallel_size = stages
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.received = None
+
+    def set_input_tensor(self, tensors):
+        self.received = tensors[0] if isinstance(tensors, list) else tensors
+
+    def forward(self, rows, seed):
+        if hasattr(self, "vision_model"):
+            return self.vision_model(*draw(rows, seed))[0].unsqueeze(1)
+        return self.received * self.scale
+
+
+def forward_step(batches, model):
+    output = model(*next(batches))
+
+    def loss(final):
+        total = (final * torch.linspace(0.5, 1.5, final.numel()).view(final.shape)).sum()
+        return total, {"loss": total.detach()}
+
+    return output, loss
+
+
+def train_pipeline(model, stages, microbatches):
+    from .vlm import on_cpu
+
+    batches = iter([(MIXES[i % len(MIXES)], i) for i in range(microbatches)])
+    with on_cpu(), mock.patch.object(torch.cuda, "synchronize", lambda: None):
+        losses = schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return [float(each["loss"]) for each in losses], gradients
+
+
+def pipeline(stages, microbatches, slots):
+    plain = train_pipeline(Stage(stages), stages, microbatches)
+    model = Stage(stages)
+    encoder = getattr(model, "vision_model", None)
+    config = encoder.config if encoder is not None else model.config
+    options = VisionGraphOptions(**{**DEFAULTS, "slots": slots})
+    helper = VisionTECudaGraphHelper([model], config, num_microbatches=microbatches, options=options)
+    helper.create_cudagraphs()
+    helper.cuda_graph_set_manual_hooks()
+    graphed = train_pipeline(model, stages, microbatches)
+    found = None
+    if helper.graphs is not None:
+        statistics = helper.graphs.statistics()
+        found = helper.graphs.slots, statistics.replays, dict(statistics.fallbacks)
+    helper.delete_cuda_graphs()
+    return plain, graphed, found
+
+
+@pytest.mark.parametrize(
+    "stages, microbatches, slots, expected",
+    [
+        (2, 8, "auto", (2, 8, {})),
+        (2, 1, "auto", (1, 1, {})),
+        (4, 6, "auto", (4, 6, {})),
+        (2, 8, 1, (1, 4, {"no_free_slot": 4})),
+    ],
+)
+def test_slots_of_a_pipeline_are_what_its_schedule_needs(tmp_path, stages, microbatches, slots, expected):
+    ranks = run_ranks(stages, pipeline, tmp_path, stages, microbatches, slots, pipeline_model_parallel_size=stages)
+    assert [found for _, _, found in ranks] == [expected, *[None] * (stages - 1)]
+    for (losses, gradients), (graphed_losses, graphed_gradients), _ in ranks:
+        assert graphed_losses == pytest.approx(losses, rel=1e-5)
+        assert_close(graphed_gradients, gradients, 1e-4)
+    assert len(ranks[-1][0][0]) == microbatches
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vision_model = new_tower()
+
+    def forward(self, rows, seed):
+        hidden, deepstack = self.vision_model(*draw(rows, seed))
+        return sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in (hidden, *deepstack))
+
+
+@contextmanager
+def no_gpu():
+    with mock.patch.multiple(torch.cuda, current_device=lambda: "cpu", current_stream=mock.MagicMock()):
+        yield
+
+
+def data_parallel(overlap):
+    """Train two steps of three microbatches on images of this rank's own, eager and with graphs."""
+    rank = distributed.get_rank()
+    found = []
+    for graphs in (False, True):
+        config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+        ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4096)
+        with no_gpu():
+            model = DistributedDataParallel(config, ddp, Model())
+        encoder = model.module.vision_model
+        options = VisionGraphOptions(**DEFAULTS)
+        helper = VisionTECudaGraphHelper([model], encoder.config, num_microbatches=3, options=options)
+        if graphs:
+            helper.create_cudagraphs()
+        steps = []
+        for step in range(2):
+            model.zero_grad_buffer()
+            with model.no_sync():
+                for index in range(2):
+                    model(MIXES[(index + rank) % 3], 10 * step + index).backward()
+            loss = model(MIXES[(2 + rank) % 3], 10 * step + 2)
+            with no_gpu():  # hooks start the reduction
+                loss.backward()
+            with no_gpu():
+                model.finish_grad_sync()
+            steps.append([p.main_grad.clone() for p in model.parameters()])
+        found.append((steps, helper.graphs.statistics().replays))
+        helper.delete_cuda_graphs()
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_reduced_gradients_of_two_ranks_with_different_images_equal_eager(tmp_path, overlap):
+    ranks = run_ranks(2, data_parallel, tmp_path, overlap)
+    for (plain, none), (graphed, replays) in ranks:
+        assert (none, replays) == (0, 6)
+        for expected, gradients in zip(plain, graphed, strict=True):
+            assert_close(gradients, expected, 1e-4)
+    (first, _), (second, _) = (rank[1] for rank in ranks)
+    for one, other in zip(first, second, strict=True):
+        assert_close(one, other, 0.0)
