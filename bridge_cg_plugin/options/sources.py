@@ -30,6 +30,7 @@ SETTINGS = (
     "attention_dropout",
     "hidden_dropout",
     "num_moe_experts",
+    "moe_input_jitter_eps",
     "is_hybrid_model",
     "hybrid_layer_pattern",
     "hybrid_override_pattern",

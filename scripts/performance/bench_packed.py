@@ -8,7 +8,6 @@ distributions. A record is written as soon as it is measured; after `--seconds` 
 """
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,9 +93,9 @@ class Bench:
     def __init__(self, name: str, repeats: int, fused_rope: bool) -> None:
         import dataclasses
 
-        from scripts.performance import language_model, measure, tower
+        from scripts.performance import language_model, measure, packed_parity, tower
 
-        self.lm, self.tower, self.measure = language_model, tower, measure
+        self.lm, self.tower, self.measure, self.parity = language_model, tower, measure, packed_parity
         self.name, self.repeats = name, repeats
         shape = dataclasses.replace(language_model.SHAPES[name], fused_rope=fused_rope)
         self.model = language_model.build_model(shape)
@@ -133,11 +132,9 @@ class Bench:
 
         pack = self.lm.make_pack(self.lm.split(tokens, DOCUMENTS))
         runs = [self._results(pack) for _ in range(NOISE_RUNS)]
-        pairs = list(itertools.combinations(runs, 2))
-        forward_noise = max(self.tower.relative(a[0], b[0]) for a, b in pairs)
-        grad_noise = max(self.tower.largest_relative(a[1], b[1]) for a, b in pairs)
+        forward_noise, grad_noise = self.parity.noise_of(runs)
         expected, gradients = runs[0]
-        del runs, pairs
+        del runs
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         self._step(pack)

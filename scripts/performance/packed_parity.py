@@ -6,6 +6,8 @@ with padding differ by bf16 rounding. Graphs pad to a bucket: the same rows give
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from bridge_cg_plugin.upstream.replaced import replaced
+from scripts.performance.tower import largest_relative, relative
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-# Graphs may be farther from fp32 than eager by this factor: both are a rounding of the same.
-FARTHER = 1.1
+# Per-token losses, and gradients in the order of the model's trainable parameters.
+Result = tuple[Tensor, list[Tensor]]
 
 
 @contextmanager
@@ -84,7 +87,7 @@ class Fp32Reference:
                 parameter.copy_(source[name])
         self._names = [name for name, parameter in source.items() if parameter.requires_grad]
 
-    def results(self, pack: Any) -> tuple[Tensor, list[Tensor]]:
+    def results(self, pack: Any) -> Result:
         """Return per-token losses, `[1, tokens]`, and gradients in the order of the model's trainable parameters."""
         self._model.zero_grad(set_to_none=True)
         losses, start = [], 0
@@ -99,20 +102,29 @@ class Fp32Reference:
         return torch.cat(losses, 1), [found[name].grad for name in self._names]
 
 
-def farther(
-    graphs: tuple[Tensor, Sequence[Tensor]],
-    eager: tuple[Tensor, Sequence[Tensor]],
-    exact: tuple[Tensor, Sequence[Tensor]],
-) -> dict[str, float]:
-    """Return how many times as far from an exact result graphs are as eager is, by what was compared."""
-    from scripts.performance.tower import relative
+def noise_of(runs: Sequence[Result]) -> tuple[float, float]:
+    """Return the largest relative difference between any two runs: of the losses, and of a gradient."""
+    pairs = list(combinations(runs, 2))
+    return max(relative(a[0], b[0]) for a, b in pairs), max(largest_relative(a[1], b[1]) for a, b in pairs)
 
-    far = {}
-    for who, (losses, gradients) in (("graphs", graphs), ("eager", eager)):
-        distances = list(map(relative, gradients, exact[1]))
-        far[who] = {
-            "losses": relative(losses, exact[0]),
-            "mean of gradients": sum(distances) / len(distances),
-            "worst gradient": max(distances),
-        }
-    return {name: distance / max(far["eager"][name], 1e-30) for name, distance in far["graphs"].items()}
+
+def worst_gradient(found: Result, expected: Result, names: Sequence[str]) -> str:
+    """Return how much the gradient that differs most differs, and whose it is; a NaN is more than any number."""
+    differ = [relative(a, b) for a, b in zip(found[1], expected[1], strict=True)]
+    place = max(range(len(differ)), key=lambda i: inf if isnan(differ[i]) else differ[i])
+    return f"{differ[place]:.2e} in {names[place]}"
+
+
+def same(one: Result, other: Result) -> bool:
+    """Whether two results are equal to the bit."""
+    return all(map(torch.equal, (one[0], *one[1]), (other[0], *other[1])))
+
+
+def distances(found: Result, exact: Result) -> dict[str, float]:
+    """Return relative distances from an exact result, by what was compared."""
+    gradients = [relative(a, b) for a, b in zip(found[1], exact[1], strict=True)]
+    return {
+        "losses": relative(found[0], exact[0]),
+        "mean of gradients": sum(gradients) / len(gradients),
+        "worst gradient": largest_relative(found[1], exact[1]),
+    }

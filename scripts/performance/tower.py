@@ -179,5 +179,5 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest relative L2 difference of matching tensors."""
-    return max(relative(a, e) for a, e in zip(actual, expected, strict=True))
+    """Return the largest relative L2 difference of matching tensors; NaN if one of them is."""
+    return torch.tensor([relative(a, e) for a, e in zip(actual, expected, strict=True)]).max().item()

@@ -110,6 +110,10 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8",
         "cuda_graph_modules",
     ),
+    "packed-sequence graphs of `moe_router` with jitter on its input": (
+        f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
+        "model.moe_input_jitter_eps",
+    ),
     "packed-sequence graphs with context parallelism": (
         f"{TE} {PACKED} context_parallel_size=2",
         "model.context_parallel_size",

@@ -1,10 +1,21 @@
 """What GPU tests and the benchmark compare graphs with, on a CPU."""
 
+import math
+
 import pytest
 import torch
 
 from scripts.performance.language_model import Pack
-from scripts.performance.packed_parity import Fp32Reference, eager_at, farther, padded_params
+from scripts.performance.packed_parity import (
+    Fp32Reference,
+    distances,
+    eager_at,
+    noise_of,
+    padded_params,
+    same,
+    worst_gradient,
+)
+from scripts.performance.tower import largest_relative
 
 from .packs import graphs_on, losses_and_gradients, new_model, pack
 from .towers import assert_close
@@ -53,7 +64,24 @@ def test_documents_alone_are_the_pack(model):
 
 def test_distances_from_an_exact_result():
     exact = torch.ones(4), [torch.ones(2), torch.ones(2)]
-    eager = torch.full((4,), 1.1), [torch.full((2,), 1.1), torch.full((2,), 1.2)]
-    graphs = torch.full((4,), 1.1), [torch.full((2,), 1.2), torch.full((2,), 1.2)]
-    found = farther(graphs, eager, exact)
-    assert found == pytest.approx({"losses": 1.0, "mean of gradients": 4 / 3, "worst gradient": 1.0})
+    found = torch.full((4,), 1.1), [torch.full((2,), 1.1), torch.full((2,), 1.2)]
+    wanted = {"losses": 0.1, "mean of gradients": 0.15, "worst gradient": 0.2}
+    assert distances(found, exact) == pytest.approx(wanted)
+
+
+def test_noise_is_the_largest_difference_of_any_two_runs():
+    runs = [(torch.full((4,), 1 + loss), [torch.ones(2), torch.full((2,), 1 + g)]) for loss, g in ((0, 0), (0.1, 0.3))]
+    losses, gradients = noise_of([runs[0], runs[0], runs[1]])
+    assert losses == pytest.approx(0.1 / 1.1) and gradients == pytest.approx(0.3 / 1.3)
+    assert noise_of([runs[0], runs[0]]) == (0, 0)
+    assert same(runs[0], runs[0]) and not same(runs[0], runs[1])
+    assert worst_gradient(runs[1], runs[0], ["a", "b"]) == "3.00e-01 in b"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_nan_is_the_largest_difference(place):
+    """`max` forgets a NaN that is not the first number."""
+    exact = torch.ones(1), [torch.ones(2), torch.ones(2), torch.ones(2)]
+    found = torch.ones(1), [torch.full((2,), torch.nan if i == place else 2.0) for i in range(3)]
+    assert math.isnan(largest_relative(found[1], exact[1]))
+    assert worst_gradient(found, exact, ["a", "b", "c"]) == f"nan in {'abc'[place]}"

@@ -81,6 +81,17 @@ PACKED = (
         ),
     ),
     Combination(
+        "packed-sequence graphs of `moe_router` with jitter on its input",
+        "The input would be changed at random after it was recorded",
+        lambda o, f: _packs(o) and f.router_jitter and CudaGraphModule.moe_router in o.language_model.modules,
+        lambda o, f: (
+            "model.moe_input_jitter_eps",
+            "above 0",
+            f"null with moe_router in {MODULES} and {_asked(o)}",
+            "Set it to null, or leave moe_router out.",
+        ),
+    ),
+    Combination(
         "packed-sequence graphs with context parallelism",
         "Documents are cut into parts that several ranks hold, which the graphs' positions do not know yet",
         lambda o, f: _packs(o) and (f.context_ranks or 1) > 1,
