@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from .lora import add_lora
+
 ROWS = (4, 784, 2304)
 WIDTH, MLP = 1152, 4304
 GRID = [(1, 28, 28)]
@@ -85,10 +87,8 @@ def run(tower_module, model, grads, batch):
     return outputs, grads.copy()
 
 
-@pytest.mark.parametrize("trained", ["merger", "layers.1.mlp", "bias", "norm"])
-def test_fast_kernels_with_frozen_parts(tower_module, model, graphs_of, trained):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = trained in name
+def train_beside_eager(tower_module, model, graphs_of):
+    """Replay the fast kernels on what is trainable and compare with eager."""
     grads = tower_module.MainGrads(model)
     helper = graphs_of(buckets=(784,), kernels="fast")
     batch = tower_module.make_batch(GRID, model)
@@ -97,6 +97,14 @@ def test_fast_kernels_with_frozen_parts(tower_module, model, graphs_of, trained)
     outputs, replayed = run(tower_module, model, grads, batch)
     assert tower_module.largest_relative(outputs, expected) == 0.0
     assert tower_module.largest_relative(replayed, eager) <= 3e-2
+    assert helper.graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("trained", ["merger", "layers.1.mlp", "bias", "norm"])
+def test_fast_kernels_with_frozen_parts(tower_module, model, graphs_of, trained):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = trained in name
+    train_beside_eager(tower_module, model, graphs_of)
 
 
 def test_fast_kernels_without_main_grad(tower_module, model, graphs_of):
@@ -115,22 +123,8 @@ def test_fast_kernels_without_main_grad(tower_module, model, graphs_of):
 
 
 def test_fast_kernels_with_lora(tower_module, model, graphs_of):
-    from megatron.bridge.peft.lora import LoRA
-
-    LoRA(target_modules=["linear_qkv", "linear_fc1"], dim=8, alpha=8, dropout=0.0)(model, training=True)
-    model.cuda().bfloat16().train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "linear_out" in name:
-                parameter.normal_(std=0.02)
-    grads = tower_module.MainGrads(model)
-    helper = graphs_of(buckets=(784,), kernels="fast")
-    batch = tower_module.make_batch(GRID, model)
-    with helper.graphs.paused():
-        expected, eager = run(tower_module, model, grads, batch)
-    outputs, replayed = run(tower_module, model, grads, batch)
-    assert tower_module.largest_relative(outputs, expected) == 0.0
-    assert tower_module.largest_relative(replayed, eager) <= 3e-2
+    add_lora(model, ["linear_qkv", "linear_fc1"])
+    train_beside_eager(tower_module, model, graphs_of)
 
 
 def counted(monkeypatch, owner, name):
