@@ -126,6 +126,20 @@ def families(records: Records) -> str:
     return table(["case", "mode", "ms", "GPU busy", "kernels", *shown], rows) if rows else ""
 
 
+def precision(records: Records) -> str:
+    """Return how far outputs and gradients are from fp32."""
+    figures = ("fp32_output", "fp32_median", "fp32_mean", "fp32_worst")
+    rows = []
+    for r in (r for r in records if "error" not in r):
+        case, _, layers = r["case"].rpartition("_")
+        kinds = [number(r["fp32_kinds"], kind, ".2e") for kind in ("weights", "biases", "norms")]
+        rows.append(
+            [case, layers.removesuffix("layers"), r["mode"], *(number(r, name, ".2e") for name in figures), *kinds]
+        )
+    header = ["case", "layers", "mode", "outputs", "median", "mean", "worst", "weights", "biases", "norms"]
+    return table(header, rows) if rows else ""
+
+
 def picture(folder: Path, name: str, text: str) -> str:
     """Return a plot as Markdown, nothing where it was not drawn."""
     return f"![{text}](benchmarks/{name})" if (folder / name).exists() else ""
@@ -133,8 +147,9 @@ def picture(folder: Path, name: str, text: str) -> str:
 
 def page_parts(folder: Path) -> dict[str, str]:
     """Return what stands between each pair of marks of docs/performance.md."""
-    bench, profile, coco, step = (
-        read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "vision_profile", "vision_sizes", "steps")
+    bench, profile, coco, step, fp32 = (
+        read_records(folder / f"{name}.jsonl")
+        for name in ("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision")
     )
     return {
         "goals": with_origin(goals(bench), bench),
@@ -144,6 +159,7 @@ def page_parts(folder: Path) -> dict[str, str]:
         "limit": picture(folder, "limit.svg", "share of the arithmetic limit against tokens"),
         "families": with_origin(families(profile), profile),
         "families-plot": picture(folder, "families.svg", "GPU time by families of kernels"),
+        "precision": with_origin(precision(fp32), fp32),
         "sizes": with_origin(sizes(coco), coco),
         "steps": with_origin(steps(step), step),
         "steps-plot": picture(folder, "steps.svg", "optimizer steps of pretrain()"),

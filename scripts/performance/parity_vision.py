@@ -80,7 +80,7 @@ def measure(repeats: int) -> list[dict]:
 
     buckets = tuple(b for b in BUCKETS if b <= 2304) if deterministic else BUCKETS
     options = VisionGraphOptions(
-        impl="transformer_engine", buckets=buckets, slots=1, max_frames=MAX_FRAMES, strict=True
+        impl="transformer_engine", buckets=buckets, slots=1, max_frames=MAX_FRAMES, kernels="exact", strict=True
     )
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     helper.create_cudagraphs()

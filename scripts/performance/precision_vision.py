@@ -85,18 +85,25 @@ def measure(grids: dict[str, Grid], layers: Sequence[int], repeats: int) -> Iter
             for mode in MODES:
                 kind = KINDS[mode]()
                 with kind.on(model, grads, batches[0]) as (prepared, _):
-                    found = [_errors(prepared, grads, *pair) for pair in zip(batches, expected, strict=True)]
+                    found = [errors_of(prepared, grads, *pair)[1:] for pair in zip(batches, expected, strict=True)]
                 yield _record(f"{name}_{count}layers", mode, grid, names, found)
 
 
-def _errors(model: Any, grads: Any, batch: Any, expected: tuple[list, list]) -> tuple[float, list[float]]:
-    """Return the largest error of an output, and each gradient's, in one step."""
+def errors_of(model: Any, grads: Any, batch: Any, expected: tuple[list, list]) -> tuple[list, float, list[float]]:
+    """Run one step; returns the outputs, the largest error of one, and each gradient's error.
+
+    Args:
+        model: The tower, or what stands in for it.
+        grads: Its `MainGrads`.
+        batch: The tower's input.
+        expected: Outputs and gradients in fp32.
+    """
     from scripts.performance import tower
 
     grads.zero()
     outputs = tower.step(model, batch)
     errors = [tower.relative(a, e) for a, e in zip(grads.copy(), expected[1], strict=True)]
-    return tower.largest_relative(outputs, expected[0]), errors
+    return outputs, tower.largest_relative(outputs, expected[0]), errors
 
 
 def _record(

@@ -1,9 +1,14 @@
-"""Replays equal eager: outputs to the bit, gradients within what eager differs from itself."""
+"""Replays equal eager: outputs to the bit, gradients within what eager differs from itself.
+
+Kernels that round a gradient otherwise than eager's are measured against fp32 instead: test_precision.py.
+"""
 
 import gc
 
 import pytest
 import torch
+
+from .lora import add_lora
 
 MIXES = {
     "one image": [(1, 28, 28)],
@@ -36,7 +41,7 @@ def poison(graphs) -> None:
 
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=["whole", "attn", "mlp"])
 def test_mixes_replayed_from_one_capture(tower_module, model, grads, graphs_of, modules):
-    helper = graphs_of(buckets=BUCKETS, modules=modules, max_frames=48)
+    helper = graphs_of(buckets=BUCKETS, modules=modules, max_frames=48, kernels="exact")
     for name, grid in MIXES.items():
         batch = tower_module.make_batch(grid, model, seed=len(name))
         with helper.graphs.paused():
@@ -151,14 +156,7 @@ def test_frozen_parts(tower_module, model, graphs_of, trained):
 
 
 def test_lora_on_the_encoder(tower_module, model, graphs_of):
-    from megatron.bridge.peft.lora import LoRA
-
-    LoRA(target_modules=["linear_qkv", "linear_fc1"], dim=8, alpha=8, dropout=0.0)(model, training=True)
-    model.cuda().bfloat16().train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "linear_out" in name:
-                parameter.normal_(std=0.02)
+    add_lora(model, ["linear_qkv", "linear_fc1"])
     grads = tower_module.MainGrads(model)
     assert 0 < len(grads.parameters) < len(list(model.parameters()))
     helper = graphs_of(buckets=(1024,))
@@ -184,14 +182,7 @@ def test_weights_changed_by_an_optimizer_step_are_seen(tower_module, model, grad
 
 
 def test_lora_dropout_draws_anew_in_every_replay_and_not_in_evaluation(tower_module, model, graphs_of):
-    from megatron.bridge.peft.lora import LoRA
-
-    LoRA(target_modules=["linear_qkv"], dim=8, alpha=8, dropout=0.5)(model, training=True)
-    model.cuda().bfloat16().train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "linear_out" in name:
-                parameter.normal_(std=0.02)
+    add_lora(model, ["linear_qkv"], dropout=0.5)
     tower_module.MainGrads(model)
     helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(1, 28, 28)], model)

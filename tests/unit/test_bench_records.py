@@ -272,6 +272,9 @@ def sample():
         record("coco", "plugin", microbatches=64, replays=63, fallbacks={"eager_is_faster": 1}, padding_share=0.02),
     ]
     steps = [record("mixed_4x2048", mode, ms=ms) for mode, ms in (("eager", 560.0), ("plugin", 300.0))]
+    kinds = {"weights": 3e-3, "biases": 2e-3, "norms": 1e-3}
+    figures = {"fp32_output": 1e-2, "fp32_median": 2e-2, "fp32_mean": 3e-2, "fp32_worst": 4e-2, "fp32_kinds": kinds}
+    precise = [record("1x448_27layers", mode, **figures) for mode in ("eager", "plugin_fast")]
     broken = record("mixed_28x2560", "eager", error="out of memory: x")
     del broken["ms"]
     return {
@@ -279,6 +282,7 @@ def sample():
         "vision_profile": profiles,
         "vision_sizes": coco,
         "steps": [*steps, broken],
+        "vision_precision": precise,
     }
 
 
@@ -306,6 +310,9 @@ def test_tables_of_the_page(folder):
     assert lines(parts["modes"], "| 1x448 | upstream |")[0].endswith("| 5e-01 | 2.0e+00 | wrong |")
     assert len(lines(parts["sweep"], "| ")) == 2 + len(SWEEP) + 2  # head, rule; 784 and 2304 are single images, too
     assert "| 2.0% | 63 | eager_is_faster 1 |" in parts["sizes"]
+    assert lines(parts["precision"], "| 1x448 | 27 | plugin_fast |")[0].endswith(
+        "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
+    )
     assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
     assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
