@@ -11,7 +11,15 @@ from typing import Any
 
 from . import plugin
 
-PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "triton", "wrapt")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "nvidia-cudnn-frontend",
+    "triton",
+    "wrapt",
+)
 GROUP = "torch.backends"
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
@@ -202,7 +210,7 @@ def _look_at_environment(found: Diagnosis) -> None:
 def render(found: Diagnosis) -> str:
     """Return the findings as text."""
     lines = ["versions"]
-    lines += [f"  {name:20} {version or 'not installed'}" for name, version in found.versions.items()]
+    lines += [f"  {name:22} {version or 'not installed'}" for name, version in found.versions.items()]
     if not found.known_release:
         lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")

@@ -31,6 +31,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / ".setup"
 STACK = ROOT / "requirements" / "stack.txt"
+ATTENTION = ROOT / "requirements" / "attention.txt"
 TEST = ROOT / "requirements" / "test.txt"
 # Where a wheel that was built here is kept, so that a new .venv need not build it again.
 BUILT = ROOT / ".cache" / "wheels"
@@ -367,6 +368,11 @@ def install_resiliency(again: bool, log: Path) -> None:
             archive.extractall(VENV / "lib" / "python3.12" / "site-packages")
 
 
+def install_attention(again: bool, log: Path) -> None:
+    """Install what calls cuDNN's attention directly."""
+    pip(log, "install", "--progress-bar", "off", "--no-deps", "-r", ATTENTION)
+
+
 def install_test_tools(again: bool, log: Path) -> None:
     """Install the test requirements."""
     pip(log, "install", "--progress-bar", "off", "--no-deps", "-r", TEST)
@@ -399,6 +405,7 @@ def steps() -> list[Step]:
         Step("stack", f"install {len(versions) - 2} pinned packages (3 min, 6 GB)", (versions,), install_stack),
         Step("te_torch", f"install {TE_TORCH}", (versions[TE_TORCH], versions["torch"], machine), install_te_torch),
         Step("resiliency", f"install {RESILIENCY} (5 s)", (versions[RESILIENCY], libc, machine), install_resiliency),
+        Step("attention", "install nvidia-cudnn-frontend (5 s)", (pinned(ATTENTION),), install_attention),
         Step("test", "install pytest, ruff and scikit-image (10 s)", (pinned(TEST),), install_test_tools),
         Step("project", "install bridge_cg_plugin in place (5 s)", project, install_project),
     ]

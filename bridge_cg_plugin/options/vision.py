@@ -61,7 +61,7 @@ class VisionGraphOptions:
     memory_gb: float | None = None
     exact_below: int = 256
     kernels: Literal["auto", "exact", "fast"] = "auto"
-    attention: Literal["auto", "transformer_engine", "cudnn"] = "transformer_engine"
+    attention: Literal["auto", "transformer_engine", "cudnn"] = "auto"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True

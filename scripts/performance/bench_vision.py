@@ -37,7 +37,12 @@ from scripts.performance.results import (  # noqa: E402
 )
 from scripts.performance.workloads import CASES, SWEEP, Grid, description, workloads  # noqa: E402
 
-GROUPS = (("eager", "plugin", "plugin_fast"), ("upstream",), ("compile",), ("compile_reduce_overhead",))
+GROUPS = (
+    ("eager", "plugin", "plugin_te_attention", "plugin_fast"),
+    ("upstream",),
+    ("compile",),
+    ("compile_reduce_overhead",),
+)
 MODES = (*(mode for group in GROUPS for mode in group), "limit")
 RESTARTS = 2
 WIDTHS, DIGITS = (7, 5, 6, 7, 7), (1, 2, 2, 1, 0)

@@ -36,11 +36,11 @@ class Plugin:
     """The plugin's graphs, a bucket of exactly the batch's size.
 
     Args:
-        kernels: See `VisionGraphOptions`.
+        choices: Fields of `VisionGraphOptions` that are not the default.
     """
 
-    def __init__(self, name: str, kernels: str) -> None:
-        self.name, self.kernels = name, kernels
+    def __init__(self, name: str, **choices: str) -> None:
+        self.name, self.choices = name, choices
 
     @contextmanager
     def on(self, model: nn.Module, grads: MainGrads, batch: Batch) -> Iterator[Prepared]:
@@ -48,16 +48,16 @@ class Plugin:
         from bridge_cg_plugin.options import VisionGraphOptions
 
         half = batch.tokens // 2 // 4 * 4
-        both = self.kernels == "exact" and batch.tokens in HALF_AS_WELL
+        both = self.name == "plugin" and batch.tokens in HALF_AS_WELL
         options = VisionGraphOptions(
             impl="transformer_engine",
             buckets=(half, batch.tokens) if both else (batch.tokens,),
             slots=1,
             max_frames=batch.frames,
-            kernels=self.kernels,
             evaluation=False,
             cost_fallback=False,
             strict=True,
+            **self.choices,
         )
         helper = new_helper(model, options)
         try:
@@ -216,8 +216,9 @@ class Eager:
 
 MODES: dict[str, Callable[[], Mode]] = {
     "eager": Eager,
-    "plugin": lambda: Plugin("plugin", "exact"),
-    "plugin_fast": lambda: Plugin("plugin_fast", "fast"),
+    "plugin": lambda: Plugin("plugin", kernels="exact"),
+    "plugin_fast": lambda: Plugin("plugin_fast", kernels="fast"),
+    "plugin_te_attention": lambda: Plugin("plugin_te_attention", kernels="exact", attention="transformer_engine"),
     "upstream": Upstream,
     "compile": lambda: Compiled("compile", "default"),
     "compile_reduce_overhead": lambda: Compiled("compile_reduce_overhead", "reduce-overhead"),

@@ -28,6 +28,7 @@ def test_a_good_installation_has_no_problems(capsys):
     assert found["active"] is True and found["known_release"] is True
     assert found["entry_points"] == ["bridge_cg_plugin.plugin:autoload"]
     assert found["versions"]["megatron-bridge"] is not None
+    assert "nvidia-cudnn-frontend" in found["versions"]
     assert found["seams"]["train_step"]["state"] == "active"
     assert found["seams"]["train_step"]["place"] == f"{TRAIN}.train_step"
 

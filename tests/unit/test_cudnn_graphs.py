@@ -5,7 +5,9 @@ import importlib
 import json
 import re
 import sys
+import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,17 @@ def test_why_cudnn_cannot_be_called(monkeypatch, module, reason):
 def test_a_newer_package_is_taken(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", NEW)
     assert unavailable() is None
+
+
+def test_the_pinned_package_is_one_that_is_taken():
+    root = Path(__file__).resolve().parents[2]
+    (pinned,) = re.findall(
+        r"^nvidia-cudnn-frontend==([\d.]+)$", (root / "requirements/attention.txt").read_text(), re.M
+    )
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest = ".".join(map(str, cudnn_graphs.OLDEST_PACKAGE))
+    assert extras["attention"] == [f"{cudnn_graphs.PACKAGE}>={oldest}"]
+    assert tuple(map(int, pinned.split(".")[:2])) >= cudnn_graphs.OLDEST_PACKAGE
 
 
 class NotSupported(Exception):

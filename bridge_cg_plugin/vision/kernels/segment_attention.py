@@ -55,20 +55,18 @@ def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
     return Segments(offsets, offsets[1:] - offsets[:-1], out * 3, out, stats)
 
 
+def _bound(query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor) -> dict[int, Tensor]:
+    uids = (cudnn_graphs.QUERY, cudnn_graphs.KEY, cudnn_graphs.VALUE, cudnn_graphs.OUT, cudnn_graphs.STATS)
+    return dict(zip(uids, (query, key, value, out, stats), strict=True))
+
+
 class _SegmentAttention(Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
         tokens, heads, width = query.shape
         out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
         stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
-        tensors = {
-            cudnn_graphs.QUERY: query,
-            cudnn_graphs.KEY: key,
-            cudnn_graphs.VALUE: value,
-            cudnn_graphs.OUT: out,
-            cudnn_graphs.STATS: stats,
-        }
-        plans.forward.run(tensors | segments.tensors())
+        plans.forward.run(_bound(query, key, value, out, stats) | segments.tensors())
         clear_padding(out, segments.offsets)
         ctx.save_for_backward(query, key, value, out, stats)
         ctx.plans, ctx.segments = plans, segments
@@ -77,23 +75,17 @@ class _SegmentAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):
-        query, key, value, out, stats = ctx.saved_tensors
         plans: SegmentPlans = ctx.plans
-        tokens, heads, width = out.shape
-        whole = torch.empty((tokens, heads, 3, width), dtype=out.dtype, device=out.device)
+        tokens, heads, width = gradient.shape
+        whole = torch.empty((tokens, heads, 3, width), dtype=gradient.dtype, device=gradient.device)
         gradients = whole.unbind(2)
-        tensors = {
-            cudnn_graphs.QUERY: query,
-            cudnn_graphs.KEY: key,
-            cudnn_graphs.VALUE: value,
-            cudnn_graphs.OUT: out,
-            cudnn_graphs.STATS: stats,
+        of_gradients = {
             cudnn_graphs.GRADIENT: gradient.contiguous(),
             cudnn_graphs.D_QUERY: gradients[0],
             cudnn_graphs.D_KEY: gradients[1],
             cudnn_graphs.D_VALUE: gradients[2],
         }
-        plans.backward.run(tensors | ctx.segments.tensors())
+        plans.backward.run(_bound(*ctx.saved_tensors) | of_gradients | ctx.segments.tensors())
         clear_padding(whole, ctx.segments.offsets)
         return *gradients, None, None
 
