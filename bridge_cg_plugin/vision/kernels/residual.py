@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-
 REMEDY = 'set vision_cuda_graph_kernels="exact"'
 
 
