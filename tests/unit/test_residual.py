@@ -37,6 +37,8 @@ def test_a_left_gradient_is_taken_once_by_its_own_norm():
     assert stream.take(torch.ones(2, 3), weight) is None
     with pytest.raises(RuntimeError, match='vision_cuda_graph_kernels="exact"'):
         stream.check()
+    with pytest.raises(RuntimeError, match="two branches"):
+        stream.leave(branch, torch.zeros(2, 3))
     found = stream.take(x.view(1, 2, 3), weight)
     assert found[0] is branch and found[1] is gradient
     assert stream.take(x, weight) is None

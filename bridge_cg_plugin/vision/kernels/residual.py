@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+REMEDY = 'set vision_cuda_graph_kernels="exact"'
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -44,7 +46,13 @@ class ResidualStream:
         return begun[1] if begun is not None and begun[0] is residual else None
 
     def leave(self, branch: Branch, gradient: Tensor) -> None:
-        """Leave the residual's gradient for the LayerNorm's backward."""
+        """Leave the residual's gradient for the LayerNorm's backward.
+
+        Raises:
+            RuntimeError: Another one waits there, which would be lost.
+        """
+        if branch.place in self._gradients:
+            raise RuntimeError(f"two branches begin with one LayerNorm of the same tensor; {REMEDY}")
         self._gradients[branch.place] = (branch, gradient)
 
     def take(self, x: Tensor, weight: Tensor) -> tuple[Branch, Tensor] | None:
@@ -73,7 +81,7 @@ class ResidualStream:
         if self._gradients:
             raise RuntimeError(
                 f"{len(self._gradients)} residual gradients were never added: LayerNorm's backward did not run, or ran "
-                'on a copy of its input; set vision_cuda_graph_kernels="exact"'
+                f"on a copy of its input; {REMEDY}"
             )
 
 
