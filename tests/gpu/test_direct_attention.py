@@ -117,7 +117,7 @@ def test_mixes_replayed_with_direct_attention(tower_module, model, grads, graphs
     )
     # An autograd graph that lives on has gradient accumulators of the default stream.
     alive = tower_module.forward(model, tower_module.make_batch([(1, 16, 16)], model))
-    helper = graphs_of(buckets=(768, 2048), modules=modules, max_frames=48, attention="cudnn")
+    helper = graphs_of(buckets=(768, 2048), modules=modules, max_frames=48, attention="cudnn", kernels="exact")
     assert calls and all(o.requires_grad for o in alive)
     check_mixes(tower_module, model, grads, helper)
     batch = tower_module.make_batch(MIXES["video and images"], model)
