@@ -16,6 +16,8 @@ from typing import Any
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
 FIRST_PORT, PORTS = 20_000, 10_000
+# Processes that ask at the same time, with neighbouring numbers, start as far apart.
+CALLS_EACH = 97
 _CALLS = itertools.count()
 
 
@@ -176,7 +178,7 @@ def free_port() -> int:
         OSError: There is none.
     """
     for _ in range(PORTS):
-        port = FIRST_PORT + (os.getpid() + next(_CALLS)) % PORTS
+        port = FIRST_PORT + (os.getpid() * CALLS_EACH + next(_CALLS)) % PORTS
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))
