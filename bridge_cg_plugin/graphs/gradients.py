@@ -138,8 +138,11 @@ def _hooks(parameter: nn.Parameter) -> int:
 
 def _adder(
     alias: nn.Parameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
-) -> Callable[[Tensor], Tensor]:
-    def add(gradient: Tensor) -> Tensor:
+) -> Callable[[Tensor | None], Tensor | None]:
+    def add(gradient: Tensor | None) -> Tensor | None:
+        # A function may give a parameter that it uses no gradient: Transformer Engine's a bias whose weight is frozen.
+        if gradient is None:
+            return None
         # Transformer Engine's fused weight-gradient GEMM has added it already and says so.
         if not alias.grad_added_to_main_grad:
             if gradient.numel() <= SMALL:

@@ -337,3 +337,30 @@ def test_placeholders_are_handed_over_without_a_copy():
     loss_of(region.run(toy_batch())).backward()
     assert all(region.sinks._placeholders.owns(p.grad) for p in model.parameters())
     assert all(p.grad.stride() == p.stride() and not p.grad.any() for p in model.parameters())
+
+
+class _WithoutBiasGradient(torch.autograd.Function):
+    """`x + bias` that gives the bias no gradient, as Transformer Engine does where the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        return x + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_parameter_that_is_used_and_gets_no_gradient():
+    reference, parallel, region = pair()
+    for one in (reference, parallel):
+        mix = one.model.mix
+        mix.forward = lambda x, mix=mix: _WithoutBiasGradient.apply(x @ mix.weight.T, mix.bias)
+    region.capture()
+    batch = toy_batch(FITTING)
+    eager_loss(reference, batch).backward()
+    region_loss(region, batch).backward()
+    assert region.statistics.replays == 1
+    assert not reference.model.mix.bias.main_grad.any()
+    assert_same(parallel.main_grads, reference.main_grads)
+    assert sorted(parallel.fired) == sorted(reference.fired)
