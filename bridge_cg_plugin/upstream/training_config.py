@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..options import (
+    PACKED_FIELDS,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
     CudaGraphModule,
     Facts,
     GraphOptions,
     OffloadOptions,
+    OptionError,
     check_options,
     facts_of,
 )
@@ -100,9 +102,21 @@ def _without_idle_fields(written: Written) -> Written:
     return replace(written, fields=kept)
 
 
+def _asks_for_the_plugin(config: Any) -> bool:
+    """Whether a configuration has graphs that only the plugin makes."""
+    fields = collect(config).fields
+    impl = fields.get(PROVIDER_FIELDS["impl"]) or "none"
+    return impl != "none" or fields.get(PACKED_FIELDS["max_packed_seqs"]) is not None
+
+
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        check_training_config(self)
+        try:
+            check_training_config(self)
+        except OptionError:
+            if not _asks_for_the_plugin(self):
+                old(self, *args, **kwargs)  # where upstream refuses its own graphs as well, it says so in its words
+            raise
         return old(self, *args, **kwargs)
 
     return validate

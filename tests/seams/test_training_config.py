@@ -216,6 +216,27 @@ def test_language_model_graphs_that_cannot_work(config, fields, field):
     refused(language_model_graphs(config, **fields), field)
 
 
+@pytest.mark.parametrize("upstream_refuses", [True, False])
+def test_what_upstream_refuses_too_it_says_itself(config, upstream_refuses):
+    def upstreams(self):
+        calls.append(self)
+        if upstream_refuses:
+            raise AssertionError("upstream's words")
+
+    calls = []
+    language_model_graphs(config, variable_seq_lengths=True)
+    with pytest.raises(AssertionError if upstream_refuses else OptionError):
+        training_config._checked(upstreams)(config)
+    assert calls == [config]
+
+
+def test_upstream_is_not_asked_about_graphs_that_the_plugin_makes(config):
+    language_model_graphs(config, variable_seq_lengths=True)
+    config.model.vision_cuda_graph_impl = "transformer_engine"
+    with pytest.raises(OptionError):
+        training_config._checked(lambda self: pytest.fail("upstream was called"))(config)
+
+
 @pytest.mark.parametrize("vision", ["none", "transformer_engine"])
 def test_full_iteration_of_a_model_that_takes_images(config, vision):
     config.rerun_state_machine.check_for_nan_in_loss = False

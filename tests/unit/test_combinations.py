@@ -98,7 +98,7 @@ REFUSED = {
         "vision_cuda_graph_check_interval",
     ),
     "packed-sequence graphs without `cuda_graph_impl=transformer_engine`": (PACKED, "cuda_graph_impl"),
-    "packed data with graphs of unpacked sequences": (
+    "packed data with graphs of attention over unpacked sequences": (
         f"{TE} dataset.enable_in_batch_packing=true",
         "cuda_graph_max_packed_seqs",
     ),
@@ -178,6 +178,7 @@ ACCEPTED = [
     "",
     TE,
     f"{TE} cuda_graph_modules=attn,mlp",
+    f"{TE} cuda_graph_modules=mlp dataset.enable_in_batch_packing=true",
     f"{TE} cuda_graph_modules=moe_router,moe_preprocess num_moe_experts=8",
     f"{TE} cuda_graph_modules=mamba",
     f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M-",

@@ -27,6 +27,11 @@ def _packs(options: GraphOptions) -> bool:
     return options.packed.enabled and options.language_model.impl == "transformer_engine"
 
 
+def _upstreams_attention(options: GraphOptions) -> bool:
+    language_model = options.language_model
+    return language_model.impl == "transformer_engine" and language_model.captures(CudaGraphModule.attn)
+
+
 def _whole_layers(options: GraphOptions) -> bool:
     return not options.language_model.modules
 
@@ -48,9 +53,9 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed data with graphs of unpacked sequences",
-        "megatron-core's per-layer graphs take no packed sequences: training would stop at the first replay",
-        lambda o, f: f.packed_data and o.language_model.impl == "transformer_engine" and not o.packed.enabled,
+        "packed data with graphs of attention over unpacked sequences",
+        "megatron-core's graphs with attention take no packed sequences: training would stop at the first replay",
+        lambda o, f: f.packed_data and _upstreams_attention(o) and not o.packed.enabled,
         lambda o, f: (
             MAX_PACKED_SEQS,
             None,
