@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import CaptureError, OutOfMemoryInCapture
+from .errors import CaptureError, OutOfMemoryInCapture, first_line
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def capture_graph(
             graph.capture_end()
     except torch.OutOfMemoryError as error:
         _restore(guards)
-        raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
+        raise OutOfMemoryInCapture(first_line(error)) from error
     except Exception as error:
         _end_pool(pool, device)
         _restore(guards)

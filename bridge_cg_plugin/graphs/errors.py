@@ -19,3 +19,13 @@ class PeerFailed(CaptureError):
 
 class ReplayError(GraphError):
     """A replay was asked for in a way that cannot give right results (backward run twice, a stale lease)."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, nothing where it says nothing."""
+    return (str(error).splitlines() or [""])[0]
+
+
+def named(error: BaseException) -> str:
+    """Return an error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..announce import warn
-from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed
+from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
 from .instance import InstanceForward
 from .region import Region
@@ -145,7 +145,7 @@ class GraphedModule(ABC):
         out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
         said = [*getattr(error, "__notes__", []), *([self.out_of_memory_remedy] if out_of_memory else [])]
         remedy = "".join(f" {sentence}" for sentence in said)
-        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        self.failure = named(error)
         if self.strict:
             raise CaptureError(f"{self.title} could not be captured: {self.failure}.{remedy}") from error
         if isinstance(error, PeerFailed):

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from .modules import every_module
+
 
 class ParameterAliases:
     """Fresh leaves over the storage of a set of modules' parameters.
@@ -17,12 +19,11 @@ class ParameterAliases:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         seen: dict[nn.Parameter, None] = {}
-        for root in modules:
-            for module in root.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        self._places.append((module, name, parameter))
-                        seen.setdefault(parameter)
+        for module in every_module(modules):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.append((module, name, parameter))
+                    seen.setdefault(parameter)
         self.originals: tuple[nn.Parameter, ...] = tuple(seen)
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
         self._signature = self._current_signature()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from .errors import CaptureError, PeerFailed
+from .errors import CaptureError, PeerFailed, named
 
 # What a rank may fail with and go on.
 FAILURES = (CaptureError, ValueError, torch.OutOfMemoryError)
@@ -93,11 +93,7 @@ class GroupPeers:
 
     def _reasons(self, failure: Exception | None) -> dict[int, str]:
         """Return why ranks failed, by rank of the whole job."""
-        own = (distributed.get_rank(), None if failure is None else _said(failure))
+        own = (distributed.get_rank(), None if failure is None else named(failure))
         found: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(found, own, group=self._group)
         return {rank: reason for rank, reason in found if reason is not None}
-
-
-def _said(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"

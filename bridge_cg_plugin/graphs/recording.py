@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .capture import capture_graph
 from .gradients import GradientSinks
+from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Bucket, Buffers, RegionProgram
 
@@ -122,7 +123,7 @@ def training_mode(roots: Sequence[nn.Module], training: bool | None) -> Iterator
     if training is None:
         yield
         return
-    modules = [m for root in roots for m in root.modules() if m.training != training]
+    modules = [m for m in every_module(roots) if m.training != training]
     for module in modules:
         module.training = training
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CaptureError, OutOfMemoryInCapture
+from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
 from .gradients import GradientSinks, Reduction
 from .parameters import ParameterAliases
@@ -91,7 +91,7 @@ class Region:
             slots.clear()
             self.reset()
             if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfMemoryInCapture(str(error).split("\n", 1)[0]) from error
+                raise OutOfMemoryInCapture(first_line(error)) from error
             raise
         self._slots = slots
         self.sinks.watch()

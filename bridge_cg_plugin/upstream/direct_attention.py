@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
+from ..graphs.modules import every_module
 from .layer_kernels import is_te_attention
 from .replaced import replaced
 
@@ -17,7 +18,7 @@ from .replaced import replaced
 def direct_attention_refusal() -> str | None:
     """Return why cuDNN is not called directly in this process, or None where it is."""
     if deterministic():
-        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 asks for deterministic algorithms"
+        return "deterministic algorithms are asked for"
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return "there is no GPU with Triton"
     from ..vision.kernels.cudnn_graphs import unavailable
@@ -33,7 +34,7 @@ def direct_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     located = _Located()
     with ExitStack() as stack:
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             if is_te_attention(module):
                 forward = functools.partial(_attention_forward, module, module.forward, located)
                 stack.enter_context(replaced(module, "forward", forward))

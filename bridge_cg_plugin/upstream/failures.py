@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import distributed
 
 from ..announce import warn
+from ..graphs.errors import named
 
 
 def several_ranks() -> bool:
@@ -23,6 +24,5 @@ def named_failure(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         if several_ranks():
-            said = (str(error).splitlines() or [""])[0]
-            warn(f"this rank ends in {doing}: {type(error).__name__}: {said}")
+            warn(f"this rank ends in {doing}: {named(error)}")
         raise

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
+from ..graphs.modules import every_module
 from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
@@ -31,7 +32,7 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     with residual_stream() as stream, ExitStack() as stack:
         for owner in (extension, importlib.import_module(TE_LAYERNORM)):
             stack.enter_context(replaced(owner, "layernorm_bwd", kernel))
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             if _begins_with_layernorm(module):
                 stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
@@ -65,7 +66,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     from ..vision.kernels.reduction import deferred_sums
 
     with deferred_sums(modules), ExitStack() as stack:
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
                     stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))

@@ -1,12 +1,13 @@
 """Megatron's process groups: which ranks must be on graphs together, and work that waits for none of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from ..graphs.executor import Isolated
 from ..graphs.peers import Alone, GroupPeers, Peers
 from .replaced import replaced
 
@@ -40,15 +41,17 @@ def peers_of(group: distributed.ProcessGroup | None) -> Peers:
     return GroupPeers(group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
 
 
-def without_reductions(group: distributed.ProcessGroup | None) -> Callable[[], Any]:
+def without_reductions(group: distributed.ProcessGroup | None) -> Isolated:
     """Return a context in which sums over a group are left out: each rank goes on with its own part.
 
     A pass whose values nobody reads then waits for no other rank, so a rank that fails in it keeps none waiting.
     """
+    if group is None:
+        return nullcontext
 
     @contextmanager
     def isolated() -> Iterator[None]:
-        reduce = distributed.all_reduce
+        reduce, left_out = distributed.all_reduce, group
 
         def all_reduce(tensor: torch.Tensor, op: Any = distributed.ReduceOp.SUM, group: Any = None, **others: Any):
             if group is not left_out:
@@ -58,7 +61,6 @@ def without_reductions(group: distributed.ProcessGroup | None) -> Callable[[], A
         with replaced(distributed, "all_reduce", all_reduce):
             yield
 
-    left_out = group
     return isolated
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..graphs.modules import every_module
 from .registry import seam
 from .registry.models import ATTENTION
 from .replaced import replaced
@@ -25,7 +26,7 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     rotation = _Rotation(getattr(attention, ROTARY))
     with ExitStack() as stack:
         stack.enter_context(replaced(attention, ROTARY, rotation.rotated))
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             if type(module) is attention.Qwen3VLSelfAttention and _splits_by_head(module):
                 projected = functools.partial(rotation.projected, module)
                 stack.enter_context(replaced(module, "forward", functools.partial(rotation.attention, module)))

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
+from ..graphs.modules import every_module
 from .registry.engine import TE_ATTENTION
 from .replaced import replaced
 
@@ -30,7 +31,7 @@ def accumulate_from_now_on(modules: Sequence[nn.Module]) -> None:
     zeros, or what replays of earlier microbatches added without the modules' knowing. megatron-core marks first
     microbatches in all modules of a model that computes in fp8, which the vision encoder itself never does.
     """
-    for module in (m for root in modules for m in root.modules()):
+    for module in every_module(modules):
         if getattr(module, "is_first_microbatch", False):
             module.is_first_microbatch = False
 
@@ -42,7 +43,7 @@ def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     A first microbatch does; a recording serves every microbatch.
     """
     with ExitStack() as stack:
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             if getattr(module, "fuse_wgrad_accumulation", False) and hasattr(module, "is_first_microbatch"):
                 stack.enter_context(replaced(module, "is_first_microbatch", False))
         yield
@@ -56,7 +57,7 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     comes back.
     """
     with ExitStack() as stack:
-        for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        for module in every_module(modules):
             weight = module._parameters.get("weight")
             fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
             if not fusable or getattr(weight, "main_grad", None) is None:

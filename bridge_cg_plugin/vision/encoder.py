@@ -153,7 +153,7 @@ class VisionGraphs(GraphedModule):
         """
         peak = self._peak_bytes()  # before memory is measured, which forgets it
         self._attends_directly = self._may_attend_directly()
-        limit = self._peers.agree(self._finite_or_infinite_limit).smallest
+        limit = self._peers.agree(self._capacity_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
         if self._may_reach_further() and self._record_with_headroom(limit, peak):
             return
@@ -262,16 +262,13 @@ class VisionGraphs(GraphedModule):
             headroom=headroom,
         )
 
-    def _capacity_limit(self) -> int | None:
+    def _capacity_limit(self) -> float:
+        """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it."""
         limits = [DETERMINISTIC_TOKENS] if deterministic() else []
         if self.options.memory_gb is not None and self.executor.device.type == "cuda":
             memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
             limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
-        return min(limits, default=None)
-
-    def _finite_or_infinite_limit(self) -> float:
-        limit = self._capacity_limit()
-        return math.inf if limit is None else limit
+        return min(limits, default=math.inf)
 
     def _max_frames(self) -> int:
         if self.options.max_frames != "auto":

@@ -66,6 +66,11 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return Layout(**{name: getattr(args, f"{name}_parallel") for name in LAYOUT})
 
 
+def layout_in(words: Sequence[str]) -> Layout:
+    """Return the layout over GPUs that the words of a run's command line say."""
+    return layout_of(parse(words))
+
+
 def training_arguments(args: argparse.Namespace, steps: int) -> list[str]:
     """Return the command line of each single run."""
     arguments = ["--steps", str(steps), *layout_of(args).words(), *args.overrides]

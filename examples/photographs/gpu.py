@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge_cg_plugin.report.spread import compare_to_spread
 
-from .arguments import layout_of, parse
+from .arguments import layout_in
 from .layout import Layout
 from .processes import TrainingProcess
 
@@ -105,11 +105,6 @@ def compare(
         runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
         write(records, runs, ratio, same, case_of(arguments))
     return same
-
-
-def layout_in(arguments: Sequence[str]) -> Layout:
-    """Return the layout that a run's arguments say."""
-    return layout_of(parse(arguments))
 
 
 def case_of(arguments: list[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.photographs.arguments import layout_of, parse
+from examples.photographs.arguments import layout_in
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
@@ -45,7 +45,7 @@ class Training:
 
     @property
     def gpus(self) -> int:
-        return layout_of(parse(self.words)).gpus
+        return layout_in(self.words).gpus
 
 
 class Trainings:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from examples.photographs.arguments import layout_of, parse
+from examples.photographs.arguments import layout_in
 from tests.gpu.conftest import Training
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
@@ -39,7 +39,7 @@ def graphs(*words):
 
 def encoders(result, run):
     """Return the graphs' statistics of the ranks that have an encoder, after a look at the others."""
-    layout = layout_of(parse(run.words))
+    layout = layout_in(run.words)
     ranks = result["ranks"]
     first = len(ranks) // layout.pipeline
     assert [rank["graphs"] for rank in ranks[first:]] == [None] * (len(ranks) - first)
@@ -59,7 +59,7 @@ def test_losses_and_gradient_norms_equal_eager(trained, expected, run):
 
 @pytest.mark.parametrize("run", [graphs(*words) for words in LAYOUTS.values()], ids=LAYOUTS.keys())
 def test_every_microbatch_after_warmup_replays(trained, run):
-    layout = layout_of(parse(run.words))
+    layout = layout_in(run.words)
     microbatches = 8 // layout.data
     found = encoders(trained(run), run)
     assert all(graph["fallbacks"] == {} for graph in found)

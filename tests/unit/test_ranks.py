@@ -9,7 +9,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, PeerFailed
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group
+from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group, without_reductions
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -40,6 +40,12 @@ def replay_mixes():
     found = [full_results(model, rows) for rows in (IMAGES, MIXED, VIDEO)]
     assert helper.graphs.statistics().replays == 3
     return found
+
+
+def test_one_rank_leaves_no_reduction_out():
+    original = distributed.all_reduce
+    with without_reductions(None)():
+        assert distributed.all_reduce is original
 
 
 def test_a_tower_over_two_ranks_equals_the_tower_of_one(tmp_path):

@@ -49,6 +49,13 @@ def test_a_failed_capture_goes_on_eager_with_one_warning(monkeypatch, caplog, er
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
+def test_a_failure_that_says_nothing_is_named(monkeypatch):
+    with graphs_on(new_tower(), capture=False, strict=False) as graphs:
+        capture_failing(monkeypatch, CaptureError())
+        assert graphs.capture() is False
+        assert graphs.failure == "CaptureError: "
+
+
 @pytest.mark.parametrize("modules, program", [(("attn",), AttentionPart), (("mlp",), MlpPart)])
 def test_a_failed_capture_of_layers_leaves_them_alone(monkeypatch, modules, program):
     model = new_tower()

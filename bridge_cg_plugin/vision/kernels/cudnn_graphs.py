@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...announce import warn
-from ...graphs.errors import CaptureError
+from ...graphs.errors import CaptureError, named
 
 PACKAGE = "nvidia-cudnn-frontend"
 # The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
@@ -226,7 +226,7 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
             forward = _Plan(cudnn, forward_graph(cudnn, shape, handle=handle), handle)
             backward = _Plan(cudnn, backward_graph(cudnn, shape, handle=handle), handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
-        _say_refused(shape.heads, shape.width, shape.dtype, f"{type(error).__name__}: {error}".splitlines()[0])
+        _say_refused(shape.heads, shape.width, shape.dtype, named(error))
         return None
     return SegmentPlans(forward, backward)
 

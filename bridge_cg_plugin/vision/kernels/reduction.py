@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
+from ...graphs.modules import every_module
 
 # One program's tile: wide loads, few registers a thread.
 ROWS = 8
@@ -78,8 +79,7 @@ class DeferredSums:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        every = dict.fromkeys(m for root in modules for m in root.modules())
-        self._places = Counter(id(p) for module in every for p in module._parameters.values())
+        self._places = Counter(id(p) for module in every_module(modules) for p in module._parameters.values())
         self._uses: Counter[int] = Counter()
         self._blocks: dict[tuple[Any, ...], _Block] = {}
 
