@@ -26,15 +26,17 @@ from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
+from .registry.hybrid import SEAMS as HYBRID_SEAMS
 from .registry.packed import SEAMS as PACKED_SEAMS
 
 
-def check_seams(options: GraphOptions, images: bool = False) -> None:
+def check_seams(options: GraphOptions, images: bool = False, mamba: bool = False) -> None:
     """Refuse graphs where upstream does not look as the plugin relies on for them.
 
     Args:
         options: The options.
         images: Whether the model takes images.
+        mamba: Whether it has Mamba layers.
 
     Raises:
         DriftError: Names the seams, the release and what was found.
@@ -45,7 +47,7 @@ def check_seams(options: GraphOptions, images: bool = False) -> None:
         asked = f"{IMPL}={options.language_model.impl}"
         needed = _needed(options.language_model, images)
         if options.packed.enabled:
-            needed = tuple(entry.name for entry in PACKED_SEAMS)
+            needed = tuple(entry.name for entry in (*PACKED_SEAMS, *(HYBRID_SEAMS if mamba else ())))
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
@@ -78,7 +80,7 @@ def check_training_config(config: Any) -> None:
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
-    check_seams(options, bool(facts.images))
+    check_seams(options, bool(facts.images), bool(facts.mamba))
     # megatron-core checks offloading itself, each release what it can do.
     check_options(replace(options, offload=OffloadOptions()), facts, harmless=False)
     warn_once(options)

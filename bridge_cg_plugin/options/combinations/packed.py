@@ -10,9 +10,10 @@ from ..packed import MAX_PACKED_SEQS
 from .rule import Combination
 
 if TYPE_CHECKING:
+    from ..facts import Facts
     from ..graph_options import GraphOptions
 
-SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router)
+SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router, CudaGraphModule.mamba)
 
 
 def _names(options: GraphOptions) -> str:
@@ -34,6 +35,10 @@ def _upstreams_attention(options: GraphOptions) -> bool:
 
 def _whole_layers(options: GraphOptions) -> bool:
     return not options.language_model.modules
+
+
+def _beside_experts(facts: Facts) -> str:
+    return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
 
 def _asked(options: GraphOptions) -> str:
@@ -64,13 +69,13 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of other modules than attn, mlp and moe_router",
-        "Experts get their tokens by counts that the host reads, and Mamba layers are not there yet",
+        "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba",
+        "Experts get their tokens by counts that the host reads",
         lambda o, f: _packs(o) and _unsupported(o),
         lambda o, f: (
             MODULES,
             _names(o),
-            f"attn, mlp, moe_router, or empty with {_asked(o)}",
+            f"attn, mlp, moe_router, mamba, or empty with {_asked(o)}",
             f"Remove {_unsupported(o)[0]}.",
         ),
     ),
@@ -81,8 +86,8 @@ PACKED = (
         lambda o, f: (
             MODULES,
             "empty",
-            f"attn,moe_router with {_asked(o)} on this model",
-            f"Set {MODULES}=attn,moe_router.",
+            f"{_beside_experts(f)} with {_asked(o)} on this model",
+            f"Set {MODULES}={_beside_experts(f)}.",
         ),
     ),
     Combination(
