@@ -1,4 +1,4 @@
-"""megatron-core's transformer block and hybrid stack over packed documents: its calls, its pieces, and rotary embedding per token."""
+"""megatron-core's transformer block and hybrid stack over packed documents: calls, pieces, rotation per token."""
 
 import functools
 import importlib
@@ -94,10 +94,10 @@ class TransformerBlockFamily:
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
 
-    def _rotates(self, angles: Tensor | None, tokens: int) -> bool:
-        """Whether angles are of the kind that recordings have buffers for."""
-        if angles is None:
-            return True
+    def _rotates(self, angles: Any, tokens: int) -> bool:
+        """Whether angles are of the kind that recordings have buffers for; a hybrid may have none."""
+        if not isinstance(angles, Tensor):
+            return angles is None
         rows_fit = self.per_position or angles.shape[0] == tokens
         return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
 

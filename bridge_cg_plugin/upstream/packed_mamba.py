@@ -28,7 +28,7 @@ def is_mamba(layer: nn.Module) -> bool:
 
 
 def check_mamba_layer(layer: nn.Module) -> None:
-    """Refuse a mixer that was not looked at.
+    """Refuse a mixer that was not looked at, and one whose sequence is spread over ranks.
 
     Raises:
         OptionError: Names what the layer has.
@@ -39,6 +39,13 @@ def check_mamba_layer(layer: nn.Module) -> None:
             type(layer.mixer).__name__,
             "Mamba layers with megatron-core's MambaMixer",
             "Remove the option for this model.",
+        )
+    if layer.mixer.cp.cp_size > 1:
+        raise OptionError(
+            "model.context_parallel_size",
+            layer.mixer.cp.cp_size,
+            f"1 with {MAX_PACKED_SEQS} on a model with Mamba layers",
+            "Use tensor parallelism, or remove the option.",
         )
 
 

@@ -46,7 +46,14 @@ class GatedNorm(nn.Module):
 def scan(
     zxbcdt, conv_weight, conv_bias, dt_bias, a, D, chunk_size, activation, headdim, ngroups, seq_idx=None, **unused
 ):
-    """Stand in for `mamba_split_conv1d_scan_combined`: convolution, scan and gate inside documents, by dense masks."""
+    """Stand in for `mamba_split_conv1d_scan_combined`: convolution, scan and gate inside documents, by dense masks.
+
+    In double precision, so that rounding of decays does not hide what tests compare.
+    """
+    dtype = zxbcdt.dtype
+    zxbcdt, conv_weight, conv_bias, dt_bias, a, D = (
+        t.double() for t in (zxbcdt, conv_weight, conv_bias, dt_bias, a, D)
+    )
     tokens, heads = zxbcdt.shape[1], dt_bias.shape[0]
     inner, states = heads * headdim, (conv_weight.shape[0] - heads * headdim) // 2
     z, mixed, dt = zxbcdt[0].split([inner, inner + 2 * states, heads], dim=-1)
@@ -64,7 +71,7 @@ def scan(
     decay = (dt * a).cumsum(0)
     weights = torch.exp(torch.where(together[..., None], decay[:, None] - decay[None], float("-inf")))
     y = torch.einsum("lsh,lhn,shn,sh,shp->lhp", weights, c, b, dt, x) + D[:, None] * x
-    return (y.reshape(tokens, inner) * functional.silu(z))[None]
+    return (y.reshape(tokens, inner) * functional.silu(z))[None].to(dtype)
 
 
 @contextmanager
