@@ -28,9 +28,11 @@ def _packs(options: GraphOptions) -> bool:
     return options.packed.enabled and options.language_model.impl == "transformer_engine"
 
 
-def _upstreams_attention(options: GraphOptions) -> bool:
+def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
+    """Whether upstream's graphs would contain a part that must know which document a token belongs to."""
     language_model = options.language_model
-    return language_model.impl == "transformer_engine" and language_model.captures(CudaGraphModule.attn)
+    parts = (CudaGraphModule.attn, CudaGraphModule.mamba) if facts.mamba else (CudaGraphModule.attn,)
+    return language_model.impl == "transformer_engine" and any(map(language_model.captures, parts))
 
 
 def _whole_layers(options: GraphOptions) -> bool:
@@ -58,9 +60,9 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed data with graphs of attention over unpacked sequences",
-        "megatron-core's graphs with attention take no packed sequences: training would stop at the first replay",
-        lambda o, f: f.packed_data and _upstreams_attention(o) and not o.packed.enabled,
+        "packed data with graphs of attention or Mamba layers over unpacked sequences",
+        "megatron-core's graphs of these take no packed sequences: training would stop at the first replay",
+        lambda o, f: f.packed_data and _upstreams_sequences(o, f) and not o.packed.enabled,
         lambda o, f: (
             MAX_PACKED_SEQS,
             None,
