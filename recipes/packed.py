@@ -1,13 +1,11 @@
 """Presets of language models that train on packed documents, with their layers on graphs."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import status
 from ..options import PACKED_FIELDS
-from .presets import BRIDGE_RECIPES, SINCE
+from .presets import bridges_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +43,7 @@ def build_packed(preset: PackedPreset) -> Any:
         RuntimeError: The plugin is not active: upstream's graphs refuse packed documents. Or the installed release
             lacks the recipe.
     """
-    if not status()["active"]:
-        raise RuntimeError(
-            f"{preset.name} needs the plugin: unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first. "
-            f"Without it, use {preset.base}."
-        )
-    recipe = getattr(importlib.import_module(BRIDGE_RECIPES), preset.base, None)
-    if recipe is None:
-        raise RuntimeError(f"{preset.name} derives from {preset.base}, which comes with megatron-bridge {SINCE}")
-    config = recipe()
+    config = bridges_recipe(preset.name, preset.base)()
     set_packed_fields(config, preset.max_packed_seqs)
     return config
 
