@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         HybridModelProvider,
         {
             "hybrid_layer_pattern": "M-M*-M-M",
+            "is_hybrid_model": True,
             "mamba_num_heads": 64,
             "mamba_head_dim": 64,
             "mamba_state_dim": 128,

@@ -199,6 +199,24 @@ def test_indices_of_another_count_of_tokens_are_none(model, graphs):
     assert graphs.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
 
 
+def test_a_later_pipeline_stage():
+    """Its input is set on the stack before the model is called."""
+    model, arguments = new_hybrid(pre_process=False), hybrid_pack((90, 200))
+    hidden = torch.randn(290, 1, 32, generator=torch.Generator().manual_seed(0))
+
+    def run():
+        leaf = hidden.clone().requires_grad_()
+        model.set_input_tensor(leaf)
+        losses = model(**arguments)
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), [leaf, *model.parameters()])]
+
+    expected = run()
+    with graphs_on(model, arguments) as graphs:
+        found = run()
+        assert replayed(graphs) == 1
+    assert_close(found, expected)
+
+
 def test_detaching_leaves_the_model_as_it_was():
     fresh = new_hybrid()
     mixer = fresh.decoder.layers[0].mixer
