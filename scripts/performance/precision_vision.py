@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 from scripts.performance.workloads import Grid, description, workloads  # noqa: E402
 
-MODES = ("eager", "plugin", "plugin_fast")
+MODES = ("eager", "plugin", "plugin_fast", "plugin_flash")
 # A mode may be this much farther from fp32 than eager: two sets of eager runs differ by about as much.
 ALLOWANCE = 1.02
 
