@@ -1,5 +1,7 @@
 """A decoder's graphs of packed documents over a training run: observe, plan, capture, replay, fall back, report."""
 
+import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +12,22 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
+from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
+from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
-from ..options import PackedOptions
+from ..options import OptionError, PackedOptions
+from ..options.packed import PACKED_FIELDS
 from .batch import PackedBatch, pack_batch
 from .layout import spread
 from .program import PackedProgram, PackLayout, RecordingKernels, Run
 
 MOST_EXACT_BUCKETS = 12
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class DecoderCall:
     """What one call of a decoder says.
 
     Attributes:
-        hidden: `[tokens / shards, 1, width]`.
+        hidden: `[tokens / (shards * ranks), 1, width]`.
         angles: Rotary angles.
         offsets: `cu_seqlens` by name; None where the batch has none.
         max_seqlens: Tokens of the longest document by name.
@@ -98,6 +104,8 @@ class DecoderFamily(Protocol):
     per_position: bool
     absolute: bool
     shards: int
+    ranks: int
+    rank: int
     kernels: RecordingKernels
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
@@ -141,6 +149,10 @@ class PackedGraphs(GraphedModule):
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: Data parallelism's reduction of gradients, where there is one.
         host: Host copies of offsets.
+        peers: Ranks that are on graphs together with this one or not at all; all of them see the same packs.
+
+    Raises:
+        OptionError: A bucket that the options name cannot be shared by the ranks.
     """
 
     title = "packed-sequence CUDA graphs"
@@ -162,29 +174,43 @@ class PackedGraphs(GraphedModule):
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         host: HostCopies | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         super().__init__(decoder, executor, options.strict, before_replay)
         self.options, self.modules, self.family = options, tuple(modules), family
         self.slots = slots if options.slots == "auto" else options.slots
         self.host = host or HostCopies()
-        self._reduction = reduction
+        self._reduction, self._peers = reduction, peers
         self.plan: BucketPlan | None = None
         self._observed: list[Observed] = []
         self._installed: list[tuple[nn.Module, str]] = []
         self._followers: list[_FollowerCall] = []
         self._current: PackedBatch | None = None
+        self._check_buckets()
 
     def _record(self) -> None:
-        """See `GraphedModule`."""
+        """See `GraphedModule`. What can fail on one rank alone is inside an agreement."""
+        if not self._peers.agree(self._digest).same:
+            raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
+        self._peers.agree(self._record_plan)
+
+    def _digest(self) -> float:
+        """Plan; returns a number that stands for the buckets, their order and the slots."""
         if not self._observed:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         self.plan = self._plan()
-        buckets = [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
+        made = self.slots, self._kind(), *map(str, self._buckets())
+        return float(zlib.crc32(repr(made).encode()))
+
+    def _buckets(self) -> list[Bucket]:
+        return [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
+
+    def _record_plan(self) -> float:
         for part in self.family.parts(self.modules):
             region = Region(
                 self._program(part),
                 self.executor,
-                buckets,
+                self._buckets(),
                 self.slots,
                 self.options.evaluation,
                 self._before_replay,
@@ -194,6 +220,7 @@ class PackedGraphs(GraphedModule):
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
+        return 0.0
 
     def _recorded(self) -> None:
         """See `GraphedModule`."""
@@ -209,18 +236,42 @@ class PackedGraphs(GraphedModule):
         if self.family.shards > 1:  # packs cannot be padded: the sizes that come most often
             usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
             return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
-        return plan_buckets(tokens, merge_unit=1, exact_below=EXACT_BELOW)
+        return plan_buckets(tokens, merge_unit=self._unit, exact_below=EXACT_BELOW * self.family.ranks)
+
+    @property
+    def _unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many."""
+        return math.lcm(self.family.shards * self.family.ranks, 2 * self.family.ranks if self.family.ranks > 1 else 1)
+
+    def _check_buckets(self) -> None:
+        if self.options.buckets == "auto":
+            return
+        if wrong := [tokens for tokens in self.options.buckets if tokens % self._unit]:
+            allowed = f"multiples of {self._unit}, which ranks share in equal parts"
+            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
 
     def _limits(self, capacity: int) -> list[tuple[int, int]]:
         longest = min(self.options.max_seqlen or capacity, capacity)
         found = segment_limits(capacity, min(self.options.max_packed_seqs or 1, capacity))
         return list(dict.fromkeys((documents, min(most, longest)) for documents, most in found))
 
+    def _kind(self) -> tuple[tuple[str, ...], int, int, torch.dtype]:
+        """Return what the packs that were seen most often share."""
+        return Counter(seen.kind for seen in self._observed).most_common(1)[0][0]
+
     def _program(self, part: DecoderPart) -> PackedProgram:
-        (offsets, rotated, width, dtype), _ = Counter(seen.kind for seen in self._observed).most_common(1)[0]
+        offsets, rotated, width, dtype = self._kind()
         family = self.family
-        additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
-        layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
+        layout = PackLayout(
+            offsets,
+            rotated,
+            family.per_position,
+            family.absolute,
+            family.shards,
+            family.ranks,
+            family.rank,
+            0 if part.attribute else max(seen.additions for seen in self._observed),
+        )
         return PackedProgram(
             part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, family.kernels
         )
@@ -271,8 +322,9 @@ class PackedGraphs(GraphedModule):
         call = self.family.read(args, kwargs)
         if isinstance(call, str):
             return call
+        family = self.family
         batch = pack_batch(
-            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, self.family.shards
+            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
         )
         if call.visual is None or self._installed:
             return batch

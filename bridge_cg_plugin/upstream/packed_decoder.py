@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..options import MODULES as LAYER_PARTS
 from ..options import OptionError
 from ..options.language_model import MODULES
+from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
 from .packed_layers import (
@@ -50,6 +51,8 @@ class TransformerBlockFamily:
         per_position: Whether rotary angles come with a row per position.
         absolute: Whether a table with a row per token is taken by the place in the pack.
         shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
 
     Raises:
         OptionError: A layer's attention is of a kind that was not looked at.
@@ -62,6 +65,8 @@ class TransformerBlockFamily:
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.per_position = not any(_is_qwen(layer) for layer in decoder.layers)
         self.absolute = not config.apply_rope_fusion
+        context = decoder.pg_collection.cp
+        self.ranks, self.rank = context.size(), context.rank()
         for layer in decoder.layers:
             _check_layer(layer)
 
@@ -209,7 +214,7 @@ def _check_layer(layer: nn.Module) -> None:
 
     if not (_is_qwen(layer) or type(layer.self_attention) is SelfAttention):
         raise OptionError(
-            "cuda_graph_max_packed_seqs",
+            MAX_PACKED_SEQS,
             type(layer.self_attention).__name__,
             "layers with megatron-core's SelfAttention or Qwen3-VL's",
             "Remove the option for this model.",
