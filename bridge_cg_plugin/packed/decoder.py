@@ -199,18 +199,19 @@ class PackedGraphs(GraphedModule):
         if not self._observed:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         self.plan = self._plan()
-        made = self.slots, self._kind(), *map(str, self._buckets())
+        made = self.slots, self._kind(), *map(str, self._buckets(self.plan))
         return float(zlib.crc32(repr(made).encode()))
 
-    def _buckets(self) -> list[Bucket]:
-        return [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
+    def _buckets(self, plan: BucketPlan) -> list[Bucket]:
+        return [Bucket(c, limits) for c in plan.capacities for limits in self._limits(c)]
 
     def _record_plan(self) -> float:
+        buckets = self._buckets(self.plan or self._plan())
         for part in self.family.parts(self.modules):
             region = Region(
                 self._program(part),
                 self.executor,
-                self._buckets(),
+                buckets,
                 self.slots,
                 self.options.evaluation,
                 self._before_replay,

@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -23,6 +22,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
 from examples.photographs.tower import start_single_process
+from scripts.performance.language_model import held
 
 bridge_cg_plugin.activate()
 
@@ -33,15 +33,6 @@ DEFAULTS = {
     "cuda_graph_packed_buckets": [320, 512],
     "cuda_graph_packed_strict": True,
 }
-
-
-def held(offsets, ranks, rank):
-    """Return the places in the whole pack of the tokens that one context-parallel rank holds, in its order."""
-    places = []
-    for start, end in pairwise(offsets.tolist()):
-        chunks = torch.arange(start, end).chunk(2 * ranks)
-        places += [*chunks[rank].tolist(), *chunks[2 * ranks - rank - 1].tolist()] if end > start else []
-    return torch.tensor(places)
 
 
 class _Gather(torch.autograd.Function):
@@ -78,11 +69,12 @@ class CausalSegments(torch.nn.Module):
             return self._attend(query, key, value, packed_seq_params)
         params, size, rank = packed_seq_params, self._group.size(), self._group.rank()
         padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        places = torch.cat([held(padded, size, each) for each in range(size)])
+        lengths = padded.diff().tolist()
+        places = torch.tensor([p for each in range(size) for p in held(lengths, size, each)])
         order = torch.empty_like(places)
         order[places] = torch.arange(len(places))
         whole = (_Gather.apply(t, self._group)[order] for t in (query, key, value))
-        return self._attend(*whole, params)[held(padded, size, rank)]
+        return self._attend(*whole, params)[held(lengths, size, rank)]
 
     def _attend(self, query, key, value, packed_seq_params):
         alone = packed_seq_params is None

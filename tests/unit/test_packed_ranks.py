@@ -7,9 +7,10 @@ from torch import distributed
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.process_groups import sharing_groups, without_messages
+from scripts.performance.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import graphs_on, held, losses_and_gradients, new_model, pack, part_of
+from .packs import graphs_on, losses_and_gradients, new_model, pack, part_of
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
@@ -61,12 +62,11 @@ def test_two_context_parallel_ranks_equal_one(tmp_path):
     whole = new_model()
     for index, lengths in enumerate(PACKS):
         losses = whole(**pack(lengths, index))
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        order = torch.cat([held(offsets, 2, rank) for rank in range(2)])
+        order = [place for rank in range(2) for place in held(lengths, 2, rank)]
         assert_close([torch.cat([rank[index][0] for rank in ranks], 1)], [losses.detach()[:, order]])
         weights = torch.empty_like(losses)
         for rank in range(2):
-            places = held(offsets, 2, rank)
+            places = held(lengths, 2, rank)
             weights[0, places] = torch.linspace(0.5, 1.5, len(places))
         wanted = [p for p in whole.parameters() if p.requires_grad]
         gradients = torch.autograd.grad((losses * weights).sum(), wanted)
