@@ -1,7 +1,7 @@
 """A GPT model on a GPU with packed documents, as Bridge builds and calls one, and the benchmark's packs."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ SHAPES = {
     "dense": Shape(),
     "moe": Shape(ffn=768, experts=32),
     "large": Shape(layers=8, hidden=5120, heads=40, ffn=17408),
+    "planned": Shape(layers=8),
 }
 
 
@@ -217,6 +218,7 @@ def new_helper(
     modules: Sequence[str] = (),
     by_layer: bool = False,
     capture: bool = True,
+    limits: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     **options: Any,
 ) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
@@ -227,6 +229,7 @@ def new_helper(
         modules: Parts of layers to capture; none are all layers as one region.
         by_layer: Whether parts stay regions of their own where they could be one.
         capture: Whether to capture at once.
+        limits: Bounds (documents, tokens of the longest) to record by capacity; None is what options give.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
@@ -238,6 +241,8 @@ def new_helper(
     if by_layer:
         family = helper.chunks[0].graphs.family
         family.parts = family.layer_parts
+    if limits is not None:
+        helper.chunks[0].graphs._limits = limits.__getitem__
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)
