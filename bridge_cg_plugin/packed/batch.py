@@ -27,6 +27,7 @@ class PackedBatch:
         lengths: Tokens of every document, with their padding, on the host.
         tokens: Tokens of the pack, those that other ranks hold included.
         additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
+        loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
     """
 
     hidden: Tensor
@@ -35,6 +36,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     tokens: int
     additions: tuple[Tensor, ...] = ()
+    loaded: bool = False
 
     @property
     def documents(self) -> int:

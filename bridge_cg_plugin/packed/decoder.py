@@ -20,11 +20,12 @@ from ..graphs.host_copies import HostCopies
 from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
+from ..graphs.slot import SharedInputs
 from ..options import OptionError, PackedOptions
 from ..options.packed import PACKED_FIELDS
 from .batch import PackedBatch, pack_batch
 from .layout import spread
-from .program import PackedProgram, PackLayout, RecordingKernels, Run
+from .program import SHARED, PackedProgram, PackLayout, RecordingKernels, Run
 
 MOST_EXACT_BUCKETS = 12
 ALONE = Alone()
@@ -116,6 +117,14 @@ class DecoderFamily(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """A batch that all parts of layers replay, and the slot in which they do."""
+
+    batch: PackedBatch
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """What a warm-up step's pack looked like."""
 
@@ -185,7 +194,7 @@ class PackedGraphs(GraphedModule):
         self._observed: list[Observed] = []
         self._installed: list[tuple[nn.Module, str]] = []
         self._followers: list[_FollowerCall] = []
-        self._current: PackedBatch | None = None
+        self._current: Chosen | None = None
         self._check_buckets()
 
     def _record(self) -> None:
@@ -207,6 +216,7 @@ class PackedGraphs(GraphedModule):
 
     def _record_plan(self) -> float:
         buckets = self._buckets(self.plan or self._plan())
+        shared = SharedInputs(SHARED, self.executor.device)
         for part in self.family.parts(self.modules):
             region = Region(
                 self._program(part),
@@ -216,11 +226,13 @@ class PackedGraphs(GraphedModule):
                 self.options.evaluation,
                 self._before_replay,
                 self._reduction,
+                shared if part.attribute else None,
             )
             region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
+        self._regions[0].statistics.static_bytes += shared.nbytes
         return 0.0
 
     def _recorded(self) -> None:
@@ -311,7 +323,8 @@ class PackedGraphs(GraphedModule):
         if not self._installed:
             outputs = self._regions[0].run(batch)
             return self._eager_forward(*args, **kwargs) if outputs is None else outputs[0]
-        self._current = batch if self._all_can_replay(batch) else None
+        slot = self._common_slot(batch)
+        self._current = None if slot is None else Chosen(batch, slot)
         try:
             return self._eager_forward(*args, **kwargs)
         finally:
@@ -351,23 +364,39 @@ class PackedGraphs(GraphedModule):
             self._observed.append(_observed(batch))
         return False
 
-    def _all_can_replay(self, batch: PackedBatch) -> bool:
-        """Whether every part can replay the batch; counts the first part's reason where one cannot."""
-        reason = next((r for r in (region.why_not(batch) for region in self._regions) if r is not None), None)
-        if reason is not None:
-            self._note_eager()
-            self._fallbacks[reason] += 1
-        return reason is None
+    def _common_slot(self, batch: PackedBatch) -> int | None:
+        """Return a slot in which every part can replay the batch; without one, count the first part's reason."""
+        free = (index for index in range(self.slots) if all(region.is_free(index) for region in self._regions))
+        slot = next(free, 0)
+        reason = next((r for r in (region.why_not(batch, slot) for region in self._regions) if r is not None), None)
+        if reason is None:
+            return slot
+        self._note_eager()
+        self._fallbacks[reason] += 1
+        return None
 
     @property
     def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and the attributes of theirs that replay once graphs are captured."""
         return tuple(self._installed) or ((self.model, "forward"),)
 
-    @property
-    def current(self) -> PackedBatch | None:
-        """The batch that parts of layers replay, while the decoder is called with one that they can."""
-        return self._current
+    def run_part(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """Replay a part of a layer, while the decoder is called with a batch that all parts can replay.
+
+        Args:
+            region: The part's.
+            hidden: `[tokens of this rank, 1, width]` that the part is called with.
+
+        Returns:
+            Its outputs; None where it runs eager.
+        """
+        if self._current is None:
+            return None
+        chosen = self._current
+        outputs = region.run(replace(chosen.batch, hidden=hidden), index=chosen.slot)
+        if outputs is not None and not chosen.batch.loaded:
+            self._current = Chosen(replace(chosen.batch, loaded=True), chosen.slot)
+        return outputs
 
     def _warmup_microbatches(self) -> int:
         """See `GraphedModule`."""
@@ -421,11 +450,9 @@ class _PartCall:
         self._followers = followers
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        batch = self._graphs.current
-        if batch is not None:
-            outputs = self._region.run(replace(batch, hidden=hidden_states))
-            if outputs is not None:
-                for follower in self._followers:
-                    follower.outputs = outputs
-                return self._answer(outputs)
-        return self._eager(hidden_states, *args, **kwargs)
+        outputs = self._graphs.run_part(self._region, hidden_states)
+        if outputs is None:
+            return self._eager(hidden_states, *args, **kwargs)
+        for follower in self._followers:
+            follower.outputs = outputs
+        return self._answer(outputs)

@@ -15,6 +15,8 @@ from .layout import token_angles
 # Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
 # is added behind the first layers. Every output has as many rows as the hidden states.
 Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
+# Inputs that say how a pack is made: the same for all parts of a decoder's layers.
+SHARED = ("angles", "by_place", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -119,8 +121,10 @@ class PackedProgram:
         return None
 
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
-        """See `RegionProgram`."""
+        """See `RegionProgram`. What parts of layers share is written with the first of them."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
+        if batch.loaded:
+            return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
         _load_rows(buffers["angles"], batch.angles)

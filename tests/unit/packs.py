@@ -237,9 +237,8 @@ def ends(lengths, repeats=0):
 def part_of(arguments, ranks, rank):
     """Return what of a pack one context-parallel rank is given."""
     params = arguments["packed_seq_params"]
-    places = held(
-        params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded, ranks, rank
-    )
+    padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    places = held(padded.diff().tolist(), ranks, rank)
     return {**arguments, **{name: arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}}
 
 
