@@ -12,7 +12,7 @@ from ..vision.grids import HostGrids
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
-from .process_groups import peers_of, shared_group, tensor_group, without_reductions
+from .process_groups import peers_of, shared_group, tensor_group, without_messages
 from .qwen3_vl import QWEN3_VL, find_vision_model
 
 GRIDS = HostGrids()
@@ -64,7 +64,7 @@ class VisionTECudaGraphHelper(GraphHelper):
                 vision_model,
                 self.options,
                 QWEN3_VL,
-                executor or default_executor(isolated=without_reductions(tensor)),
+                executor or default_executor(isolated=without_messages(tensor)),
                 slots=microbatches_in_flight(source, num_microbatches),
                 before_replay=parameter_gather(chunks, vision_model),
                 reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
