@@ -53,7 +53,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         vision_model, holder, family = found
         provider = getattr(holder, "config", None)
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
-        self.options = options or vision_options(source, family.adapt(vision_model).unit)
+        adapter = family.adapt(vision_model)
+        self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
         check_combinations(self.options)
         check_modules(self.options, family)
         check_process()

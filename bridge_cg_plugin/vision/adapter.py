@@ -54,10 +54,12 @@ class EncoderAdapter(Protocol):
     Attributes:
         unit: Patches that belong together: of one embedding, or of one image where all are of one size. Capacities
             are multiples of it.
+        unit_of: "one embedding" or "one image", for messages.
         deterministic_tokens: Largest capacity under deterministic algorithms.
     """
 
     unit: int
+    unit_of: str
     deterministic_tokens: float
 
     def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> EncoderCall:

@@ -82,6 +82,7 @@ class SiglipAdapter:
         make_result: Makes what its forward returns from the hidden states and, with a head, the pooled ones.
     """
 
+    unit_of = "one image"
     deterministic_tokens = math.inf
 
     def __init__(self, model: nn.Module, make_result: Callable[..., Any]) -> None:

@@ -73,6 +73,7 @@ class Qwen25VLAdapter:
         make_result: Makes what its forward returns from the merged embeddings.
     """
 
+    unit_of = "one embedding"
     deterministic_tokens = math.inf
 
     def __init__(self, model: nn.Module, make_result: Callable[[Tensor], Any]) -> None:

@@ -73,6 +73,7 @@ class Qwen3VLAdapter:
         pack_segments: Builds upstream's attention metadata.
     """
 
+    unit_of = "one embedding"
     deterministic_tokens = DETERMINISTIC_TOKENS
 
     def __init__(self, model: nn.Module, pack_segments: PackSegments) -> None:

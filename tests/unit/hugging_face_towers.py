@@ -72,7 +72,7 @@ def run_qwen25(model, rows, seed: int = 0):
 
 
 def run_siglip(model, count, seed: int = 0):
-    """Return the hidden states, and the pooled ones of a tower with a head, called as Bridge's model calls the tower."""
+    """Return the hidden states, and with a head the pooled ones, called as Bridge's model calls the tower."""
     returned = model(pixel_values=draw_images(count, seed), return_dict=True)
     return [t for t in (returned.last_hidden_state, returned.pooler_output) if t is not None]
 
