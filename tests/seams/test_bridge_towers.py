@@ -47,11 +47,11 @@ def graphs_on(model, **options):
 
 
 def results(model, samples):
-    """Return the losses of all samples and the sum of their gradients."""
+    """Return the losses of all samples and the sum of their gradients by parameter."""
     model.zero_grad(set_to_none=True)
     losses = [towers.loss_of(model, sample) for sample in samples]
     torch.stack(losses).sum().backward()
-    return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @every_model
@@ -72,11 +72,14 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
     found = results(model, samples)
     assert helper.graphs.statistics().replays == 3 and helper.graphs.statistics().fallbacks == {}
     helper.delete_cuda_graphs()
-    assert len(expected[1]) == len(found[1]) > 0
     assert_close(found[0], expected[0], 1e-6)
+    # A pooling head, which Bridge 0.4's model has and does not use, gets zeros from a graph and nothing from eager.
+    unused = found[1].keys() - expected[1].keys()
+    assert all("head" in name and not found[1][name].any() for name in unused)
     # The gradient of a key's bias is zero but for rounding.
-    pairs = [(a, b) for a, b in zip(found[1], expected[1], strict=True) if b.norm() > 1e-5]
-    assert_close([a for a, _ in pairs], [b for _, b in pairs], 2e-5)
+    names = [name for name, gradient in expected[1].items() if gradient.norm() > 1e-5]
+    assert names
+    assert_close([found[1][name] for name in names], [expected[1][name] for name in names], 2e-5)
 
 
 @every_model
