@@ -26,6 +26,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.core.full_cuda_graph": ("full_iteration",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
     "megatron.bridge.recipes": ("recipe_names",),

@@ -21,6 +21,13 @@ VISION = "vision_cuda_graph_impl=transformer_engine"
 PACKED = "cuda_graph_max_packed_seqs=64"
 OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
+
+def tower_of_hugging_face(**fields):
+    """Return the provider of a model whose vision tower is Hugging Face's, with vision graphs on."""
+    kind = type("Qwen25VLModelProvider", (SimpleNamespace,), {})
+    return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
+
+
 # The combination -> what a user wrote, and the field that the refusal names.
 REFUSED = {
     "`full_iteration` with modules": (f"{FULL} cuda_graph_modules=attn", "cuda_graph_modules"),
@@ -148,6 +155,14 @@ REFUSED = {
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
     ),
+    "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)": (
+        tower_of_hugging_face(vision_cuda_graph_modules=["attn"]),
+        "vision_cuda_graph_modules",
+    ),
+    "vision graphs of a tower from Hugging Face with `full_iteration`": (
+        tower_of_hugging_face(cuda_graph_impl="full_iteration"),
+        "cuda_graph_impl",
+    ),
     "offloading without modules": ("fine_grained_activation_offloading=true", "offload_modules"),
     "offloading `attn_proj` without `core_attn`": (f"{OFFLOAD}attn_proj", "offload_modules"),
     "offloading with `local` graphs, apart from parts of MoE layers": (
@@ -159,6 +174,16 @@ REFUSED = {
         "fine_grained_offloading_max_inflight_offloads",
     ),
 }
+
+
+def test_recompute_does_not_reach_a_tower_of_hugging_face():
+    graph_options(tower_of_hugging_face(recompute_granularity="full"))
+
+
+def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
+    written = normalize(tower_of_hugging_face(vision_cuda_graph_impl="none", pipeline_model_parallel_size=2))[1]
+    facts = facts_of(written)
+    assert facts.hugging_face_tower and not facts.images
 
 
 def test_upstreams_graphs_of_mamba_layers_take_no_packs():
