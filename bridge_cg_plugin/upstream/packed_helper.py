@@ -25,6 +25,7 @@ from .graph_helper import (
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
 from .process_groups import peers_of, shared_group, sharing_groups, without_messages
+from .random_states import random_states
 from .registry import seam
 
 PACK_OFFSETS = HostCopies()
@@ -71,7 +72,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
-                executor or default_executor(isolated=without_messages(*sharing_groups(decoder))),
+                executor or default_executor(random_states, without_messages(*sharing_groups(decoder))),
             )
             for decoder in find_decoders(model)
         ]

@@ -118,16 +118,21 @@ def _operations(
 def _batch_left_out(batch: Callable[..., Any]) -> Callable[..., Any]:
     def batched(operations: Sequence[Any]) -> list[Any]:
         left = [operation for operation in operations if not isinstance(operation, _Unsent)]
-        return batch(left) if left else []
+        return batch(left) if left else [_Done()]
 
     return batched
 
 
 class _Done:
-    """Stands in for a collective that has ended."""
+    """Stands in for an exchange that has ended: as a real one, it came after the work of the stream that began it."""
+
+    def __init__(self) -> None:
+        self._begun = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
     def wait(self, *unused: Any) -> bool:
-        """Return at once."""
+        """Let the current stream wait for the work that was there when the exchange began."""
+        if self._begun is not None:
+            torch.cuda.current_stream().wait_event(self._begun)
         return True
 
     def is_completed(self) -> bool:

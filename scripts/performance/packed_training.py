@@ -51,7 +51,9 @@ VOCABULARY = 32_768
 SEQUENCE = 1024
 DOCUMENTS = 4
 MICROBATCHES = 4
-SAMPLES = 2
+# Of the photographs: cuDNN plans attention anew for every shape that it has not met, so there are few sizes.
+SAMPLES, PHOTOGRAPH_MICROBATCHES = 2, 2
+PHOTOGRAPH_SIZES = [(448, 448), (256, 384)]
 SEED = 1234
 # Providers of language models by name, and what is theirs alone.
 LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -194,7 +196,7 @@ def put_graphs(provider: Any, mode: str, modules: str, documents: int) -> None:
 
 def photograph_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> ConfigContainer:
     """Return Bridge's configuration of the example's small Qwen3-VL, with microbatches of several samples packed."""
-    config = photographs.training_config(Run(steps=steps, small=True, global_batch=MICROBATCHES * SAMPLES))
+    config = photographs.training_config(Run(steps=steps, small=True, global_batch=PHOTOGRAPH_MICROBATCHES * SAMPLES))
     config.train.micro_batch_size = SAMPLES
     given = config.dataset
     config.dataset = PackedPhotographProvider(
@@ -202,7 +204,7 @@ def photograph_config(mode: str, steps: int, modules: str = "", rows: int = 1) -
         num_workers=given.num_workers,
         seq_length=given.seq_length,
         most_images=given.most_images,
-        sizes=given.sizes,
+        sizes=PHOTOGRAPH_SIZES,
         rows=rows,
         enable_in_batch_packing=True,
     )

@@ -123,6 +123,32 @@ def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, sizes, strict):
     assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
 
 
+def exchange_in_silence():
+    """Return what exchanges give inside a silent group, and one that is not inside it."""
+    ranks, rank = distributed.group.WORLD, distributed.get_rank()
+    own = [distributed.new_group([each]) for each in range(2)][rank]
+    mine, other, whole = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(4)
+    with without_messages(ranks)():
+        operations = [
+            distributed.P2POp(distributed.isend, mine, 1 - rank, ranks),
+            distributed.P2POp(distributed.irecv, other, 1 - rank, ranks),
+        ]
+        waited = [request.wait() for request in distributed.batch_isend_irecv(operations)]
+        waited.append(distributed.irecv(other, 1 - rank, group=ranks).wait())
+        waited.append(distributed.all_gather_into_tensor(whole, mine, group=ranks, async_op=True).wait())
+        distributed.all_reduce(mine, group=ranks)
+        alone = mine.clone()
+        distributed.all_gather_into_tensor(alone, mine, group=own)
+    restored = [distributed.P2POp(distributed.isend, mine, 1 - rank, ranks).op is distributed.isend]
+    return [each.tolist() for each in (mine, other, whole, alone)], waited, restored
+
+
+def test_exchanges_of_other_groups_go_on_in_silence(tmp_path):
+    for rank, (values, waited, restored) in enumerate(run_ranks(2, exchange_in_silence, tmp_path)):
+        assert values == [[1.0 + rank] * 2, [0.0] * 2, [0.0] * 4, [1.0 + rank] * 2]
+        assert waited == [True] * 3 and restored == [True]
+
+
 def see_other_packs(sizes):
     model = new_model(**sizes)
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
