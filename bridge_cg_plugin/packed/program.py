@@ -12,9 +12,9 @@ from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
-# Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
-# is added behind the first layers. Every output has as many rows as the hidden states.
-Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
+# Runs the recorded piece: hidden states, rotary angles if there are any, `cu_seqlens` by name, tokens of the longest
+# document, and what is added behind the first layers. Every output has as many rows as the hidden states.
+Run = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
@@ -27,7 +27,7 @@ class PackLayout:
 
     Attributes:
         offsets: Names of the `cu_seqlens` that a batch has.
-        rotated: Width of a row of rotary angles.
+        rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         per_position: Whether angles come with a row per position in a document; else with a row per token.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
         shards: Ranks that hold a part of the tokens each (sequence parallelism).
@@ -94,8 +94,7 @@ class PackedProgram:
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
-            "angles": TensorSpec((bucket.tokens, 1, 1, layout.rotated), torch.float32),
-            "by_place": TensorSpec((1,), torch.bool),
+            **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
         }
 
@@ -106,7 +105,8 @@ class PackedProgram:
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
         documents, longest = bucket.limits
-        if batch.layout != self.layout.offsets or len(batch.additions) > self.layout.additions:
+        known = batch.layout == self.layout.offsets and batch.rotated == self.layout.rotated
+        if not known or len(batch.additions) > self.layout.additions:
             return "other_layout"
         if batch.documents > documents:
             return "too_many_documents"
@@ -127,13 +127,15 @@ class PackedProgram:
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
-        _load_rows(buffers["angles"], batch.angles)
-        buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
+        if batch.angles is not None:
+            _load_rows(buffers["angles"], batch.angles)
+            buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
         for name in self.layout.offsets:
-            write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["angles"].shape[0]))
+            write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["hidden"].shape[0]))
 
-    def _end(self, name: str, capacity: int) -> int | None:
+    def _end(self, name: str, rows: int) -> int | None:
         """Return where a last document of padding ends; None where padding is in no document."""
+        capacity = rows * self.layout.shards * self.layout.ranks
         return capacity if self.layout.ranks > 1 and name in self._physical else None
 
     @property
@@ -143,7 +145,7 @@ class PackedProgram:
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        for name in ("hidden", *self._additions, "angles", "by_place"):
+        for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
             buffers[name].zero_()
         longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:
@@ -155,8 +157,8 @@ class PackedProgram:
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs have `tokens / (shards * ranks)` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
-        angles = buffers["angles"]
-        if self.layout.per_position:
+        angles = buffers.get("angles")
+        if angles is not None and self.layout.per_position:
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
         additions = [buffers[name] for name in self._additions]
@@ -173,6 +175,12 @@ class PackedProgram:
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (batch.hidden, *self._padded_additions(batch))
+
+    def _angle_specs(self, tokens: int) -> dict[str, TensorSpec]:
+        if not self.layout.rotated:
+            return {}
+        angles = TensorSpec((tokens, 1, 1, self.layout.rotated), torch.float32)
+        return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 
     @property
     def _additions(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ written as soon as it is measured; after `--seconds` no further case begins.
 """
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -32,12 +33,26 @@ MODULE = "scripts.performance.bench_packed"
 TOKENS = (2048, 4096, 8192)
 DOCUMENTS = 5
 # Wanted: eager's time over graphs' time, by model, at each of TOKENS.
-WANTED = {"dense": (2.5, 1.6, 1.2), "moe": (2.0, 1.7, 1.3), "large": (0.99, 0.99, 0.99)}
+WANTED = {
+    "dense": (2.5, 1.6, 1.2),
+    "moe": (2.0, 1.7, 1.3),
+    "large": (0.99, 0.99, 0.99),
+    "mamba": (2.0, 0.99, 0.99),
+}
+# mamba needs packages that are compiled.
+DEFAULT_MODELS = ("dense", "moe", "large")
+STACK = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_model",
+    "bridge_cg_plugin.upstream.packed_helper",
+)
 # The model that the planner's predictions are measured with, and the case that measures them.
 PLANNED, PLANS = "planned", "plans"
 # Parts of layers that a model's graphs have; all layers as one region where none are named.
 MODULES = {"moe": ("attn", "moe_router")}
-LAYER_MODULES = ("attn", "mlp")
+# Those that become a region each, where all layers could be one.
+LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
+USUAL_LAYER_MODULES = ("attn", "mlp")
 MOST_PADDING_COST = 1.03
 # Eager runs that say what eager differs from itself by; graphs may differ from the nearest of them by this much more.
 NOISE_RUNS = 3
@@ -59,9 +74,8 @@ def main() -> int:
     parser.add_argument("--cost-model", type=Path, help="write the fitted cost model here")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=600.0, help="no further case begins after this long")
-    parser.add_argument(
-        "--models", default="dense,moe,large", help=f"comma-separated, of {', '.join(WANTED)}, or empty"
-    )
+    models = f"comma-separated, of {', '.join(WANTED)}, or empty"
+    parser.add_argument("--models", default=",".join(DEFAULT_MODELS), help=models)
     parser.add_argument("--fused-rope", action="store_true", help="eager rotates with Transformer Engine's kernel")
     parser.add_argument("--plans", action="store_true", help="measure the planner's predictions, too")
     args = parser.parse_args()
@@ -108,8 +122,8 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tup
 
 def import_stack() -> None:
     """Import what a case needs, before its turn."""
-
-    import bridge_cg_plugin.upstream.packed_helper  # noqa: F401
+    for name in STACK:
+        importlib.import_module(name)
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -316,7 +330,7 @@ class Bench:
     def _helper(self, pack: Any, tokens: int, most: int, modules: Sequence[str] | None) -> Any:
         return self._new_helper(
             pack,
-            modules=LAYER_MODULES if modules is None else modules,
+            modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
             by_layer=modules is None,
             cuda_graph_max_packed_seqs=most,
             cuda_graph_packed_buckets=[tokens],

@@ -87,7 +87,8 @@ def padded_params(params: Any, tokens: int, rows: int) -> Any:
         for name, value in given.items()
         if value is not None
     }
-    return PackedSeqParams(qkv_format="thd", **offsets, **{name: getattr(params, name) for name in MAX_SEQLENS})
+    max_seqlens = {name: getattr(params, name) for name in MAX_SEQLENS}
+    return PackedSeqParams(qkv_format="thd", **offsets, **max_seqlens, total_tokens=rows)
 
 
 class Fp32Reference:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -33,6 +34,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad, silu
 from torch.utils.data import Dataset
@@ -53,7 +55,22 @@ MICROBATCHES = 4
 SAMPLES, PHOTOGRAPH_MICROBATCHES = 2, 2
 PHOTOGRAPH_SIZES = [(448, 448), (256, 384)]
 SEED = 1234
-MODELS = ("dense", "qwen3_vl")
+# Providers of language models by name, and what is theirs alone.
+LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dense": (GPTModelProvider, {"num_layers": 8, "qk_layernorm": True, "position_embedding_type": "rope"}),
+    "mamba": (
+        HybridModelProvider,
+        {
+            "hybrid_layer_pattern": "M-M*-M-M",
+            "is_hybrid_model": True,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "mamba_state_dim": 128,
+            "attention_backend": AttnBackend.auto,
+        },
+    ),
+}
+MODELS = (*LANGUAGE_MODELS, "qwen3_vl")
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -86,8 +103,8 @@ def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: 
     bridge_cg_plugin.activate()
     skip_helper_build()
     recorder, keeper = Recorder(), StatisticsKeeper()
-    if model == "dense":
-        config, step = training_config(mode, steps, modules, rows), forward_step
+    if model in LANGUAGE_MODELS:
+        config, step = training_config(mode, steps, modules, rows, model), forward_step
     else:
         config, step = photograph_config(mode, steps, modules, rows), qwen3_vl_step.forward_step
     pretrain(config, step, callbacks=[recorder, keeper])
@@ -100,13 +117,13 @@ def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: 
     }
 
 
-def training_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> ConfigContainer:
-    """Return Bridge's whole configuration."""
+def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = "dense") -> ConfigContainer:
+    """Return Bridge's whole configuration of a language model."""
     optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
         lr_warmup_iters=5, lr_decay_iters=max(steps, 10), max_lr=1e-4, min_lr=1e-5
     )
     return ConfigContainer(
-        model=model_provider(mode, modules),
+        model=model_provider(mode, modules, model),
         train=TrainingConfig(
             train_iters=steps,
             global_batch_size=MICROBATCHES * DOCUMENTS,
@@ -135,10 +152,11 @@ def training_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> 
     )
 
 
-def model_provider(mode: str, modules: str) -> GPTModelProvider:
-    """Return a dense model of 8 layers of 2048, with graphs of up to 8 documents or without."""
-    provider = GPTModelProvider(
-        num_layers=8,
+def model_provider(mode: str, modules: str, model: str = "dense") -> Any:
+    """Return the provider of a model of 8 layers of 2048, with graphs of up to 8 documents or without."""
+    kind, own = LANGUAGE_MODELS[model]
+    provider = kind(
+        **own,
         hidden_size=2048,
         ffn_hidden_size=6144,
         num_attention_heads=16,
@@ -148,10 +166,8 @@ def model_provider(mode: str, modules: str) -> GPTModelProvider:
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        position_embedding_type="rope",
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=128,
         seq_length=SEQUENCE,

@@ -2,10 +2,11 @@
 
 python scripts/performance/train_packed.py --steps 50 --out docs/benchmarks/packed_training.jsonl
 python scripts/performance/train_packed.py --steps 50 --model qwen3_vl
+python scripts/performance/train_packed.py --steps 50 --model mamba
 
-Eager agrees with itself to the bit here, but not with itself on other numbers of rows, where matrix libraries choose
-other kernels. So the spread is that of eager runs whose packs are as they are, twice, and padded to a multiple of 64
-and of 256 tokens. Processes import side by side; the first eager run and the graphs, each alone on the GPU, are timed.
+Eager does not agree with itself on other numbers of rows, where matrix libraries choose other kernels. So the spread is
+that of eager runs whose packs are as they are, twice, and padded to a multiple of 64 and of 256 tokens. Processes
+import side by side; the first eager run and the graphs, each alone on the GPU, are timed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from scripts.performance.results import output_path, provenance, put_record  # n
 
 MODULE = "scripts.performance.packed_training"
 # Case of the records by model.
-CASES = {"dense": "in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
+CASES = {"dense": "in_batch", "mamba": "mamba_in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
 # Runs by name, with the multiple of tokens that packs are padded to.
 EAGER_RUNS = {"eager": 1, "eager_again": 1, "eager_64": 64, "eager_256": 256}
 # Steps whose times do not count: warm-up, capture, the first replays.

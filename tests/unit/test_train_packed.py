@@ -1,6 +1,7 @@
 """The training runs on packed documents: their data and configuration, and what is made of their results."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,12 @@ def test_padding_is_a_document_that_no_loss_counts():
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
     "make, documents",
-    [(packed_training.training_config, 8), (packed_training.photograph_config, 4)],
-    ids=["dense", "vl"],
+    [
+        (packed_training.training_config, 8),
+        (partial(packed_training.training_config, model="mamba"), 8),
+        (packed_training.photograph_config, 4),
+    ],
+    ids=["dense", "mamba", "vl"],
 )
 def test_bridge_takes_the_configuration(mode, make, documents):
     from megatron.bridge.training.config import runtime_config_update
