@@ -13,7 +13,7 @@ from .data_parallel import gradient_reduction, parameter_gather
 from .encoders import check_modules, find_encoder
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
-from .process_groups import peers_of, shared_group, tensor_group, without_reductions
+from .process_groups import peers_of, shared_group, tensor_group, without_messages
 
 GRIDS = HostGrids()
 
@@ -66,7 +66,7 @@ class VisionTECudaGraphHelper(GraphHelper):
                 vision_model,
                 self.options,
                 family,
-                executor or default_executor(isolated=without_reductions(tensor)),
+                executor or default_executor(isolated=without_messages(tensor)),
                 slots=microbatches_in_flight(source, num_microbatches),
                 before_replay=parameter_gather(chunks, vision_model),
                 reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
