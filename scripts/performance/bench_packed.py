@@ -10,6 +10,7 @@ written as soon as it is measured; after `--seconds` no further case begins.
 """
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -40,6 +41,11 @@ WANTED = {
 }
 # mamba needs packages that are compiled.
 DEFAULT_MODELS = ("dense", "moe", "large")
+STACK = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_model",
+    "bridge_cg_plugin.upstream.packed_helper",
+)
 # The model that the planner's predictions are measured with, and the case that measures them.
 PLANNED, PLANS = "planned", "plans"
 # Parts of layers that a model's graphs have; all layers as one region where none are named.
@@ -116,8 +122,8 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tup
 
 def import_stack() -> None:
     """Import what a case needs, before its turn."""
-
-    import bridge_cg_plugin.upstream.packed_helper  # noqa: F401
+    for name in STACK:
+        importlib.import_module(name)
 
 
 def train_words(words: Sequence[str]) -> None:

@@ -125,6 +125,10 @@ REFUSED = {
         f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
         "model.cp_comm_type",
     ),
+    "packed-sequence graphs of a model with Mamba layers with context parallelism": (
+        f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2",
+        "model.context_parallel_size",
+    ),
     "packed-sequence graphs with context parallelism on a model that takes images": (
         f"{TE} {PACKED} {VISION} context_parallel_size=2",
         "model.context_parallel_size",
