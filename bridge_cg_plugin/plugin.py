@@ -21,7 +21,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.transformer_layer": ("language_model",),
     "megatron.bridge.models.gpt_provider": ("provider_fields",),
     "megatron.core.full_cuda_graph": ("full_iteration",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields", "virtual_stages"),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),

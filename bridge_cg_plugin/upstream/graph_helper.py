@@ -78,35 +78,6 @@ def default_executor(
     return CudaGraphExecutor(generators=generators, isolated=isolated)
 
 
-def stages_of(config: Any) -> int:
-    """Return the pipeline's stages."""
-    return getattr(config, "pipeline_model_parallel_size", None) or 1
-
-
-def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
-    """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B.
-
-    Args:
-        config: Has the pipeline's stages.
-        num_microbatches: Microbatches of a step now; the run's largest step counts.
-    """
-    stages = stages_of(config)
-    interleaved = (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1) > 1
-    return max(1, min(stages * (2 if interleaved and stages > 1 else 1), most_microbatches(num_microbatches)))
-
-
-def most_microbatches(num_microbatches: int) -> int:
-    """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer."""
-    from megatron.core import num_microbatches_calculator
-
-    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    samples = getattr(calculator, "micro_batch_times_data_parallel_size", None)
-    if samples is None:  # every step has as many
-        return num_microbatches
-    batches = [batch for _, batch in getattr(calculator, "schedule", ())]
-    return max(num_microbatches, *(batch // samples for batch in (calculator.global_batch_size, *batches)))
-
-
 def asks_for_graphs(config: Any) -> bool:
     """Whether a model's provider has graphs on, of the vision encoder or the language model; alike on all ranks."""
     names = (PROVIDER_FIELDS["impl"], "cuda_graph_impl")

@@ -11,9 +11,10 @@ from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
+from .graph_helper import GraphHelper, default_executor, release_module
 from .process_groups import peers_of, shared_group, tensor_group, without_reductions
 from .qwen3_vl import QWEN3_VL, find_vision_model
+from .schedules import microbatches_in_flight, stages_of
 
 GRIDS = HostGrids()
 

@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream import train_loop
 from bridge_cg_plugin.upstream.failures import named_failure
-from bridge_cg_plugin.upstream.graph_helper import most_microbatches
+from bridge_cg_plugin.upstream.schedules import most_microbatches
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
