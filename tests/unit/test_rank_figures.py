@@ -66,7 +66,11 @@ def state_of(rank, step, impl="transformer_engine"):
     board = Board() if rank == distributed.get_world_size() - 1 else None
     return SimpleNamespace(
         train_state=SimpleNamespace(step=step),
-        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5), model=SimpleNamespace(vision_cuda_graph_impl=impl)),
+        cfg=SimpleNamespace(
+            logger=SimpleNamespace(log_interval=5),
+            model=SimpleNamespace(vision_cuda_graph_impl=impl),
+            dist=SimpleNamespace(distributed_timeout_minutes=10),
+        ),
         tensorboard_logger=board,
         wandb_logger=None,
     )
