@@ -97,7 +97,9 @@ def test_every_replay_tells(monkeypatch):
     told = []
     record = ReferenceExecutor.record
     monkeypatch.setattr(
-        ReferenceExecutor, "record", lambda self, body, pool: ToldRecording(record(self, body, pool), told.append, body.name)
+        ReferenceExecutor,
+        "record",
+        lambda self, body, pool: ToldRecording(record(self, body, pool), told.append, body.name),
     )
     model = new_tower()
     with graphs_on(model) as graphs:
