@@ -10,6 +10,7 @@ from ..graphs.executor import Executor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
+from .balance import ImagelessMicrobatches, image_exchange
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module
@@ -38,6 +39,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         OptionError: An option cannot work.
     """
 
+    _imageless: ImagelessMicrobatches | None = None
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -62,20 +65,29 @@ class VisionTECudaGraphHelper(GraphHelper):
         release_module(vision_model)
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
-        self._take(
-            VisionGraphs(
-                vision_model,
-                self.options,
-                QWEN3_VL,
-                executor or _executor(tensor),
-                slots=microbatches_in_flight(source, num_microbatches),
-                before_replay=parameter_gather(chunks, vision_model),
-                reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
-                grids=GRIDS,
-                peers=peers_of(shared_group(vision_model)),
-                twins=peers_of(tensor),
-            )
+        graphs = VisionGraphs(
+            vision_model,
+            self.options,
+            QWEN3_VL,
+            executor or _executor(tensor),
+            slots=microbatches_in_flight(source, num_microbatches),
+            before_replay=parameter_gather(chunks, vision_model),
+            reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
+            grids=GRIDS,
+            peers=peers_of(shared_group(vision_model)),
+            twins=peers_of(tensor),
+            exchange=image_exchange(vision_model, self.options.balance),
         )
+        if self.options.balance is not None:
+            self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
+        self._take(graphs)
+
+    def delete_cuda_graphs(self) -> None:
+        """See `GraphHelper`; images stay on their ranks from now on."""
+        if self._imageless is not None:
+            self._imageless.remove()
+            self._imageless = None
+        super().delete_cuda_graphs()
 
 
 def _executor(tensor: ProcessGroup | None) -> Executor:

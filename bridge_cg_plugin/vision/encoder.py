@@ -32,6 +32,7 @@ from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
+from .exchange import ImageExchange
 from .grids import HostGrids
 from .layers import AttentionPart, LayerBatch, MlpPart
 from .memory import measure_memory
@@ -85,6 +86,7 @@ class VisionGraphs(GraphedModule):
         grids: Host copies of grids.
         peers: Ranks that are on graphs together with this one or not at all.
         twins: Those of them that share the encoder's layers, and so its buckets.
+        exchange: Levels the work of data-parallel ranks, where it was asked for.
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
@@ -108,6 +110,7 @@ class VisionGraphs(GraphedModule):
         grids: HostGrids | None = None,
         peers: Peers = ALONE,
         twins: Peers = ALONE,
+        exchange: ImageExchange | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(model, executor, options.strict, before_replay)
@@ -120,7 +123,7 @@ class VisionGraphs(GraphedModule):
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
         self._checked_step = 0
-        self._peers, self._twins = peers, twins
+        self._peers, self._twins, self._exchange = peers, twins, exchange
         self._merge = model.config.spatial_merge_size
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
@@ -336,6 +339,17 @@ class VisionGraphs(GraphedModule):
         """
         batch = VisionBatch(hidden_states, grid_thw, self.grids.lookup(grid_thw))
         check_batch(batch, self._merge)
+        if self._exchange is not None and not (inference_params or extra_block_kwargs):
+            return self._exchange.encode(batch, self._encode)
+        return self._encode(batch, inference_params, extra_block_kwargs)
+
+    def without_images(self) -> Tensor | None:
+        """Take part in the exchange of a microbatch in which this rank has no image; see `ImageExchange`."""
+        return self._exchange.without_images(self._encode) if self._exchange is not None else None
+
+    def _encode(
+        self, batch: VisionBatch, inference_params: Any = None, extra_block_kwargs: dict | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         outputs = None
         if self._may_replay(batch, inference_params, extra_block_kwargs):
             outputs = self._replay(batch)
@@ -346,7 +360,7 @@ class VisionGraphs(GraphedModule):
         if self.captured:
             self.family.before_eager((self.model,))
         timing = self._costs.time_eager(batch) if self._may_time() else None
-        hidden, deepstack = self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
+        hidden, deepstack = self._eager_forward(batch.pixels, batch.grid, inference_params, extra_block_kwargs)
         if timing is not None and hidden.requires_grad:
             timing.forward_ended()
             watch_backward(timing, hidden)
@@ -438,6 +452,9 @@ class VisionGraphs(GraphedModule):
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
+        if self._exchange is not None:
+            told = self._exchange
+            notes["balance"] = f"{told.moved} images of all ranks were moved, in {told.microbatches} microbatches"
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes

@@ -21,6 +21,7 @@ TP2, PP2, CP2 = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2"), ("--co
 INTERLEAVED = (*PP2, "--pipeline-chunks", "2", "--language-model", "8x2048")
 LAYOUTS = {
     "DP2": DP2,
+    "DP2, images moved": (*DP2, "vision_cuda_graph_balance=0.05"),
     "TP2": TP2,
     "PP2": PP2,
     "PP2VP2": INTERLEAVED,

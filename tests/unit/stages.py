@@ -95,9 +95,9 @@ def placed(chunk):
         yield name, parameter
 
 
-def train_step(chunks, microbatches: int, seed: int = 0):
+def train_step(chunks, microbatches: int, seed: int = 0, images=IMAGES):
     """Run a step of Bridge's forward step under megatron-core's schedule; return its losses and all gradients."""
-    samples = [sample(IMAGES[i % len(IMAGES)], seed + i) for i in range(microbatches)]
+    samples = [sample(images[i % len(images)], seed + i) for i in range(microbatches)]
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.grad = None

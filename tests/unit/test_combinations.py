@@ -93,6 +93,10 @@ REFUSED = {
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
     ),
+    "images that move between ranks, with context parallelism": (
+        f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
+        "vision_cuda_graph_balance",
+    ),
     "the run-time check with graphs of parts of layers": (
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
         "vision_cuda_graph_check_interval",

@@ -49,6 +49,17 @@ VISION = (
         ),
     ),
     Combination(
+        "images that move between ranks, with context parallelism",
+        "The ranks that share a sequence repeat its images or divide them by themselves, with vision_dp_when_cp",
+        lambda o, f: o.vision.enabled and o.vision.balance is not None and (f.context_ranks or 1) > 1,
+        lambda o, f: (
+            PROVIDER_FIELDS["balance"],
+            o.vision.balance,
+            f"null with context_parallel_size={f.context_ranks}",
+            f"Unset {PROVIDER_FIELDS['balance']}.",
+        ),
+    ),
+    Combination(
         "the run-time check with graphs of parts of layers",
         "The check compares the whole encoder",
         lambda o, f: o.vision.enabled and o.vision.check_interval and not o.vision.whole_encoder,
