@@ -45,7 +45,7 @@ def _group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
 
 def _timeout() -> timedelta:
     """Return the time-out of the job's own group."""
-    device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+    device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
     return distributed.group.WORLD._get_backend(device).options._timeout
 
 

@@ -88,7 +88,7 @@ def test_plans(grids, share, expected):
 # Images of each rank in each of three microbatches; () is a text-only one.
 LARGE, SMALL = ((1, 8, 8), (1, 4, 8), (1, 8, 4)), ((1, 4, 4),)
 MICROBATCHES = {
-    2: ((LARGE, SMALL), (SMALL, LARGE), (SMALL, SMALL)),
+    2: ((LARGE, SMALL), (LARGE, SMALL), (SMALL, SMALL)),
     3: ((LARGE, SMALL, LARGE), (SMALL, SMALL, LARGE), (SMALL + LARGE, SMALL, SMALL)),
 }
 

@@ -89,6 +89,10 @@ REFUSED = {
         f"{VISION} ddp.use_megatron_fsdp=true",
         "ddp.use_megatron_fsdp",
     ),
+    "PyTorch's FSDP2 with vision graphs, or with `full_iteration` on a model that takes images": (
+        f"{VISION} dist.use_torch_fsdp2=true",
+        "dist.use_torch_fsdp2",
+    ),
     "vision graphs with recompute that reaches the vision encoder": (
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
