@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.report import GIB
+from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
@@ -45,6 +47,8 @@ MEMORY_MARGIN = 0.8
 LIMIT_ATTEMPTS = 4
 MAX_FRAMES_STEP = 16
 ALONE = Alone()
+# Training steps whose tokens are kept, to see how far ranks are apart.
+LAST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class VisionGraphs(GraphedModule):
         self._reduction = reduction if options.gradient_hooks == "awaited" else None
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
+        self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._checked_step = 0
         self._peers, self._twins, self._exchange = peers, twins, exchange
         self._merge = model.config.spatial_merge_size
@@ -347,9 +352,22 @@ class VisionGraphs(GraphedModule):
         """Take part in the exchange of a microbatch in which this rank has no image; see `ImageExchange`."""
         return self._exchange.without_images(self._encode) if self._exchange is not None else None
 
+    def begin_step(self) -> None:
+        """See `GraphedModule`."""
+        super().begin_step()
+        self._step_tokens.append(0)
+
+    def statistics(self) -> RegionStatistics:
+        """See `GraphedModule`."""
+        total = super().statistics()
+        total.step_tokens = list(self._step_tokens)
+        return total
+
     def _encode(
         self, batch: VisionBatch, inference_params: Any = None, extra_block_kwargs: dict | None = None
     ) -> tuple[Tensor, list[Tensor]]:
+        if self._step_tokens and self.model.training:
+            self._step_tokens[-1] += batch.tokens
         outputs = None
         if self._may_replay(batch, inference_params, extra_block_kwargs):
             outputs = self._replay(batch)
