@@ -13,6 +13,7 @@ from ..graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceEx
 from ..graphs.graphed_module import GraphedModule
 from ..options import PROVIDER_FIELDS
 from .failures import named_failure
+from .stalls import STALLS
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
 
@@ -29,7 +30,7 @@ class GraphHelper:
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict."""
         if self.graphs is not None:
-            with named_failure("capture"):
+            with named_failure("capture"), STALLS.during("capture"):
                 self.graphs.capture()
 
     def graphs_created(self) -> bool:

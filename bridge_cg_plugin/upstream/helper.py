@@ -65,6 +65,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         release_module(vision_model)
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
+        exchange = image_exchange(vision_model, self.options.balance)
         graphs = VisionGraphs(
             vision_model,
             self.options,
@@ -76,9 +77,9 @@ class VisionTECudaGraphHelper(GraphHelper):
             grids=GRIDS,
             peers=peers_of(shared_group(vision_model)),
             twins=peers_of(tensor),
-            exchange=image_exchange(vision_model, self.options.balance),
+            exchange=exchange,
         )
-        if self.options.balance is not None:
+        if exchange is not None:
             self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
         self._take(graphs)
 

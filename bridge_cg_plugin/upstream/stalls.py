@@ -67,14 +67,19 @@ class StallWatch:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def during(self, doing: str, limit_s: float) -> Iterator[None]:
+    def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
         """Watch what runs inside.
 
         Args:
             doing: What that is, for messages.
-            limit_s: The time-out of the run's process groups in seconds.
+            limit_s: The time-out of the run's process groups in seconds; None is that of the last time, and where
+                there was none nothing is watched.
         """
-        self._limit_s, self._doing = limit_s, _Since(doing, self._clock())
+        self._limit_s = self._limit_s if limit_s is None else limit_s
+        if not self._limit_s:
+            yield
+            return
+        self._doing = _Since(doing, self._clock())
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="bridge-cg-stalls", daemon=True)
             self._thread.start()

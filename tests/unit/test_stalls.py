@@ -81,6 +81,17 @@ def test_a_long_step_is_named_once_before_the_time_out(rank, caplog):
     assert not rank.ended
 
 
+def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog):
+    with rank.watch.during("capture"):
+        rank.look_at(1e6)
+    assert rank.watch._thread is None
+    with rank.watch.during("step 3", 60):
+        pass
+    with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
+        rank.look_at(1e6 + 31)
+    assert "has been in capture for 31 s" in caplog.text
+
+
 def test_its_thread_looks_by_itself():
     ended, mark = [], Mark()
     watch = StallWatch(ended.append, mark=lambda: mark)
