@@ -115,7 +115,7 @@ def _patch_module(module: ModuleType) -> None:
             for patch in patches:
                 if patch.module == module.__name__:
                     patch.apply(module)
-                    level = logging.WARNING if patch.state == "broken" else logging.DEBUG
+                    level = logging.ERROR if patch.state == "broken" else logging.DEBUG
                     LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
