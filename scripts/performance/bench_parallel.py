@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,14 @@ class Bench:
                 raise ValueError(
                     f"--layouts {layout}: it needs {layout.gpus} GPUs, allowed here are {self._gpus.count}"
                 )
-        jobs = [(layout, mode) for mode in MODES for layout in layouts]
+        jobs = list(in_order(layouts))
         places = place([layout.gpus for layout, _ in jobs], self._gpus.count)
         with ThreadPoolExecutor(len(jobs)) as pool:  # all import while the first train
-            futures = {job: pool.submit(self._train, *job, devices) for job, devices in zip(jobs, places, strict=True)}
+            started = enumerate(zip(jobs, places, strict=True))
+            futures = {job: pool.submit(self._train, turn, *job, devices) for turn, (job, devices) in started}
             # One GPU first, as others' scaling is told by it.
-            same = {layout: self._finish(layout, futures) for layout in sorted(layouts, key=lambda each: each.gpus)}
+            first = sorted(layouts, key=lambda layout: layout.gpus > 1)
+            same = {layout: self._finish(layout, futures) for layout in first}
         return [same[layout] for layout in layouts]
 
     def _finish(self, layout: Layout, futures: dict[tuple[Layout, str], Any]) -> bool:
@@ -126,12 +129,12 @@ class Bench:
             self._write_error(layout, error)
             return False
 
-    def _train(self, layout: Layout, mode: str, devices: tuple[int, ...]) -> dict[str, Any]:
+    def _train(self, turn: int, layout: Layout, mode: str, devices: tuple[int, ...]) -> dict[str, Any]:
         process = TrainingProcess(self._log(layout, mode), layout.gpus, devices)
+        timed = is_timed(mode) and not self._args.untimed
         try:
-            process.wait_until_ready()
-            timed = mode != "eager2" and not self._args.untimed
-            with self._gpus.used(devices, timed):
+            with self._gpus.used(turn, devices, timed):
+                process.wait_until_ready()
                 began = time.monotonic()
                 run = process.train("graphs" if mode == "plugin" else "eager", self._words(layout))
                 print(f"{layout} {mode}: {time.monotonic() - began:.0f} s", flush=True)
@@ -198,19 +201,33 @@ class Gpus:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self._turn = 0
         self._left = [SIDE_BY_SIDE] * count
         self._changed = threading.Condition()
 
     @contextmanager
-    def used(self, devices: tuple[int, ...], alone: bool) -> Iterator[None]:
-        """Wait until all of these GPUs are free for a run, and hold them inside."""
+    def used(self, turn: int, devices: tuple[int, ...], alone: bool) -> Iterator[None]:
+        """Wait until all of these GPUs are free for a run whose turn it is, and hold them inside.
+
+        Args:
+            turn: Number of the run, from 0: none begins before those of lower numbers have begun.
+            devices: Its GPUs.
+            alone: Whether it has them to itself.
+        """
         places = SIDE_BY_SIDE if alone else 1
-        with ExitStack() as stack:
-            with self._changed:
-                self._changed.wait_for(lambda: all(self._left[device] >= places for device in devices))
-                self._take(devices, places)
-            stack.callback(self._give_back, devices, places)
+
+        def may_begin() -> bool:
+            return turn == self._turn and all(self._left[device] >= places for device in devices)
+
+        with self._changed:
+            self._changed.wait_for(may_begin)
+            self._take(devices, places)
+            self._turn += 1
+            self._changed.notify_all()
+        try:
             yield
+        finally:
+            self._give_back(devices, places)
 
     def _take(self, devices: tuple[int, ...], places: int) -> None:
         for device in devices:
@@ -220,6 +237,18 @@ class Gpus:
         with self._changed:
             self._take(devices, -places)
             self._changed.notify_all()
+
+
+def is_timed(mode: str) -> bool:
+    """Whether a mode's times are wanted: of two eager runs the first one's are enough."""
+    return mode != "eager2"
+
+
+def in_order(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, str]]:
+    """Yield the runs of layouts, some layouts' to their end before the next: what has ended is recorded."""
+    for some in batched(layouts, SIDE_BY_SIDE):
+        yield from ((layout, mode) for layout in some for mode in MODES if is_timed(mode))
+        yield from ((layout, mode) for layout in some for mode in MODES if not is_timed(mode))
 
 
 def place(sizes: Sequence[int], gpus: int) -> list[tuple[int, ...]]:

@@ -66,6 +66,7 @@ def second_rank_stops() -> None:
     """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers."""
     from examples.photographs import training
 
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"  # a minute for what is written to a file at the end
     training.DistributedInitConfig = functools.partial(
         training.DistributedInitConfig, distributed_timeout_minutes=TIMEOUT_MINUTES
     )

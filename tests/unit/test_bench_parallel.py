@@ -72,7 +72,7 @@ def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     found = {(r["case"], r["mode"]) for r in records}
     assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "plugin")}
     plugin = next(r for r in records if (r["case"], r["mode"]) == ("TP2_small", "plugin"))
-    assert (plugin["ratio"], plugin["inside_spread"], plugin["rank_peak_gb"]) == (6.25 / 8.0, True, [1.0, 2.0])
+    assert (plugin["ratio"], plugin["inside_spread"], len(plugin["rank_peak_gb"])) == (6.25 / 8.0, True, 2)
     assert all("--loader-workers" in w for _, w, *_ in started[1:])
 
 
