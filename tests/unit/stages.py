@@ -55,7 +55,6 @@ def provider_of(stages: int, virtual: int | None = None, **changes):
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,
-        overlap_p2p_comm=virtual is not None,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=virtual,
         **changes,
