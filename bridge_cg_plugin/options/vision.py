@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("auto", "exact", "fast")
-ATTENTION = ("auto", "transformer_engine", "cudnn")
+ATTENTION = ("auto", "transformer_engine", "cudnn", "flash")
 GRADIENT_HOOKS = ("awaited", "always")
 
 
@@ -46,7 +46,8 @@ class VisionGraphOptions:
             "auto" is "exact" where deterministic algorithms are asked for, "fast" otherwise. Outputs are equal in all.
         attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
             itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
-            is "cudnn" where that is possible.
+            is "cudnn" where that is possible. "flash" is the same, but for frames of hundreds of tokens and more
+            FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
@@ -73,7 +74,7 @@ class VisionGraphOptions:
     memory_gb: float | None = None
     exact_below: int = 256
     kernels: Literal["auto", "exact", "fast"] = "auto"
-    attention: Literal["auto", "transformer_engine", "cudnn"] = "auto"
+    attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = "auto"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
@@ -111,12 +112,13 @@ PROVIDER_FIELDS: dict[str, str] = {
 SCOPE_FIELD = "vision_cuda_graph_scope"
 
 
-def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
+def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding") -> VisionGraphOptions:
     """Read and check the vision options of a model provider, a config object or a mapping of provider fields.
 
     Args:
         source: Object or mapping that may hold the fields of `PROVIDER_FIELDS`; absent ones take their default.
-        merge_unit: Patches merged into one embedding; capacities must be multiples of it.
+        merge_unit: Patches that belong together; capacities must be multiples of it.
+        unit: What they are, for messages.
 
     Raises:
         OptionError: A value cannot work.
@@ -138,7 +140,7 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
         )
     options = VisionGraphOptions(**parsed)
     if options.enabled:
-        _check_capacities(options, merge_unit)
+        _check_capacities(options, merge_unit, unit)
     return options
 
 
@@ -182,20 +184,16 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _check_capacities(options: VisionGraphOptions, merge_unit: int) -> None:
-    field = PROVIDER_FIELDS["buckets"]
+def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:
+    field, multiples = PROVIDER_FIELDS["buckets"], f"{merge_unit}, the patches of {unit}"
     longest, longest_field = options.max_seq_length, PROVIDER_FIELDS["max_seq_length"]
     if longest is not None and (longest < merge_unit or longest % merge_unit):
-        raise OptionError(
-            longest_field, longest, f"a multiple of {merge_unit}, the patches of one embedding", "Round it up."
-        )
+        raise OptionError(longest_field, longest, f"a multiple of {multiples}", "Round it up.")
     if options.buckets == "auto":
         return
     for capacity in options.buckets:
         if capacity < merge_unit or capacity % merge_unit:
-            raise OptionError(
-                field, capacity, f"multiples of {merge_unit}, the patches of one embedding", "Round it up."
-            )
+            raise OptionError(field, capacity, f"multiples of {multiples}", "Round it up.")
     if longest is not None and options.buckets[-1] > longest:
         raise OptionError(
             field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."

@@ -7,34 +7,43 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from ..options import PROVIDER_FIELDS, OptionError
+from ..vision.adapter import EncoderFamily
 from ..vision.exchange import ImageExchange
 
 
-def image_exchange(model: nn.Module, share: float | None) -> ImageExchange | None:
+def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None) -> ImageExchange | None:
     """Return how a vision model's data-parallel ranks level their work; None where nobody asked or there is one rank.
 
     Every rank of the group calls it, ranks of other pipeline stages need not.
 
     Args:
-        model: Bridge's vision model.
+        model: The vision model.
+        family: Its family.
         share: `vision_cuda_graph_balance`.
 
+    Raises:
+        OptionError: Images of this family cannot move.
+
     """
-    groups = getattr(model, "pg_collection", None)
-    group = getattr(groups, "dp", None)
-    if share is None or group is None or group.size() == 1:
+    if share is None:
+        return None
+    if family.movable is None:
+        raise OptionError(
+            PROVIDER_FIELDS["balance"],
+            share,
+            f"null with {family.name}'s encoder",
+            "Its images stay on their ranks; unset the field.",
+        )
+    group = getattr(getattr(model, "pg_collection", None), "dp", None)
+    if group is None or group.size() == 1:
         return None
     ranks = distributed.get_process_group_ranks(group)
-    config = model.config
-    outputs = 1 + len(model.decoder.deepstack_merger_list)
     return ImageExchange(
         _group(ranks, "gloo"),
         _group(ranks, distributed.get_backend(group)),
         share,
-        config.spatial_merge_size**2,
-        config.in_channels * config.temporal_patch_size * config.patch_size**2,
-        (config.out_hidden_size,) * outputs,
-        model.patch_embed.proj.weight,
+        family.movable(model),
         lambda: any(parameter.requires_grad for parameter in model.parameters()),
     )
 

@@ -3,14 +3,21 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
-from ..vision.encoder import EncoderFamily
-from .direct_attention import direct_attention, direct_attention_refusal
+from ..vision.adapter import EncoderFamily, OtherAttention
+from ..vision.qwen3_vl import Qwen3VLAdapter, movable_images
+from .direct_attention import (
+    direct_attention,
+    direct_attention_refusal,
+    flash_attention,
+    flash_attention_refusal,
+)
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
@@ -66,13 +73,17 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 QWEN3_VL = EncoderFamily(
-    pack_segments,
-    fused_kernels,
-    reordering_kernels,
-    direct_attention,
-    direct_attention_refusal,
-    fused_accumulation,
-    accumulate_from_now_on,
+    name="Qwen3-VL",
+    adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
+    kernels=fused_kernels,
+    reordering_kernels=reordering_kernels,
+    direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
+    flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
+    fused_accumulation=fused_accumulation,
+    before_eager=accumulate_from_now_on,
+    pack_segments=pack_segments,
+    movable=movable_images,
+    driven_by_bridge=True,
 )
 
 

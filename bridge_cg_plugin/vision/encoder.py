@@ -4,8 +4,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,31 +13,27 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import (
-    DETERMINISTIC_TOKENS,
     BucketPlan,
     deterministic,
-    frame_limits,
     plan_buckets,
-    scanned_limits,
 )
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.peers import Alone, Peers
-from ..graphs.program import Bucket
+from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
-from .batch import VisionBatch, check_batch
+from .adapter import EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
 from .exchange import ImageExchange
 from .grids import HostGrids
-from .layers import AttentionPart, LayerBatch, MlpPart
+from .layers import LayerBatch, layer_parts
 from .memory import measure_memory
-from .qwen3_vl import PackSegments, Qwen3VLEncoder, RecordingKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -49,29 +44,6 @@ MAX_FRAMES_STEP = 16
 ALONE = Alone()
 # Training steps whose tokens are kept, to see how far ranks are apart.
 LAST_STEPS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderFamily:
-    """What the plugin must know of an encoder's upstream code.
-
-    Attributes:
-        pack_segments: Builds upstream's attention metadata.
-        kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
-        reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        direct_attention: Likewise; calls cuDNN's attention with a bucket's own bounds.
-        direct_attention_refusal: Why that cannot be done in this process, None where it can.
-        fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
-        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
-    """
-
-    pack_segments: PackSegments
-    kernels: RecordingKernels = nullcontext
-    reordering_kernels: RecordingKernels = nullcontext
-    direct_attention: RecordingKernels = nullcontext
-    direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder has no direct attention"
-    fused_accumulation: RecordingKernels = nullcontext
-    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
 
 
 class VisionGraphs(GraphedModule):
@@ -129,11 +101,11 @@ class VisionGraphs(GraphedModule):
         self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._checked_step = 0
         self._peers, self._twins, self._exchange = peers, twins, exchange
-        self._merge = model.config.spatial_merge_size
+        self._adapter = family.adapt(model)
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
-        self._attends_directly = False
+        self._attends_directly = self._attends_by_flash = False
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -160,7 +132,7 @@ class VisionGraphs(GraphedModule):
         What can fail on one rank alone is inside an agreement.
         """
         peak = self._peak_bytes()  # before memory is measured, which forgets it
-        self._attends_directly = self._may_attend_directly()
+        self._choose_attention()
         limit = self._peers.agree(self._capacity_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
         if self._may_reach_further() and self._record_with_headroom(limit, peak):
@@ -174,18 +146,26 @@ class VisionGraphs(GraphedModule):
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
 
-    def _may_attend_directly(self) -> bool:
-        """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
-        wanted = self.options.attention
-        if wanted == "transformer_engine":
-            return False
-        refusal = self.family.direct_attention_refusal()
-        if refusal is not None and wanted == "cudnn":
-            announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
-        return refusal is None
+    def _choose_attention(self) -> None:
+        """Decide which attention recordings call; says so where what was asked for cannot be had."""
+        wanted, family = self.options.attention, self.family
+        direct, flash = family.direct_attention.refusal(), family.flash_attention.refusal()
+        self._attends_directly = wanted != "transformer_engine" and direct is None
+        self._attends_by_flash = wanted == "flash" and flash is None
+        refusal = {"cudnn": direct, "flash": flash}.get(wanted)
+        if refusal is not None:
+            instead = "called directly" if self._attends_directly else "called by Transformer Engine"
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays cuDNN's, {instead}")
 
-    def _frame_limits(self, capacity: int, frames: int) -> list[tuple[int, int]]:
-        return (scanned_limits if self._attends_directly else frame_limits)(capacity, frames)
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        if self._attends_by_flash:
+            return "flash"
+        return "cudnn" if self._attends_directly else "transformer_engine"
+
+    def _bounds(self, capacity: int, frames: int) -> list[tuple[int, ...]]:
+        return self._adapter.bounds(capacity, frames, self._attends_directly)
 
     def _record_plan(self, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
@@ -264,7 +244,7 @@ class VisionGraphs(GraphedModule):
         return plan_buckets(
             self._observed_tokens,
             largest=self.options.max_seq_length,
-            merge_unit=self._merge**2,
+            merge_unit=self._adapter.unit,
             capacity_limit=capacity_limit,
             exact_below=self.options.exact_below,
             headroom=headroom,
@@ -272,9 +252,11 @@ class VisionGraphs(GraphedModule):
 
     def _capacity_limit(self) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it."""
-        limits = [DETERMINISTIC_TOKENS] if deterministic() else []
+        limits = [self._adapter.deterministic_tokens] if deterministic() else []
         if self.options.memory_gb is not None and self.executor.device.type == "cuda":
-            memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
+            memory = measure_memory(
+                self.executor, self._encoder_program(), self._adapter.unit, lambda tokens: self._bounds(tokens, 1)[0]
+            )
             limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
 
@@ -284,8 +266,8 @@ class VisionGraphs(GraphedModule):
         wanted = 2 * self._observed_frames
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
-    def _encoder_program(self) -> Qwen3VLEncoder:
-        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.options.exact_below, self._kernels)
+    def _encoder_program(self) -> RegionProgram:
+        return self._adapter.program(self.options.exact_below, self._kernels)
 
     @contextmanager
     def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -294,24 +276,22 @@ class VisionGraphs(GraphedModule):
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
         fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
         entered += [family.reordering_kernels] if fast else []
-        entered += [family.direct_attention] if self._attends_directly else []
+        entered += [family.direct_attention.kernels] if self._attends_directly else []
+        entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))
             yield
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
-        frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
-        exact = self.options.exact_below
-        if self.options.whole_encoder:
-            buckets = [Bucket(c, limits) for c in capacities for limits in self._frame_limits(c, frames)]
+        frames, options = self._max_frames(), self.options
+        if options.whole_encoder:
+            buckets = [Bucket(c, limits) for c in capacities for limits in self._bounds(c, frames)]
             programs = [self._encoder_program()]
-        elif self.options.modules == ("attn",):
-            buckets = [Bucket(c, (frames,)) for c in capacities]
-            programs = [AttentionPart(layer, family.pack_segments, exact, self._kernels) for layer in layers]
         else:
-            buckets = [Bucket(c) for c in capacities]
-            programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
+            (part,), layers = options.modules, self.model.decoder.layers
+            buckets = [Bucket(c, (frames,) if part == "attn" else ()) for c in capacities]
+            programs = layer_parts(layers, part, self.family.pack_segments, options.exact_below, self._kernels)
         return [
             Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay, self._reduction)
             for p in programs
@@ -330,27 +310,20 @@ class VisionGraphs(GraphedModule):
             setattr(layer, name, wrapper(self, region, getattr(layer, name)))
             self._layers.append((layer, name))
 
-    def _forward(
-        self,
-        hidden_states: Tensor,
-        grid_thw: Tensor,
-        inference_params: Any = None,
-        extra_block_kwargs: dict | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder's forward: a replay where possible, eager otherwise.
 
         Raises:
-            BatchError: The pixels and the grid do not fit each other or the encoder.
+            BatchError: The pixels do not fit what describes them, or the encoder.
         """
-        batch = VisionBatch(hidden_states, grid_thw, self.grids.lookup(grid_thw))
-        check_batch(batch, self._merge)
-        if self._exchange is not None and not (inference_params or extra_block_kwargs):
-            return self._exchange.encode(batch, self._encode)
-        return self._encode(batch, inference_params, extra_block_kwargs)
+        call = self._adapter.read(self.grids, *args, **kwargs)
+        if self._exchange is None or not call.usual:
+            return self._encode(call, partial(self._eager_forward, *args, **kwargs))
+        return self._adapter.returned(self._exchange.encode(call.batch, self._encode_batch))
 
     def without_images(self) -> Tensor | None:
         """Take part in the exchange of a microbatch in which this rank has no image; see `ImageExchange`."""
-        return self._exchange.without_images(self._encode) if self._exchange is not None else None
+        return self._exchange.without_images(self._encode_batch) if self._exchange is not None else None
 
     def begin_step(self) -> None:
         """See `GraphedModule`."""
@@ -363,47 +336,49 @@ class VisionGraphs(GraphedModule):
         total.step_tokens = list(self._step_tokens)
         return total
 
-    def _encode(
-        self, batch: VisionBatch, inference_params: Any = None, extra_block_kwargs: dict | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _encode_batch(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        """Encode a batch that did not come as a call of the encoder's forward."""
+        call = EncoderCall(batch, usual=True)
+        return self._adapter.outputs(self._encode(call, partial(self._adapter.run, self._eager_forward, batch)))
+
+    def _encode(self, call: EncoderCall, eager: Callable[[], Any]) -> Any:
         if self._step_tokens and self.model.training:
-            self._step_tokens[-1] += batch.tokens
+            self._step_tokens[-1] += call.batch.tokens
         outputs = None
-        if self._may_replay(batch, inference_params, extra_block_kwargs):
-            outputs = self._replay(batch)
+        if self._may_replay(call):
+            outputs = self._replay(call.batch)
         elif self._paused or self.options.whole_encoder:
             self._note_eager()
         if outputs is not None:
-            return outputs[0], list(outputs[1:])
+            return self._adapter.returned(outputs)
         if self.captured:
             self.family.before_eager((self.model,))
-        timing = self._costs.time_eager(batch) if self._may_time() else None
-        hidden, deepstack = self._eager_forward(batch.pixels, batch.grid, inference_params, extra_block_kwargs)
-        if timing is not None and hidden.requires_grad:
+        timing = self._costs.time_eager(call.batch) if self._may_time() else None
+        returned = eager()
+        if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
-            watch_backward(timing, hidden)
-        return hidden, deepstack
+            watch_backward(timing, first)
+        return returned
 
-    def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:
+    def _may_replay(self, call: EncoderCall) -> bool:
         """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
         if not self.captured:
             if self.failure is not None:
                 self._fallbacks["capture_failed"] += 1
             else:
-                self._observe(batch)
+                self._observe(call.batch)
             return False
         if self._paused or not self.options.whole_encoder:
             return False
-        if inference_params or extra_block_kwargs:
+        if not call.usual:
             self._fallbacks["call_arguments"] += 1
             return False
         return True
 
-    def _run_eager(self, batch: VisionBatch) -> tuple[Tensor, ...]:
-        hidden, deepstack = self._eager_forward(batch.pixels, batch.grid)
-        return hidden, *deepstack
+    def _run_eager(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        return self._adapter.outputs(self._adapter.run(self._eager_forward, batch))
 
-    def _replay(self, batch: VisionBatch) -> tuple[Tensor, ...] | None:
+    def _replay(self, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         region = self._regions[0]
         bucket = self._chosen_bucket(batch) if self._may_time() else None
         if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
@@ -427,7 +402,7 @@ class VisionGraphs(GraphedModule):
             check.compare_outputs(outputs)
         return outputs
 
-    def _timed_replay(self, batch: VisionBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
+    def _timed_replay(self, batch: EncoderBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
         timing = self._costs.time_replay(bucket) if bucket is not None else None
         outputs = self._regions[0].run(batch, timing)
         if timing is not None:
@@ -437,7 +412,7 @@ class VisionGraphs(GraphedModule):
     def _may_time(self) -> bool:
         return self._costs is not None and not self._paused and self.model.training and torch.is_grad_enabled()
 
-    def _chosen_bucket(self, batch: VisionBatch) -> Bucket | None:
+    def _chosen_bucket(self, batch: EncoderBatch) -> Bucket | None:
         """Return the bucket that a training microbatch takes, remembered by its shape."""
         shape = shape_of(batch)
         if shape not in self._chosen:
@@ -454,7 +429,7 @@ class VisionGraphs(GraphedModule):
             and torch.is_grad_enabled()
         )
 
-    def _observe(self, batch: VisionBatch) -> None:
+    def _observe(self, batch: EncoderBatch) -> None:
         self._observed_tokens.append(batch.tokens)
         self._observed_frames = max(self._observed_frames, batch.frames)
 

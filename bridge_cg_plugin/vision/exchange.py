@@ -1,6 +1,7 @@
 """Images of a microbatch to the data-parallel ranks that encode them, and their embeddings back."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,25 @@ from .grids import Grid
 MOST_IMAGES = 128
 NONE: Grid = ()
 
-# An encoder: embeddings and deepstack features, `[patches / merge**2, width]` each.
-Encode = Callable[[VisionBatch], tuple[Tensor, list[Tensor]]]
+# An encoder: its outputs, `[patches / patches of an embedding, columns]` each.
+Encode = Callable[[VisionBatch], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class MovableImages:
+    """What travels between ranks that encode each other's images.
+
+    Attributes:
+        unit: Patches of one embedding.
+        patch_width: Values of a patch.
+        widths: Columns of the encoder's outputs.
+        weight: A weight of the encoder; its type and device are the patches'.
+    """
+
+    unit: int
+    patch_width: int
+    widths: tuple[int, ...]
+    weight: Tensor
 
 
 class ImageExchange:
@@ -32,10 +50,7 @@ class ImageExchange:
         rows: The same ranks in the same order, over a backend that takes the encoder's; used for nothing else, so that
             what ranks without an image leave out elsewhere cannot disturb the order.
         share: Part of the largest rank's patches that moving must save.
-        merge_unit: Patches of one embedding.
-        patch_width: Values of a patch.
-        widths: Columns of the encoder's outputs.
-        weight: A weight of the encoder; its type and device are the patches'.
+        images: What images and embeddings are.
         trains: Whether the encoder trains anything, the same on all ranks.
 
     Attributes:
@@ -48,19 +63,15 @@ class ImageExchange:
         sizes: distributed.ProcessGroup,
         rows: distributed.ProcessGroup,
         share: float,
-        merge_unit: int,
-        patch_width: int,
-        widths: Sequence[int],
-        weight: Tensor,
+        images: MovableImages,
         trains: Callable[[], bool],
     ) -> None:
         self._sizes, self._rows, self._share = sizes, rows, share
-        self._merge_unit, self._patch_width, self._widths = merge_unit, patch_width, tuple(widths)
-        self._weight, self._trains = weight, trains
+        self._images, self._trains = images, trains
         self._rank, self._world = distributed.get_rank(rows), distributed.get_world_size(rows)
         self.moved = self.microbatches = 0
 
-    def encode(self, batch: VisionBatch, encode: Encode) -> tuple[Tensor, list[Tensor]]:
+    def encode(self, batch: VisionBatch, encode: Encode) -> tuple[Tensor, ...]:
         """Return the outputs of this rank's images, wherever they were encoded."""
         plan = plan_moves(self._gathered(batch.rows), self._share)
         if plan is None:
@@ -77,39 +88,38 @@ class ImageExchange:
         plan = plan_moves(self._gathered(NONE), self._share)
         if plan is None:
             return None
-        hidden, deepstack = self._encode_as_planned(plan, None, encode)
-        return sum((output.sum() for output in deepstack), hidden.sum())
+        first, *others = self._encode_as_planned(plan, None, encode)
+        return sum((output.sum() for output in others), first.sum())
 
-    def _encode_as_planned(self, plan: Plan, batch: VisionBatch | None, encode: Encode) -> tuple[Tensor, list[Tensor]]:
+    def _encode_as_planned(self, plan: Plan, batch: VisionBatch | None, encode: Encode) -> tuple[Tensor, ...]:
         self.moved += plan.moved
         self.microbatches += 1
+        unit = self._images.unit
         sent, received = plan.sent(self._rank), plan.received(self._rank)
         order, own = plan.order(self._rank), plan.grids[self._rank]
         patches = self._in_order(self._patches(batch), [t * h * w for t, h, w in own], order)
         here = _Exchange.apply(patches, sent, received, self._rows)
-        outputs = self._merged_outputs(here, plan.encoded(self._rank), encode)
-        embeddings = [[count // self._merge_unit for count in counts] for counts in (received, sent)]
+        outputs = self._joined_outputs(here, plan.encoded(self._rank), encode)
+        embeddings = [[count // unit for count in counts] for counts in (received, sent)]
         back = _Exchange.apply(outputs, *embeddings, self._rows)
-        counts = [t * h * w // self._merge_unit for t, h, w in own]
+        counts = [t * h * w // unit for t, h, w in own]
         back = self._in_order(back, [counts[place] for place in order], _inverse(order))
-        hidden, *deepstack = back.split(self._widths, dim=1)
-        return hidden.contiguous(), [feature.contiguous() for feature in deepstack]
+        return tuple(output.contiguous() for output in back.split(self._images.widths, dim=1))
 
     def _patches(self, batch: VisionBatch | None) -> Tensor:
         if batch is None:
-            return self._weight.new_empty((0, self._patch_width))
-        return batch.pixels.reshape(batch.tokens, -1).to(self._weight)
+            return self._images.weight.new_empty((0, self._images.patch_width))
+        return batch.pixels.reshape(batch.tokens, -1).to(self._images.weight)
 
-    def _merged_outputs(self, patches: Tensor, rows: Grid, encode: Encode) -> Tensor:
+    def _joined_outputs(self, patches: Tensor, rows: Grid, encode: Encode) -> Tensor:
         """Return the outputs side by side; with or without images they take part in the backward alike."""
         if rows:
             grid = torch.tensor(rows)
             if patches.device.type == "cuda":
                 grid = grid.pin_memory().to(patches.device, non_blocking=True)
-            hidden, deepstack = encode(VisionBatch(patches, grid, rows))
-            outputs = torch.cat([hidden, *deepstack], dim=1)
+            outputs = torch.cat(encode(VisionBatch(patches, grid, rows)), dim=1)
         else:
-            outputs = self._weight.new_empty((0, sum(self._widths)))
+            outputs = self._images.weight.new_empty((0, sum(self._images.widths)))
         wanted = torch.is_grad_enabled() and self._trains()
         return outputs.requires_grad_() if wanted and not outputs.requires_grad else outputs
 

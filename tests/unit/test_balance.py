@@ -9,13 +9,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from torch import distributed
 
-from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision import exchange
 from bridge_cg_plugin.vision.balance import plan_moves
 from bridge_cg_plugin.vision.grids import token_count
 from tests.ranks import run_ranks
 
+from .hugging_face_towers import new_qwen25, new_siglip
 from .stages import build_stage, provider_of, train_step
 from .test_rank_training import WIDTH, Model, no_gpu
 from .towers import DEFAULTS, assert_close, new_tower
@@ -212,3 +213,10 @@ def build_alone():
 
 def test_one_rank_has_nobody_to_exchange_with(tmp_path):
     assert run_ranks(2, build_alone, tmp_path, tensor_model_parallel_size=2) == [True, True]
+
+
+@pytest.mark.parametrize("new", [new_qwen25, new_siglip])
+def test_images_of_other_encoders_stay_on_their_ranks(new):
+    model = new()
+    with pytest.raises(OptionError, match="vision_cuda_graph_balance=0.1: allowed is null with .*'s encoder"):
+        VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(impl="transformer_engine", balance=0.1))
