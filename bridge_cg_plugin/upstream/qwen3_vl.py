@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
-from ..vision.adapter import EncoderFamily
+from ..vision.adapter import EncoderFamily, OtherAttention
 from ..vision.qwen3_vl import Qwen3VLAdapter
-from .direct_attention import direct_attention, direct_attention_refusal
+from .direct_attention import (
+    direct_attention,
+    direct_attention_refusal,
+    flash_attention,
+    flash_attention_refusal,
+)
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
@@ -72,8 +77,8 @@ QWEN3_VL = EncoderFamily(
     adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
     kernels=fused_kernels,
     reordering_kernels=reordering_kernels,
-    direct_attention=direct_attention,
-    direct_attention_refusal=direct_attention_refusal,
+    direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
+    flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
     fused_accumulation=fused_accumulation,
     before_eager=accumulate_from_now_on,
     pack_segments=pack_segments,

@@ -92,6 +92,22 @@ class EncoderAdapter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class OtherAttention:
+    """Attention in the place of Transformer Engine's.
+
+    Attributes:
+        kernels: Entered with the modules around recorded work; swaps it in.
+        refusal: Why that cannot be done in this process, None where it can.
+    """
+
+    kernels: RecordingKernels = nullcontext
+    refusal: Callable[[], str | None] = lambda: "this encoder's attention is not Transformer Engine's"
+
+
+NO_OTHER_ATTENTION = OtherAttention()
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderFamily:
     """What the plugin must know of an encoder's upstream code.
 
@@ -100,8 +116,8 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        direct_attention: Likewise; calls cuDNN's attention with a bucket's own bounds.
-        direct_attention_refusal: Why that cannot be done in this process, None where it can.
+        direct_attention: Calls cuDNN's attention with a bucket's own bounds.
+        flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
@@ -113,8 +129,8 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    direct_attention: RecordingKernels = nullcontext
-    direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder's attention is not Transformer Engine's"
+    direct_attention: OtherAttention = NO_OTHER_ATTENTION
+    flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     pack_segments: PackSegments | None = None

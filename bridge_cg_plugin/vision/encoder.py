@@ -97,7 +97,7 @@ class VisionGraphs(GraphedModule):
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
-        self._attends_directly = False
+        self._attends_directly = self._attends_by_flash = False
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -124,7 +124,7 @@ class VisionGraphs(GraphedModule):
         What can fail on one rank alone is inside an agreement.
         """
         peak = self._peak_bytes()  # before memory is measured, which forgets it
-        self._attends_directly = self._may_attend_directly()
+        self._choose_attention()
         limit = self._peers.agree(self._capacity_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
         if self._may_reach_further() and self._record_with_headroom(limit, peak):
@@ -138,15 +138,23 @@ class VisionGraphs(GraphedModule):
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
 
-    def _may_attend_directly(self) -> bool:
-        """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
-        wanted = self.options.attention
-        if wanted == "transformer_engine":
-            return False
-        refusal = self.family.direct_attention_refusal()
-        if refusal is not None and wanted == "cudnn":
-            announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
-        return refusal is None
+    def _choose_attention(self) -> None:
+        """Decide which attention recordings call; says so where what was asked for cannot be had."""
+        wanted, family = self.options.attention, self.family
+        direct, flash = family.direct_attention.refusal(), family.flash_attention.refusal()
+        self._attends_directly = wanted != "transformer_engine" and direct is None
+        self._attends_by_flash = wanted == "flash" and flash is None
+        refusal = {"cudnn": direct, "flash": flash}.get(wanted)
+        if refusal is not None:
+            instead = "called directly" if self._attends_directly else "called by Transformer Engine"
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays cuDNN's, {instead}")
+
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        if self._attends_by_flash:
+            return "flash"
+        return "cudnn" if self._attends_directly else "transformer_engine"
 
     def _bounds(self, capacity: int, frames: int) -> list[tuple[int, ...]]:
         return self._adapter.bounds(capacity, frames, self._attends_directly)
@@ -260,7 +268,8 @@ class VisionGraphs(GraphedModule):
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
         fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
         entered += [family.reordering_kernels] if fast else []
-        entered += [family.direct_attention] if self._attends_directly else []
+        entered += [family.direct_attention.kernels] if self._attends_directly else []
+        entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))

@@ -105,12 +105,12 @@ REFUSED = {
         "vision_cuda_graph_check_interval",
     ),
     "packed-sequence graphs without `cuda_graph_impl=transformer_engine`": (PACKED, "cuda_graph_impl"),
-    "packed data with graphs of attention over unpacked sequences": (
+    "packed data with graphs of attention or Mamba layers over unpacked sequences": (
         f"{TE} dataset.enable_in_batch_packing=true",
         "cuda_graph_max_packed_seqs",
     ),
-    "packed-sequence graphs of other modules than attn, mlp and moe_router": (
-        f"{TE} {PACKED} cuda_graph_modules=attn,mamba",
+    "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba": (
+        f"{TE} {PACKED} cuda_graph_modules=moe",
         "cuda_graph_modules",
     ),
     "packed-sequence graphs of whole layers of a mixture of experts": (
@@ -178,6 +178,16 @@ def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
     assert facts.hugging_face_tower and not facts.images
 
 
+def test_upstreams_graphs_of_mamba_layers_take_no_packs():
+    with pytest.raises(OptionError, match="Mamba layers over unpacked|take no packed sequences"):
+        graph_options(f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true")
+
+
+def test_experts_beside_mamba_layers_get_the_parts_to_name():
+    with pytest.raises(OptionError, match="Set cuda_graph_modules=attn,moe_router,mamba"):
+        graph_options(f"{TE} {PACKED} num_moe_experts=8 hybrid_layer_pattern=M*ME")
+
+
 def test_every_combination_has_a_case():
     assert set(REFUSED) == {c.what for c in COMBINATIONS}
 
@@ -207,6 +217,9 @@ ACCEPTED = [
     f"{TE} cuda_graph_modules=moe_router,moe_preprocess num_moe_experts=8",
     f"{TE} cuda_graph_modules=mamba",
     f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M-",
+    f"{TE} cuda_graph_modules=mlp hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
     f"{TE} rng.te_rng_tracker=true",
     f"{TE} rng.te_rng_tracker=false model.use_te_rng_tracker=true",
     f"{TE} recompute_granularity=selective recompute_modules=core_attn",

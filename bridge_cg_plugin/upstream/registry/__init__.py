@@ -4,7 +4,7 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seams import Seam
-from . import engine, hugging_face, language_model, models, packed, performance, recipes, training
+from . import engine, hugging_face, hybrid, language_model, models, packed, performance, recipes, training
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
@@ -12,6 +12,7 @@ SEAMS: tuple[Seam, ...] = (
     *hugging_face.SEAMS,
     *language_model.SEAMS,
     *packed.SEAMS,
+    *hybrid.SEAMS,
     *recipes.SEAMS,
     *performance.SEAMS,
     *engine.SEAMS,
