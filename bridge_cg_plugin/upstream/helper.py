@@ -95,9 +95,7 @@ class VisionTECudaGraphHelper(GraphHelper):
 
 def _executor(tensor: ProcessGroup | None) -> Executor:
     """Return what records an encoder whose layers a group of ranks shares; None where one rank has them."""
-    return default_executor(
-        isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None
-    )
+    return default_executor(isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -141,10 +141,6 @@ REFUSED = {
         f"{TE} {PACKED} {VISION} context_parallel_size=2",
         "model.context_parallel_size",
     ),
-    "packed-sequence graphs of a model with Mamba layers with context parallelism": (
-        f"{TE} {PACKED} context_parallel_size=2 hybrid_layer_pattern=M*M-",
-        "model.context_parallel_size",
-    ),
     "packed-sequence graphs with recompute": (
         f"{TE} {PACKED} recompute_granularity=selective",
         "model.recompute_granularity",
