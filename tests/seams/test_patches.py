@@ -18,6 +18,7 @@ from bridge_cg_plugin.upstream import (
     recipe_names,
     train_loop,
     training_config,
+    virtual_stages,
 )
 from bridge_cg_plugin.upstream.patches import Patch, bridge_release
 from bridge_cg_plugin.upstream.registry import SEAMS
@@ -36,6 +37,7 @@ GROUPS = (
     batches,
     provider_fields,
     qwen3_vl,
+    virtual_stages,
     performance,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
