@@ -37,8 +37,8 @@ GROUPS = (
     batches,
     provider_fields,
     qwen3_vl,
-    virtual_stages,
     performance,
+    virtual_stages,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
 PATCHES = [patch for patch in EVERY if is_importable(patch.seam)]
