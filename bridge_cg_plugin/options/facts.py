@@ -21,6 +21,7 @@ class Facts:
     Attributes:
         te_rng_tracker: Whether random states are Transformer Engine's.
         megatron_fsdp: Whether Megatron-FSDP holds the parameters.
+        torch_fsdp: Whether PyTorch's FSDP2 holds them.
         variable_seq_lengths: Whether sequences of different microbatches differ in length.
         nan_check: Whether the loss is checked for NaN inside a step.
         recompute_granularity: None, "selective" or "full".
@@ -46,6 +47,7 @@ class Facts:
 
     te_rng_tracker: bool | None = None
     megatron_fsdp: bool | None = None
+    torch_fsdp: bool | None = None
     variable_seq_lengths: bool | None = None
     nan_check: bool | None = None
     recompute_granularity: str | None = None
@@ -83,6 +85,7 @@ def facts_of(written: Written) -> Facts:
     return Facts(
         te_rng_tracker=_te_rng_tracker(settings),
         megatron_fsdp=_flag(settings, "use_megatron_fsdp"),
+        torch_fsdp=_flag(settings, "use_torch_fsdp2"),
         variable_seq_lengths=_flag(settings, "variable_seq_lengths"),
         nan_check=_flag(settings, "check_for_nan_in_loss"),
         recompute_granularity=None if is_unset(granularity) else str(granularity),

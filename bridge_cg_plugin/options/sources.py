@@ -23,6 +23,7 @@ SETTINGS = (
     "te_rng_tracker",
     "use_te_rng_tracker",
     "use_megatron_fsdp",
+    "use_torch_fsdp2",
     "variable_seq_lengths",
     "check_for_nan_in_loss",
     "recompute_granularity",

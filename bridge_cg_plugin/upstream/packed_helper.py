@@ -14,19 +14,13 @@ from ..options.sources import collect
 from ..packed.decoder import PackedGraphs
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .graph_helper import (
-    GraphHelper,
-    default_executor,
-    microbatches_in_flight,
-    release_module,
-    stages_of,
-    unwrapped,
-)
+from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
 from .process_groups import peers_of, shared_group, sharing_groups, without_messages
 from .random_states import random_states
 from .registry import seam
+from .schedules import microbatches_in_flight, stages_of
 
 PACK_OFFSETS = HostCopies()
 

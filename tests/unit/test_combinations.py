@@ -96,9 +96,17 @@ REFUSED = {
         f"{VISION} ddp.use_megatron_fsdp=true",
         "ddp.use_megatron_fsdp",
     ),
+    "PyTorch's FSDP2 with vision graphs, or with `full_iteration` on a model that takes images": (
+        f"{VISION} dist.use_torch_fsdp2=true",
+        "dist.use_torch_fsdp2",
+    ),
     "vision graphs with recompute that reaches the vision encoder": (
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
+    ),
+    "images that move between ranks, with context parallelism": (
+        f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
+        "vision_cuda_graph_balance",
     ),
     "the run-time check with graphs of parts of layers": (
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
