@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody
+from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
@@ -46,6 +46,7 @@ class CudaGraphExecutor:
         device: Where; None is the current device.
         generators: Returns what recorded work may draw random numbers from, besides the default generator.
         isolated: Entered around warm-up passes.
+        launched: Called after each replay with what it was; None where nobody wants to know.
     """
 
     name = "cuda_graph"
@@ -55,8 +56,10 @@ class CudaGraphExecutor:
         device: torch.device | None = None,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         isolated: Isolated = nullcontext,
+        launched: Callable[[str], None] | None = None,
     ) -> None:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self._launched = launched
         self._stream = torch.cuda.Stream(self.device)
         self._generators = generators
         self.isolated = isolated
@@ -80,7 +83,8 @@ class CudaGraphExecutor:
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
-        return CudaGraphRecording(body, pool, self._stream, self._generators())
+        made = CudaGraphRecording(body, pool, self._stream, self._generators())
+        return made if self._launched is None else ToldRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool) -> int:
         """See `Executor`."""

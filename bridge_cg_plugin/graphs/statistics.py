@@ -28,13 +28,19 @@ class BucketStatistics:
 
 @dataclass(slots=True)
 class RegionStatistics:
-    """Counts of one region since it was made."""
+    """Counts of one region since it was made.
+
+    Attributes:
+        step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
+            counts them.
+    """
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
+    step_tokens: list[int] = field(default_factory=list)
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""

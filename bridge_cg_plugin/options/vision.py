@@ -5,7 +5,17 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .errors import OptionError
-from .values import factor, is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
+from .values import (
+    factor,
+    is_unset,
+    parse_capacities,
+    parse_choice,
+    parse_flag,
+    part,
+    positive_number,
+    whole_number,
+    words,
+)
 
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
@@ -45,6 +55,8 @@ class VisionGraphOptions:
             puts on a parameter fire always; those on its node of the autograd graph need "always".
         cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
+        balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks
+            must save for them to move, in each microbatch; None moves nothing.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -66,6 +78,7 @@ class VisionGraphOptions:
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
+    balance: float | None = None
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -162,6 +175,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
+    "balance": part,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),

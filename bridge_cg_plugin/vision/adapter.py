@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..graphs.program import RegionProgram
+from .exchange import MovableImages
 from .grids import HostGrids
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
@@ -122,6 +123,7 @@ class EncoderFamily:
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
             `model.decoder` as a region of its own; None where the encoder has no such layers.
+        movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
         driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
     """
 
@@ -134,4 +136,5 @@ class EncoderFamily:
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     pack_segments: PackSegments | None = None
+    movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False

@@ -102,6 +102,7 @@ ACCEPTED = [
     ("gradient_accumulation_fusion", "false", False),
     ("gradient_hooks", "always", "always"),
     ("cost_fallback", "false", False),
+    ("balance", "0.1", 0.1),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -178,6 +179,8 @@ REFUSED = [
     ("gradient_accumulation_fusion", "perhaps"),
     ("gradient_hooks", "never"),
     ("cost_fallback", "sometimes"),
+    ("balance", 0),
+    ("balance", 1),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -251,6 +254,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
+        "balance": float,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 
