@@ -155,12 +155,14 @@ def encoders(records: Records) -> str:
         f = fast.get(case)
         rows.append(
             [name, layers.removesuffix("layers"), r["tokens"], number(eager.get(case), "ms"), number(r, "ms")]
-            + [f"**{r['ratio']:.2f}**", f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
-            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if f else ["", ""])
+            + [f"**{r['ratio']:.2f}**", number(eager.get(case), "gpu_busy_ms"), number(r, "gpu_busy_ms")]
+            + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
+            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if f else [""] * 2 * bool(fast))
             + [number(r, "memory_gb")]
         )
-    header = ["case", "layers", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
-    header += ["two eager runs", "fast kernels ms (ratio)", "their gradients", "slot GiB"]
+    header = ["case", "layers", "tokens", "eager ms", "graphs ms", "ratio", "eager's GPU busy", "graphs' GPU busy"]
+    header += ["outputs differ by", "gradients differ by", "two eager runs"]
+    header += [*(["fast kernels ms (ratio)", "their gradients"] if fast else []), "slot GiB"]
     return table(header, rows) if rows else ""
 
 

@@ -323,7 +323,7 @@ def test_tables_of_the_page(folder):
         "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
     )
     assert lines(parts["encoders"], "| qwen25_vl_8mix | 32 | 6720 |")[0].endswith(
-        "| 600.0 | 180.0 | **0.30** | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
+        "| 600.0 | 180.0 | **0.30** |  |  | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
     )
     assert lines(parts["encoders"], "| siglip_2_images | 27 |")[0].endswith("| 3.0e-02 |  |  | 7.9 |")
     assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
