@@ -17,6 +17,7 @@ from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
+from .process_groups import tensor_group
 from .registry import seam
 from .schedules import microbatches_in_flight, stages_of
 
@@ -64,7 +65,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
-                executor or default_executor(),
+                executor or default_executor(shared=tensor_group(decoder) is not None),
             )
             for decoder in find_decoders(model)
         ]
