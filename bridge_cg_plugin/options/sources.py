@@ -38,6 +38,7 @@ SETTINGS = (
     "spatial_merge_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
+    "cp_comm_type",
     "multi_latent_attention",
     "enable_in_batch_packing",
     "pack_sequences_in_batch",

@@ -14,7 +14,7 @@ from .data_parallel import gradient_reduction, parameter_gather
 from .encoders import check_modules, find_encoder
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module
-from .process_groups import peers_of, shared_group, tensor_group, without_reductions
+from .process_groups import peers_of, shared_group, tensor_group, without_messages
 from .schedules import microbatches_in_flight, stages_of
 
 GRIDS = HostGrids()
@@ -91,6 +91,14 @@ class VisionTECudaGraphHelper(GraphHelper):
         super().delete_cuda_graphs()
 
 
+<<<<<<< HEAD
+=======
+def _executor(tensor: ProcessGroup | None) -> Executor:
+    """Return what records an encoder whose layers a group of ranks shares; None where one rank has them."""
+    return default_executor(isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None)
+
+
+>>>>>>> main
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
     """Return the tokens of the largest vision bucket as far as the configuration says, for upstream's log line."""
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)

@@ -17,7 +17,12 @@ from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
+<<<<<<< HEAD
 from .process_groups import tensor_group
+=======
+from .process_groups import peers_of, shared_group, sharing_groups, without_messages
+from .random_states import random_states
+>>>>>>> main
 from .registry import seam
 from .schedules import microbatches_in_flight, stages_of
 
@@ -65,7 +70,11 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
+<<<<<<< HEAD
                 executor or default_executor(shared=tensor_group(decoder) is not None),
+=======
+                executor or default_executor(random_states, without_messages(*sharing_groups(decoder))),
+>>>>>>> main
             )
             for decoder in find_decoders(model)
         ]
@@ -122,6 +131,7 @@ class DecoderHelper(GraphHelper):
                 before_replay=parameter_gather(chunks, decoder),
                 reduction=gradient_reduction(chunks, decoder, pipelined=stages_of(decoder.config) > 1),
                 host=PACK_OFFSETS,
+                peers=peers_of(shared_group(decoder)),
             )
         )
 

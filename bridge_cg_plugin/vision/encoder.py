@@ -27,7 +27,7 @@ from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.statistics import RegionStatistics
 from ..options import VisionGraphOptions
-from .adapter import EncoderBatch, EncoderCall, EncoderFamily
+from .adapter import NO_OTHER_ATTENTION, EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
 from .exchange import ImageExchange
@@ -155,7 +155,8 @@ class VisionGraphs(GraphedModule):
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
             instead = "called directly" if self._attends_directly else "called by Transformer Engine"
-            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays cuDNN's, {instead}")
+            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else f"cuDNN's, {instead}"
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
     def attention(self) -> str:

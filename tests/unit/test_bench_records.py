@@ -275,6 +275,14 @@ def sample():
     kinds = {"weights": 3e-3, "biases": 2e-3, "norms": 1e-3}
     figures = {"fp32_output": 1e-2, "fp32_median": 2e-2, "fp32_mean": 3e-2, "fp32_worst": 4e-2, "fp32_kinds": kinds}
     precise = [record("1x448_27layers", mode, **figures) for mode in ("eager", "plugin_fast")]
+    noise = {"forward_rel": 0.0, "grad_rel": 0.02, "grad_noise": 0.03}
+    others = [
+        record("siglip_2_images_27layers", "eager", tokens=8192, ms=135.0),
+        record("siglip_2_images_27layers", "plugin", tokens=8192, ms=134.0, ratio=0.99, memory_gb=7.9, **noise),
+        record("qwen25_vl_8mix_32layers", "eager", tokens=6720, ms=600.0),
+        record("qwen25_vl_8mix_32layers", "plugin", tokens=6720, ms=180.0, ratio=0.3, memory_gb=14.1, **noise),
+        record("qwen25_vl_8mix_32layers", "plugin_fast", tokens=6720, ms=120.0, ratio=0.2, **noise),
+    ]
     broken = record("mixed_28x2560", "eager", error="out of memory: x")
     del broken["ms"]
     return {
@@ -283,6 +291,7 @@ def sample():
         "vision_sizes": coco,
         "steps": [*steps, broken],
         "vision_precision": precise,
+        "encoders": others,
     }
 
 
@@ -313,6 +322,10 @@ def test_tables_of_the_page(folder):
     assert lines(parts["precision"], "| 1x448 | 27 | plugin_fast |")[0].endswith(
         "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
     )
+    assert lines(parts["encoders"], "| qwen25_vl_8mix | 32 | 6720 |")[0].endswith(
+        "| 600.0 | 180.0 | **0.30** | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
+    )
+    assert lines(parts["encoders"], "| siglip_2_images | 27 |")[0].endswith("| 3.0e-02 |  |  | 7.9 |")
     assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
     assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
