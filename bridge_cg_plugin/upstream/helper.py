@@ -70,7 +70,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             vision_model,
             self.options,
             family,
-            executor or default_executor(isolated=without_reductions(tensor), shared=tensor is not None),
+            executor or default_executor(isolated=without_messages(tensor), shared=tensor is not None),
             slots=microbatches_in_flight(source, num_microbatches),
             before_replay=parameter_gather(chunks, vision_model),
             reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
@@ -91,14 +91,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         super().delete_cuda_graphs()
 
 
-<<<<<<< HEAD
-=======
-def _executor(tensor: ProcessGroup | None) -> Executor:
-    """Return what records an encoder whose layers a group of ranks shares; None where one rank has them."""
-    return default_executor(isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None)
-
-
->>>>>>> main
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
     """Return the tokens of the largest vision bucket as far as the configuration says, for upstream's log line."""
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)

@@ -17,12 +17,8 @@ from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
-<<<<<<< HEAD
-from .process_groups import tensor_group
-=======
 from .process_groups import peers_of, shared_group, sharing_groups, without_messages
 from .random_states import random_states
->>>>>>> main
 from .registry import seam
 from .schedules import microbatches_in_flight, stages_of
 
@@ -70,11 +66,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
-<<<<<<< HEAD
-                executor or default_executor(shared=tensor_group(decoder) is not None),
-=======
-                executor or default_executor(random_states, without_messages(*sharing_groups(decoder))),
->>>>>>> main
+                executor or _executor(decoder),
             )
             for decoder in find_decoders(model)
         ]
@@ -147,6 +139,12 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
             decoder = getattr(holder, "decoder", None)
             if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
                 yield decoder
+
+
+def _executor(decoder: nn.Module) -> Executor:
+    """Return what records a decoder, whose layers ranks may share."""
+    groups = sharing_groups(decoder)
+    return default_executor(random_states, without_messages(*groups), shared=bool(groups))
 
 
 def _microbatches() -> int:
