@@ -5,9 +5,11 @@ from pathlib import Path
 from scripts.performance.markdown import Records, by_case, number, origin, table
 from scripts.performance.results import read_records
 
+COMMAND = "python scripts/performance/bench_parallel.py --small --microbatches 2"
+
 
 def layouts(records: Records) -> str:
-    """Return a line for each layout: graphs beside eager in time, values, memory and scaling; "" without records."""
+    """Return a line for each layout: graphs beside eager in time, values, memory and scaling."""
     eager, graphs = (by_case(records, mode) for mode in ("eager1", "plugin"))
     rows = []
     for case, r in graphs.items():
@@ -19,7 +21,7 @@ def layouts(records: Records) -> str:
             + [number(e, "weak_scaling", ".2f"), number(r, "weak_scaling", ".2f")]
         )
     if not rows:
-        return ""
+        return f"Not measured yet: `{COMMAND}` writes the records."
     header = ["layout", "microbatches", "steps", "eager ms", "graphs ms", "ratio", "eager's spread"]
     header += ["eager peak GiB", "graphs peak GiB", "eager scales", "graphs scale"]
     return f"{table(header, rows)}\n\n{origin([*graphs.values()])}"

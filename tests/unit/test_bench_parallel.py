@@ -107,7 +107,7 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
         ("0.62", "0.80 |"),
     ]
     assert cells[1]["graphs peak GiB"] == "1.0/2.0" and cells[1]["eager's spread"] == "inside"
-    assert layout_parts(tmp_path / "none") == {"layouts": ""}
+    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `python")
 
 
 def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
