@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .activations import Offloading
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
 from .gradients import GradientSinks, Reduction
@@ -30,6 +31,7 @@ class Region:
         evaluation: Also record a forward-only graph for evaluation.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
+        offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
 
     Attributes:
         aliases: Stand-ins for the region's parameters, once captured.
@@ -48,6 +50,7 @@ class Region:
         evaluation: bool = True,
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
@@ -61,6 +64,7 @@ class Region:
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
         self._reduction = reduction
+        self._offloading = offloading
         self._slots: list[Slot] = []
         self._looks_once = self._looked = False
         self.aliases: ParameterAliases | None = None
@@ -96,6 +100,7 @@ class Region:
         self._slots = slots
         self.sinks.watch()
         self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
+        self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
         self.statistics.capture_seconds += time.perf_counter() - started
 
     def _record_slot(self, slot: Slot) -> None:
@@ -146,6 +151,8 @@ class Region:
 
         try:
             self.executor.warm_up(body, output_gradients)
+            if self._offloading is not None and mode.gradients:
+                body.activations = self._offloading.prepare(self.executor, body, slot.index)
             slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
         except (CaptureError, torch.OutOfMemoryError):
             raise
@@ -159,6 +166,8 @@ class Region:
         self._slots = []
         self._looked = False
         self.aliases = self.sinks = None
+        if self._offloading is not None:
+            self._offloading.release()
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""

@@ -14,6 +14,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
         total.static_bytes += part.static_bytes
+        total.pinned_bytes += part.pinned_bytes
         for bucket, counts in part.buckets.items():
             sums = total.buckets.setdefault(bucket, BucketStatistics())
             sums.replays += counts.replays
@@ -34,6 +35,7 @@ def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
         f"{prefix}/replayed_share": statistics.replays / runs if runs else 0.0,
         f"{prefix}/padding_share": statistics.padding_share,
         f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
+        f"{prefix}/pinned_gb": statistics.pinned_bytes / GIB,
         **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
 
@@ -74,5 +76,7 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
         f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
         f"({statistics.static_bytes / GIB:.2f} static buffers)",
     ]
+    if statistics.pinned_bytes:
+        lines.append(f"offloaded activations: {statistics.pinned_bytes / GIB:.2f} GiB of page-locked host memory")
     lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
     return "\n".join(lines)

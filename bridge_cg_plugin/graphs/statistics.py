@@ -28,13 +28,19 @@ class BucketStatistics:
 
 @dataclass(slots=True)
 class RegionStatistics:
-    """Counts of one region since it was made."""
+    """Counts of one region since it was made.
+
+    Attributes:
+        static_bytes: Device memory of static buffers.
+        pinned_bytes: Page-locked host memory of offloaded activations.
+    """
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
+    pinned_bytes: int = 0
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""
@@ -73,6 +79,7 @@ class RegionStatistics:
             "capture_seconds": self.capture_seconds,
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
+            "pinned_bytes": self.pinned_bytes,
             "buckets": {
                 str(bucket): {
                     "replays": b.replays,

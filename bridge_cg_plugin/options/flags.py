@@ -12,7 +12,7 @@ from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .offload import OFFLOAD_FIELDS
 from .packed import PACKED_FIELDS
 from .values import words
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD
+from .vision import OFFLOAD_MODULES, PROVIDER_FIELDS, RECOMPUTE, SCOPE_FIELD
 
 OFFLOAD = "offload"
 
@@ -93,6 +93,11 @@ FLAGS = (
         "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"
     ),
     _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
+    _vision("offload", "LIST", f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none"),
+    _vision("recompute", "LIST", f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none"),
+    _vision("memory_target_gb", "GIB", "device memory of a slot that a mix of offloading and recompute keeps to"),
+    _vision("offload_min_bytes", "BYTES", "smallest activation that is offloaded or made again"),
+    _vision("offload_host_gb", "GIB", "most page-locked host memory of a process"),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),
     _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),

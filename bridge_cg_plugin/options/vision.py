@@ -13,6 +13,9 @@ CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("auto", "exact", "fast")
 ATTENTION = ("auto", "transformer_engine", "cudnn")
 GRADIENT_HOOKS = ("awaited", "always")
+# Parts of the encoder whose saved tensors can be offloaded, and what can be made again in the backward.
+OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
+RECOMPUTE = ("layernorm", "gelu", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,14 @@ class VisionGraphOptions:
             puts on a parameter fire always; those on its node of the autograd graph need "always".
         cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
+        offload: Parts of the encoder whose activations go to page-locked host memory inside the forward's graph and
+            come back inside the backward's; None is none of them, or any of them under `memory_target_gb`.
+        recompute: What the backward's graph makes again instead of keeping it: outputs of LayerNorm, of GELU, of linear
+            layers (queries, keys and values, and the MLP's first layer); None as for `offload`.
+        memory_target_gb: Device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to;
+            `offload` and `recompute` then say what it may use. None does all that they say.
+        offload_min_bytes: Smallest activation that is offloaded or made again.
+        offload_host_gb: Most page-locked host memory of a process in GiB; None is its share of what the host has.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -65,6 +76,11 @@ class VisionGraphOptions:
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
+    offload: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    memory_target_gb: float | None = None
+    offload_min_bytes: int = 1 << 20
+    offload_host_gb: float | None = None
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -80,6 +96,11 @@ class VisionGraphOptions:
     def whole_encoder(self) -> bool:
         """Whether the encoder is one region."""
         return not self.modules or set(self.modules) == set(MODULES)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations are offloaded or made again."""
+        return bool(self.offload or self.recompute) or self.memory_target_gb is not None
 
 
 # Option -> field of a model provider. The first and the third are upstream's own.
@@ -126,6 +147,7 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit)
+        _check_region(options)
     return options
 
 
@@ -145,6 +167,21 @@ def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
     return lambda field, value: parse_choice(field, value, choices)
 
 
+def _some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
+    """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
+
+    def parse(field: str, value: Any) -> tuple[str, ...]:
+        names = words(value)
+        if names in (("all",), ("none",)):
+            return tuple(choices) if names == ("all",) else ()
+        for name in names:
+            if name not in choices:
+                raise OptionError(field, value, f"{', '.join(choices)}, all, or none", f"Remove {name!r}.")
+        return names
+
+    return parse
+
+
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "impl": _parse_impl,
     "modules": _parse_modules,
@@ -160,6 +197,11 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
+    "offload": _some_of(OFFLOAD_MODULES),
+    "recompute": _some_of(RECOMPUTE),
+    "memory_target_gb": positive_number,
+    "offload_min_bytes": whole_number(0),
+    "offload_host_gb": positive_number,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),
@@ -186,3 +228,16 @@ def _check_capacities(options: VisionGraphOptions, merge_unit: int) -> None:
         raise OptionError(
             field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."
         )
+
+
+def _check_region(options: VisionGraphOptions) -> None:
+    """Refuse to move activations of regions that are as small as a part of a layer."""
+    for option in ("offload", "recompute", "memory_target_gb"):
+        given = getattr(options, option)
+        if given and not options.whole_encoder:
+            raise OptionError(
+                PROVIDER_FIELDS[option],
+                list(given) if isinstance(given, tuple) else given,
+                f"None with {PROVIDER_FIELDS['modules']}={list(options.modules)}",
+                "Capture the whole encoder as one region: in a part of a layer a copy has nothing to run beside.",
+            )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.encoder import EncoderFamily
+from .activations import known_activations
 from .direct_attention import direct_attention, direct_attention_refusal
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
@@ -73,6 +74,7 @@ QWEN3_VL = EncoderFamily(
     direct_attention_refusal,
     fused_accumulation,
     accumulate_from_now_on,
+    known_activations,
 )
 
 

@@ -28,7 +28,9 @@ from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.report import GIB
-from ..options import VisionGraphOptions
+from ..offload.offloading import Policy, RegionOffloading
+from ..offload.planner import Allowed
+from ..options import OFFLOAD_MODULES, RECOMPUTE, VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
@@ -58,6 +60,7 @@ class EncoderFamily:
         direct_attention_refusal: Why that cannot be done in this process, None where it can.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
+        known_activations: Entered like kernels where activations leave the device: notes what they are.
     """
 
     pack_segments: PackSegments
@@ -67,6 +70,7 @@ class EncoderFamily:
     direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder has no direct attention"
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
+    known_activations: RecordingKernels = nullcontext
 
 
 class VisionGraphs(GraphedModule):
@@ -287,6 +291,7 @@ class VisionGraphs(GraphedModule):
         fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
         entered += [family.reordering_kernels] if fast else []
         entered += [family.direct_attention] if self._attends_directly else []
+        entered += [family.known_activations] if options.moves_activations else []
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))
@@ -305,9 +310,34 @@ class VisionGraphs(GraphedModule):
             buckets = [Bucket(c) for c in capacities]
             programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
         return [
-            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay, self._reduction)
+            Region(
+                p,
+                self.executor,
+                buckets,
+                self.slots,
+                self.options.evaluation,
+                self._before_replay,
+                self._reduction,
+                self._offloading(),
+            )
             for p in programs
         ]
+
+    def _offloading(self) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        options = self.options
+        if not options.moves_activations:
+            return None
+        # A memory target may use everything that is not ruled out.
+        unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.memory_target_gb is not None else ((), ())
+        scopes, kinds = (
+            frozenset(default if given is None else given)
+            for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
+        )
+        policy = Policy(
+            Allowed(scopes, kinds), options.memory_target_gb, options.offload_min_bytes, options.offload_host_gb
+        )
+        return RegionOffloading(policy, self.slots, self.executor.device)
 
     def _install_layers(self) -> None:
         if self.options.whole_encoder:

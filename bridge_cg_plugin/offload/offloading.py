@@ -1,0 +1,138 @@
+"""Offloading and recompute of a region's activations as a user's options say it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..announce import announce
+from ..graphs.activations import Activations
+from ..graphs.errors import CaptureError
+from ..graphs.executor import Executor
+from ..graphs.program import Bucket
+from ..graphs.recording import RegionBody
+from .host_memory import GIB, PinnedMemory
+from .inventory import Inventory
+from .measure import measured_costs
+from .observe import Observed, Observer
+from .planner import Allowed, fixed_plan, forecast, plan_within, smallest_peak
+from .schedule import Fate, Plan
+from .store import ActivationStore
+from .transfers import CudaTransfers, HostTransfers, Transfers
+
+# A pool's blocks are not filled to the brim.
+MARGIN = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is asked for.
+
+    Attributes:
+        allowed: What may be offloaded and made again.
+        memory_target_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
+        least_bytes: Smallest storage that is offloaded or made again.
+        host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
+    """
+
+    allowed: Allowed
+    memory_target_gb: float | None = None
+    least_bytes: int = 1 << 20
+    host_gb: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    inventory: Inventory
+    plan: Plan
+
+
+class RegionOffloading:
+    """See `graphs.activations.Offloading`.
+
+    Args:
+        policy: What is asked for.
+        slots: Slots of the region, all of which need host memory.
+        device: Where the region runs.
+    """
+
+    def __init__(self, policy: Policy, slots: int, device: torch.device) -> None:
+        self._policy, self._slots = policy, slots
+        self._pinned = PinnedMemory(policy.host_gb, page_locked=device.type == "cuda")
+        self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
+        self._plans: dict[Bucket, _Planned | None] = {}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Offloading`."""
+        return self._pinned.nbytes
+
+    def prepare(self, executor: Executor, body: RegionBody, slot: int) -> Activations | None:
+        """See `Offloading`. A bucket's first slot decides for all."""
+        if body.bucket not in self._plans:
+            self._plans[body.bucket] = self._decide(executor, body)
+        planned = self._plans[body.bucket]
+        if planned is None:
+            return None
+        sizes = {place: planned.inventory.seen[place].nbytes for place in planned.plan.places(Fate.OFFLOAD)}
+        hosts = self._pinned.reserve(slot, sizes)
+        return ActivationStore(planned.inventory, planned.plan, hosts, self._transfers, self._policy.least_bytes)
+
+    def release(self) -> None:
+        """See `Offloading`."""
+        self._plans = {}
+        if self._pinned.nbytes:
+            self._pinned.release()
+
+    def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
+        observer = Observer(executor.device, self._policy.least_bytes)
+        peak = executor.observe(body, observer)
+        observed = observer.observed()
+        for kind, count in observed.refused.items():
+            announce(f"{count} tensors of kind {kind} are not made again: that does not give them back to the bit")
+        if self._policy.memory_target_gb is None:
+            plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
+        else:
+            plan = self._within_target(executor, body, observed, peak)
+        if plan is None or all(fate is Fate.KEEP for fate in plan.fates):
+            return None
+        self._check_host(observed.inventory, plan)
+        return _Planned(observed.inventory, plan)
+
+    def _within_target(self, executor: Executor, body: RegionBody, observed: Observed, peak: int) -> Plan | None:
+        """Return the fastest plan that keeps to the target, None where nothing need be done."""
+        target = self._policy.memory_target_gb * GIB * MARGIN
+        inventory, allowed = observed.inventory, self._policy.allowed
+        others = max(peak - inventory.nbytes, 0)
+        window = int(target - others)
+        if inventory.nbytes <= window:
+            return None
+        costs = measured_costs(executor, body, observed)
+        plan = plan_within(inventory, costs, allowed, window)
+        if plan is None:
+            least = (smallest_peak(inventory, costs, allowed) + others) / GIB / MARGIN
+            raise CaptureError(
+                f"vision_cuda_graph_memory_target_gb={self._policy.memory_target_gb:g}: bucket {body.bucket} needs at "
+                f"least {least:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
+                "vision_cuda_graph_offload and vision_cuda_graph_recompute"
+            )
+        expected = forecast(inventory, plan, costs)
+        announce(
+            f"bucket {body.bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
+            f"{costs.forward_ms + costs.backward_ms:.1f} ms with all activations kept, copies at "
+            f"{costs.offload_gbps:.0f} and {costs.load_gbps:.0f} GB/s"
+        )
+        return plan
+
+    def _check_host(self, inventory: Inventory, plan: Plan) -> None:
+        """Make sure before any capture that all slots' host memory can be had; what is held counts."""
+        needed = self._slots * sum(inventory.seen[place].nbytes for place in plan.places(Fate.OFFLOAD))
+        self._pinned.check(max(needed - self._pinned.nbytes, 0))
+
+
+def describe(inventory: Inventory, plan: Plan) -> str:
+    """Return in words how many bytes are kept, offloaded and made again."""
+    parts = []
+    for fate, words in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "offloaded"), (Fate.REBUILD, "recomputed")):
+        size = sum(inventory.seen[place].nbytes for place in plan.places(fate))
+        parts.append(f"{size / GIB:.2f} GiB {words}")
+    return ", ".join(parts)
