@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +72,13 @@ class Packing:
     def __init__(self, least: int) -> None:
         self._least = least
         self._registry = Registry()
-        self._count = 0
+        self._count = self._forwards = 0
 
     @contextmanager
     def hooked(self, fixed: Iterable[Tensor]) -> Iterator[None]:
         """Let what autograd saves inside go through the hooks."""
         self._count = 0
+        self._forwards += 1
         with registering(fixed) as self._registry, saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._registry = Registry()
@@ -87,7 +89,7 @@ class Packing:
         record = self._registry.record(tensor)
         saved = record.saved() if record.saved is not None else None
         if saved is None:
-            saved = SavedStorage(self._count, tensor.untyped_storage(), self._ended)
+            saved = SavedStorage(self._count, tensor.untyped_storage(), partial(self._dropped, self._forwards))
             record.saved = weakref.ref(saved)
             self._count += 1
             self._first_saved(saved, record, tensor)
@@ -102,6 +104,11 @@ class Packing:
         self._used(packed.saved)
         check_unchanged(packed.saved.watched)
         return packed.view.over(packed.saved.storage)
+
+    def _dropped(self, forward: int, place: int) -> None:
+        # What is left of an earlier forward, whose backward never came, is dropped as late as in the next one.
+        if forward == self._forwards:
+            self._ended(place)
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
         raise NotImplementedError
