@@ -10,7 +10,6 @@ from torch import nn
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.streams import ReplayStream
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
