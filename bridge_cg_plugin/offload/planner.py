@@ -115,22 +115,21 @@ class Allowed:
 
 
 def fixed_plan(inventory: Inventory, allowed: Allowed) -> Plan:
-    """Return the plan that rebuilds and offloads all that is allowed, with room for what is needed at once twice."""
+    """Return the plan that rebuilds and offloads all that is allowed, with room for copies on their way.
+
+    That is a quarter of what is saved, and at least twice what comes at one moment.
+    """
     fates = tuple(
         Fate.REBUILD if s.kind in allowed.kinds else Fate.OFFLOAD if s.scope in allowed.scopes else Fate.KEEP
         for s in inventory.seen
     )
-    return Plan(fates, least_window(inventory, fates))
-
-
-def least_window(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
-    """Return a window for what is kept and twice the most that has to come back at one moment, besides."""
+    needed = needed_at_once(inventory, fates)
     kept = sum(s.nbytes for s, fate in zip(inventory.seen, fates, strict=True) if fate is Fate.KEEP)
-    return kept + 2 * (_needed_at_once(inventory, fates))
+    return Plan(fates, kept + max(2 * needed, inventory.nbytes // 4), needed)
 
 
-def _needed_at_once(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
-    """Return the most bytes that were not kept and are on the device when each is fetched only when asked for."""
+def needed_at_once(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
+    """Return the most bytes that come to the device at one moment, each fetched only when it is asked for."""
     without_kept = Inventory(
         tuple(replace(s, nbytes=0) if f is Fate.KEEP else s for s, f in zip(inventory.seen, fates, strict=True)),
         inventory.backward,
@@ -142,7 +141,7 @@ def _needed_at_once(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
     schedule.begin_backward()
     for event in moments(inventory, fates):
         (schedule.used if event.what == "use" else schedule.ended)(event.place)
-    return schedule.peak
+    return max(schedule.peak, *(seen.nbytes for seen in inventory.seen), 0)
 
 
 def moments(inventory: Inventory, fates: Sequence[Fate]) -> Iterator[Event]:
@@ -203,7 +202,7 @@ def plan_within(inventory: Inventory, costs: Costs, allowed: Allowed, window: in
     """
     best: tuple[Forecast, Plan] | None = None
     for fates in _choices(inventory, costs, allowed):
-        plan = Plan(fates, window)
+        plan = Plan(fates, window, needed_at_once(inventory, fates))
         found = forecast(inventory, plan, costs)
         if found.peak <= window and (best is None or _order(found) < _order(best[0])):
             best = found, plan

@@ -22,12 +22,19 @@ class Plan:
 
     Attributes:
         fates: One for each storage.
-        window: Bytes that may be on the device at once: a copy is waited for, and none fetched, beyond it. Only what
-            must be there at one moment may exceed it.
+        window: Bytes that may be on the device at once.
+        reserve: Part of the window for what comes next: the forward waits for copies under way, and the backward fetches
+            nothing ahead, beyond the rest.
     """
 
     fates: tuple[Fate, ...]
     window: int
+    reserve: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes up to which the forward waits for no copy and the backward fetches ahead."""
+        return self.window - self.reserve
 
     def places(self, fate: Fate) -> list[int]:
         """Return the storages of this fate."""
@@ -83,7 +90,7 @@ class Schedule:
         if fate is Fate.OFFLOAD:
             self._mover.offload(place)
             self._leaving.append(place)
-        while self.resident > self._plan.window and self._leaving:
+        while self.resident > self._plan.room and self._leaving:
             self._settle()
 
     def join(self) -> None:
@@ -146,7 +153,7 @@ class Schedule:
             self._mover.arrive(place)
 
     def _fetch(self) -> None:
-        while self._away and self.resident + self._inventory.seen[self._away[0]].nbytes <= self._plan.window:
+        while self._away and self.resident + self._inventory.seen[self._away[0]].nbytes <= self._plan.room:
             self._load(self._away[0])
 
     def _load(self, place: int) -> None:

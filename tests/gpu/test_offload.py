@@ -255,7 +255,7 @@ class Wide(nn.Module):
 def test_the_main_stream_goes_on_from_the_event_while_copies_run(tower_module):
     """Two regions alike, with and without the event: the main stream is let go while the last copies run.
 
-    Two of the three tensors may be on their way at once, so the forward waits for the first one's copy only.
+    One or two of the three tensors may be on their way at once, so the forward waits for a part of the copies only.
     """
     waited = {}
     for name, event in (("end", None), ("event", torch.cuda.Event(external=True))):

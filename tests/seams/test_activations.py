@@ -54,7 +54,9 @@ def test_transformer_engine_calls_what_is_noted_as_expected():
     assert "gemm_out,*_,reduce_scatter_out=general_gemm(weightmat,ln_out_total,quantization_params=" in forward
     linear = importlib.import_module(activations.TE_LINEAR)
     assert "=general_gemm(weightmat,inputmat_total,quantization_params=" in "".join(inspect.getsource(linear).split())
-    parameters = list(inspect.signature(importlib.import_module(SOURCE.general_gemm.__module__).general_gemm).parameters)
+    parameters = list(
+        inspect.signature(importlib.import_module(SOURCE.general_gemm.__module__).general_gemm).parameters
+    )
     assert parameters[:2] == ["A", "B"]
     assert {"quantization_params", "ub", "out", "extra_output", "gelu_in", "bias"} <= set(parameters)
 
@@ -179,5 +181,3 @@ def test_a_tower_whose_activations_leave_gives_the_same_to_the_bit():
     done = subprocess.run([sys.executable, "-c", TOWER], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "3"
-
-
