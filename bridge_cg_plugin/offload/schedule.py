@@ -23,8 +23,8 @@ class Plan:
     Attributes:
         fates: One for each storage.
         window: Bytes that may be on the device at once.
-        reserve: Part of the window for what comes next: the forward waits for copies under way, and the backward fetches
-            nothing ahead, beyond the rest.
+        reserve: Part of the window for what comes next: beyond the rest the forward waits for copies under way, and the
+            backward fetches nothing ahead.
     """
 
     fates: tuple[Fate, ...]

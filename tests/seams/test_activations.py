@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.offload.registry import Registry, registering
-from bridge_cg_plugin.upstream import activations, layer_kernels
+from bridge_cg_plugin.upstream import activations
 from bridge_cg_plugin.upstream.activations import known_activations
 from tests.seams.test_layer_kernels import STREAM_SCRIPT
 from tests.unit.towers import draw, new_tower
@@ -41,9 +41,9 @@ def test_what_is_saved_belongs_to_a_part_of_the_model():
         return tensor.detach()
 
     pixels, grid = draw([[1, 4, 4]])
-    with registering([]) as registry, known_activations([tower]):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            tower(pixels, grid)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with registering([]) as registry, known_activations([tower]), hooks:
+        tower(pixels, grid)
     assert {"attention", "mlp", "layernorm", "merger", "other"} == set(found)
     assert registry.scope == "other"
 
