@@ -22,17 +22,17 @@ _rates: dict[torch.device, tuple[float, float]] = {}
 def measured_costs(executor: Executor, body: RegionBody, observed: Observed) -> Costs:
     """Time a region with all activations kept, as a recording that is dropped again.
 
-    Where the device has too little memory for that recording, the costs are those of a pass that keeps nothing on the
-    host's side busy: passes outside a graph, which take longer; a plan then offloads more than it need.
+    Where the device has too little memory for that recording, passes outside a graph are timed. They take longer where
+    launches count, so that a plan may offload more than is best. Ranks decide this by themselves: nothing waits for others.
     """
     offload_gbps, load_gbps = copy_rates(executor.device)
-    try:
-        recording = executor.record(body, executor.new_pool())
-        forward, backward = recording.forward, recording.backward
-    except OutOfMemoryInCapture:
-        recording, forward, backward = None, body.forward, body.backward
-    forward_ms, backward_ms = _times(executor.device, forward, backward)
-    del recording, forward, backward
+    with executor.isolated():
+        try:
+            recording = executor.record(body, executor.new_pool())
+            forward_ms, backward_ms = _times(executor.device, recording.forward, recording.backward)
+            del recording
+        except OutOfMemoryInCapture:
+            forward_ms, backward_ms = _times(executor.device, body.forward, body.backward)
     body.forget()
     if executor.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -159,6 +159,9 @@ class ActivationStore(Packing):
         hosts: `[bytes]` uint8 on the host for each storage that is offloaded, by its place.
         transfers: Copies.
         least: Smallest storage, in bytes, that may leave the device.
+
+    Attributes:
+        peak_of_last: Most bytes of activations that were on the device at once in the last forward and backward.
     """
 
     def __init__(
@@ -166,16 +169,12 @@ class ActivationStore(Packing):
     ) -> None:
         super().__init__(least)
         self._inventory, self._plan, self._hosts, self._transfers = inventory, plan, hosts, transfers
+        self.peak_of_last = 0
         self._schedule: Schedule | None = None
         self._leaving: dict[int, SavedStorage] = {}
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._tokens: dict[int, Any] = {}
         self._moved: dict[int, int] = {}
-
-    @property
-    def peak(self) -> int:
-        """Most bytes of activations that were on the device at once in the last forward and backward."""
-        return 0 if self._schedule is None else self._schedule.peak
 
     @contextmanager
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
@@ -196,6 +195,7 @@ class ActivationStore(Packing):
             self._schedule.begin_backward()
             yield
             self._schedule.end_backward()
+            self.peak_of_last = self._schedule.peak
 
     def join(self) -> None:
         """See `Activations`."""

@@ -1,0 +1,121 @@
+"""Options of offloading and recompute on Bridge's tower, through the reference executor."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.report import metrics
+from bridge_cg_plugin.offload import host_memory
+from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.options import OFFLOAD_MODULES
+
+from .towers import graphs_on, new_tower, results
+
+ROWS = [(1, 8, 8), (2, 4, 8)]
+SETTINGS = {"buckets": (128,), "evaluation": False, "offload_min_bytes": 1024}
+
+
+def planned(graphs):
+    """Return the one plan of a tower's graphs with its inventory."""
+    (found,) = {id(p): p for p in graphs._regions[0]._offloading._plans.values()}.values()
+    return found
+
+
+@pytest.mark.parametrize("scopes", [("attention",), ("mlp", "layernorm"), OFFLOAD_MODULES])
+def test_only_what_was_named_leaves_and_nothing_changes(scopes):
+    tower = new_tower()
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    with graphs_on(tower, offload=scopes, slots=2, **SETTINGS) as graphs:
+        for _ in range(2):
+            outputs, gradients = results(tower, ROWS)
+            assert all(map(torch.equal, outputs, expected[0]))
+            assert all(map(torch.equal, gradients, expected[1]))
+        found = planned(graphs)
+        offloaded = found.plan.places(Fate.OFFLOAD)
+        assert {found.inventory.seen[place].scope for place in offloaded} == set(scopes)
+        assert all(found.inventory.seen[p].scope not in scopes for p in found.plan.places(Fate.KEEP))
+        statistics = graphs.statistics()
+        assert statistics.pinned_bytes >= 2 * sum(found.inventory.seen[place].nbytes for place in offloaded)
+        assert "offloaded activations:" in graphs.report()
+        assert metrics(statistics, "v")["v/pinned_gb"] == statistics.pinned_bytes / 2**30
+        assert not statistics.fallbacks
+
+
+def target_of(share: float) -> float:
+    """Return a target in GiB that so large a part of the tower's activations fits."""
+    tower = new_tower()
+    with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
+        return share * planned(graphs).inventory.nbytes / 2**30
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_memory_target_is_kept(share, capsys):
+    tower = new_tower()
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    target = target_of(share)
+    with graphs_on(tower, memory_target_gb=target, **SETTINGS) as graphs:
+        outputs, gradients = results(tower, ROWS)
+        (store,) = [r._body.activations for s in graphs._regions[0]._slots for r in s.recordings.values()]
+        assert 0 < store.peak_of_last <= target * 2**30
+    assert all(map(torch.equal, outputs, expected[0]))
+    assert all(map(torch.equal, gradients, expected[1]))
+    assert "GiB kept" in capsys.readouterr().out
+
+
+def test_a_target_with_room_for_all_changes_nothing():
+    tower = new_tower()
+    with graphs_on(tower, memory_target_gb=2.0, **SETTINGS) as graphs:
+        assert graphs.statistics().pinned_bytes == 0
+        assert planned(graphs) is None
+
+
+def test_a_target_that_cannot_be_kept_says_what_can():
+    tower = new_tower()
+    with (
+        pytest.raises(CaptureError, match=r"memory_target_gb=1e-06: bucket .* needs at least"),
+        graphs_on(tower, memory_target_gb=1e-6, **SETTINGS),
+    ):
+        pass
+
+
+def test_a_target_uses_only_what_it_may():
+    tower, target = new_tower(), target_of(0.7)
+    with graphs_on(tower, memory_target_gb=target, offload=("mlp", "attention"), **SETTINGS) as graphs:
+        found = planned(graphs)
+        scopes = {found.inventory.seen[place].scope for place in found.plan.places(Fate.OFFLOAD)}
+        assert scopes <= {"mlp", "attention"} and scopes
+
+
+def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    recorded = []
+    tower = new_tower()
+    from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+
+    record = ReferenceExecutor.record
+    monkeypatch.setattr(ReferenceExecutor, "record", lambda self, *a: recorded.append(1) or record(self, *a))
+    with (
+        pytest.raises(CaptureError, match=r"HostMemoryError.*vision_cuda_graph_slots|HostMemoryError.*fewer slots"),
+        graphs_on(tower, offload=OFFLOAD_MODULES, slots=64, **SETTINGS),
+    ):
+        pass
+    assert not recorded
+
+
+def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 10)
+    tower = new_tower()
+    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper  # as `graphs_on`, which wants graphs
+
+    from .towers import DEFAULTS, ReferenceExecutor, VisionGraphOptions
+
+    options = VisionGraphOptions(**{**DEFAULTS, **SETTINGS, "strict": False, "offload": ("attention",)})
+    helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
+    helper.create_cudagraphs()
+    assert not helper.graphs_created()
+    assert "HostMemoryError" in helper.graphs.failure
+    assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
+    results(tower, ROWS)
+    helper.graphs.detach()
