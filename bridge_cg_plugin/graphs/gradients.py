@@ -120,11 +120,11 @@ class GradientSinks:
             parameter.grad_added_to_main_grad = False
         self._marked = []
 
-    def _marker(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+    def _marker(self, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
         # Called with the sum of a backward pass before data parallelism's hook. A bare placeholder says that main_grad
         # has everything; a sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
-        def mark(gradient: Tensor) -> None:
-            if self._placeholders.owns(gradient):
+        def mark(gradient: Tensor | None) -> None:
+            if gradient is not None and self._placeholders.owns(gradient):
                 parameter.grad_added_to_main_grad = True
                 self._marked.append(parameter)
 

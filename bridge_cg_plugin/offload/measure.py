@@ -23,7 +23,7 @@ def measured_costs(executor: Executor, body: RegionBody, observed: Observed) -> 
     """Time a region with all activations kept, as a recording that is dropped again.
 
     Where the device has too little memory for that recording, passes outside a graph are timed. They take longer where
-    launches count, so that a plan may offload more than is best. Nothing waits for other ranks, which decide by themselves.
+    launches count, so that a plan may offload more than is best. Nothing waits for other ranks: each decides by itself.
     """
     offload_gbps, load_gbps = copy_rates(executor.device)
     with executor.isolated():

@@ -87,7 +87,7 @@ FLAGS = (
     _vision("memory_gb", "GIB", "limit of one slot's graph memory"),
     _vision("exact_below", "TOKENS", "up to here only graphs of exactly the microbatch's size"),
     _vision("kernels", "KIND", "auto, exact or fast"),
-    _vision("attention", "CALLER", "what calls cuDNN's attention: auto, transformer_engine or cudnn"),
+    _vision("attention", "KIND", "auto, transformer_engine, cudnn or flash"),
     _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
     _vision(
         "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"

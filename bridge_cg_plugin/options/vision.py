@@ -11,7 +11,7 @@ IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("auto", "exact", "fast")
-ATTENTION = ("auto", "transformer_engine", "cudnn")
+ATTENTION = ("auto", "transformer_engine", "cudnn", "flash")
 GRADIENT_HOOKS = ("awaited", "always")
 # Parts of the encoder whose saved tensors can be offloaded, and what can be made again in the backward.
 OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
@@ -39,7 +39,8 @@ class VisionGraphOptions:
             "auto" is "exact" where deterministic algorithms are asked for, "fast" otherwise. Outputs are equal in all.
         attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
             itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
-            is "cudnn" where that is possible.
+            is "cudnn" where that is possible. "flash" is the same, but for frames of hundreds of tokens and more
+            FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
@@ -72,7 +73,7 @@ class VisionGraphOptions:
     memory_gb: float | None = None
     exact_below: int = 256
     kernels: Literal["auto", "exact", "fast"] = "auto"
-    attention: Literal["auto", "transformer_engine", "cudnn"] = "auto"
+    attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = "auto"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True

@@ -1,4 +1,4 @@
-"""cuDNN's attention in place of Transformer Engine's call of it while a region is recorded."""
+"""Other attention in Transformer Engine's place while recording: cuDNN's called directly, or FlashAttention."""
 
 import functools
 import importlib.util
@@ -14,16 +14,36 @@ from ..graphs.modules import every_module
 from .layer_kernels import is_te_attention
 from .replaced import replaced
 
+# Bounds of the largest segment, in tokens, from which FlashAttention was the faster on an H200 (docs/performance.md).
+FLASH_FROM = 640
+
 
 def direct_attention_refusal() -> str | None:
     """Return why cuDNN is not called directly in this process, or None where it is."""
+    refusal = _process_refusal()
+    if refusal is not None:
+        return refusal
+    from ..vision.kernels.cudnn_graphs import unavailable
+
+    return unavailable()
+
+
+def flash_attention_refusal() -> str | None:
+    """Return why FlashAttention is not called in this process, or None where it is."""
+    refusal = _process_refusal()
+    if refusal is not None:
+        return refusal
+    from .flash_attention import unavailable
+
+    return unavailable()
+
+
+def _process_refusal() -> str | None:
     if deterministic():
         return "deterministic algorithms are asked for"
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return "there is no GPU with Triton"
-    from ..vision.kernels.cudnn_graphs import unavailable
-
-    return unavailable()
+    return None
 
 
 @contextmanager
@@ -32,12 +52,27 @@ def direct_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     What a direct call does not do stays as it is: see `_attends_directly`.
     """
-    located = _Located()
+    with _attending(modules, functools.partial(_attention_forward, _Located())):
+        yield
+
+
+@contextmanager
+def flash_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Transformer Engine's attention modules below `modules` call FlashAttention where segments may be long.
+
+    Shorter ones, and what FlashAttention does not do, stay as they are: see `_attends_inside_segments`.
+    """
+    with _attending(modules, _flash_forward):
+        yield
+
+
+@contextmanager
+def _attending(modules: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace the `forward` of attention modules by `forward(module, its forward until now, ...)`."""
     with ExitStack() as stack:
         for module in every_module(modules):
             if is_te_attention(module):
-                forward = functools.partial(_attention_forward, module, module.forward, located)
-                stack.enter_context(replaced(module, "forward", forward))
+                stack.enter_context(replaced(module, "forward", functools.partial(forward, module, module.forward)))
         yield
 
 
@@ -57,9 +92,9 @@ class _Located:
 
 
 def _attention_forward(
+    located: _Located,
     attention: nn.Module,
     original: Callable[..., Tensor],
-    located: _Located,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -78,24 +113,55 @@ def _attention_forward(
     return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans).view(tokens, -1)
 
 
+def _flash_forward(
+    attention: nn.Module,
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    packed = kwargs.get("packed_seq_params")
+    if not _attends_inside_segments(attention, query, args, kwargs) or packed.max_seqlen_q < FLASH_FROM:
+        return original(query, key, value, *args, **kwargs)
+    from . import flash_attention as flash
+
+    tokens, _, width = query.shape
+    if not flash.takes(width, query.dtype) or not flash.agrees(width, query.dtype, query.device.index):
+        return original(query, key, value, *args, **kwargs)
+    offsets, largest, scale = packed.cu_seqlens_q, packed.max_seqlen_q, attention.softmax_scale
+    return flash.flash_attention(query, key, value, offsets, largest, scale).view(tokens, -1)
+
+
 def _attends_directly(
     attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether this is attention inside packed segments and nothing else, over what one projection made."""
+    """Whether cuDNN can be called directly: for several packed segments, over what one projection made."""
     from ..vision.kernels.segment_attention import lie_interleaved
 
-    packed = kwargs["packed_seq_params"]
-    mask = kwargs.get("attn_mask_type")
+    if not _attends_inside_segments(attention, query, args, kwargs):
+        return False
+    # One segment attends unpacked: no row is scanned in vain there.
+    unpacked = kwargs["packed_seq_params"].cu_seqlens_q.shape[0] == 2 and query.shape[0] >= UNPACKED_FROM
+    return not unpacked and lie_interleaved(query, key, value)
+
+
+def _attends_inside_segments(
+    attention: nn.Module, query: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether this is softmax attention inside packed segments and nothing else."""
+    packed, mask = kwargs.get("packed_seq_params"), kwargs.get("attn_mask_type")
     others = {name for name, given in kwargs.items() if given is not None} - {"packed_seq_params", "attn_mask_type"}
-    if others or any(arg is not None for arg in args) or getattr(mask, "name", None) not in ("no_mask", "padding"):
+    if packed is None or others or any(arg is not None for arg in args):
+        return False
+    if getattr(mask, "name", None) not in ("no_mask", "padding"):
         return False
     if packed.cu_seqlens_q is not packed.cu_seqlens_kv or packed.cu_seqlens_q_padded is not None:
         return False
     if not isinstance(packed.max_seqlen_q, int) or packed.max_seqlen_q != packed.max_seqlen_kv:
         return False
-    if packed.cu_seqlens_q.shape[0] == 2 and query.shape[0] >= UNPACKED_FROM:
-        return False  # one segment attends unpacked: no row is scanned in vain there
-    if query.dim() != 3 or query.dtype not in (torch.bfloat16, torch.float16) or not lie_interleaved(query, key, value):
+    if query.dim() != 3 or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     return _is_plain(attention)
 

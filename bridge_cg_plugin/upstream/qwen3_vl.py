@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
-from ..vision.encoder import EncoderFamily
+from ..vision.encoder import EncoderFamily, OtherAttention
 from .activations import known_activations
-from .direct_attention import direct_attention, direct_attention_refusal
+from .direct_attention import (
+    direct_attention,
+    direct_attention_refusal,
+    flash_attention,
+    flash_attention_refusal,
+)
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
 from .patches import Patch
@@ -70,8 +75,8 @@ QWEN3_VL = EncoderFamily(
     pack_segments,
     fused_kernels,
     reordering_kernels,
-    direct_attention,
-    direct_attention_refusal,
+    OtherAttention(direct_attention, direct_attention_refusal),
+    OtherAttention(flash_attention, flash_attention_refusal),
     fused_accumulation,
     accumulate_from_now_on,
     known_activations,

@@ -49,6 +49,22 @@ ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
+class OtherAttention:
+    """Attention in the place of Transformer Engine's.
+
+    Attributes:
+        kernels: Entered with the modules around recorded work; swaps it in.
+        refusal: Why that cannot be done in this process, None where it can.
+    """
+
+    kernels: RecordingKernels = nullcontext
+    refusal: Callable[[], str | None] = lambda: "this encoder has no other attention"
+
+
+NO_OTHER_ATTENTION = OtherAttention()
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderFamily:
     """What the plugin must know of an encoder's upstream code.
 
@@ -56,8 +72,8 @@ class EncoderFamily:
         pack_segments: Builds upstream's attention metadata.
         kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        direct_attention: Likewise; calls cuDNN's attention with a bucket's own bounds.
-        direct_attention_refusal: Why that cannot be done in this process, None where it can.
+        direct_attention: Calls cuDNN's attention with a bucket's own bounds.
+        flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
@@ -66,8 +82,8 @@ class EncoderFamily:
     pack_segments: PackSegments
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    direct_attention: RecordingKernels = nullcontext
-    direct_attention_refusal: Callable[[], str | None] = lambda: "this encoder has no direct attention"
+    direct_attention: OtherAttention = NO_OTHER_ATTENTION
+    flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
@@ -129,7 +145,7 @@ class VisionGraphs(GraphedModule):
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
-        self._attends_directly = False
+        self._attends_directly = self._attends_by_flash = False
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -156,7 +172,7 @@ class VisionGraphs(GraphedModule):
         What can fail on one rank alone is inside an agreement.
         """
         peak = self._peak_bytes()  # before memory is measured, which forgets it
-        self._attends_directly = self._may_attend_directly()
+        self._choose_attention()
         limit = self._peers.agree(self._capacity_limit).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
         if self._may_reach_further() and self._record_with_headroom(limit, peak):
@@ -170,15 +186,23 @@ class VisionGraphs(GraphedModule):
             self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
 
-    def _may_attend_directly(self) -> bool:
-        """Whether recordings call cuDNN's attention directly; says so where that was asked for and cannot be."""
-        wanted = self.options.attention
-        if wanted == "transformer_engine":
-            return False
-        refusal = self.family.direct_attention_refusal()
-        if refusal is not None and wanted == "cudnn":
-            announce(f"vision_cuda_graph_attention=cudnn: {refusal}; attention stays Transformer Engine's")
-        return refusal is None
+    def _choose_attention(self) -> None:
+        """Decide which attention recordings call; says so where what was asked for cannot be had."""
+        wanted, family = self.options.attention, self.family
+        direct, flash = family.direct_attention.refusal(), family.flash_attention.refusal()
+        self._attends_directly = wanted != "transformer_engine" and direct is None
+        self._attends_by_flash = wanted == "flash" and flash is None
+        refusal = {"cudnn": direct, "flash": flash}.get(wanted)
+        if refusal is not None:
+            instead = "called directly" if self._attends_directly else "called by Transformer Engine"
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays cuDNN's, {instead}")
+
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        if self._attends_by_flash:
+            return "flash"
+        return "cudnn" if self._attends_directly else "transformer_engine"
 
     def _frame_limits(self, capacity: int, frames: int) -> list[tuple[int, int]]:
         return (scanned_limits if self._attends_directly else frame_limits)(capacity, frames)
@@ -290,7 +314,8 @@ class VisionGraphs(GraphedModule):
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
         fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
         entered += [family.reordering_kernels] if fast else []
-        entered += [family.direct_attention] if self._attends_directly else []
+        entered += [family.direct_attention.kernels] if self._attends_directly else []
+        entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         entered += [family.known_activations] if options.moves_activations else []
         with ExitStack() as stack:
             for kernels in entered:

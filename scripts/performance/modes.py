@@ -61,6 +61,8 @@ class Plugin:
         )
         helper = new_helper(model, options)
         try:
+            if options.attention not in ("auto", helper.graphs.attention):
+                raise RuntimeError(f"attention={options.attention} cannot be had: {helper.graphs.attention} is called")
             statistics = helper.graphs.statistics()
             large = memory_at(statistics, batch.tokens)
             fields = {
@@ -218,6 +220,7 @@ MODES: dict[str, Callable[[], Mode]] = {
     "eager": Eager,
     "plugin": lambda: Plugin("plugin", kernels="exact"),
     "plugin_fast": lambda: Plugin("plugin_fast", kernels="fast"),
+    "plugin_flash": lambda: Plugin("plugin_flash", kernels="fast", attention="flash"),
     "plugin_te_attention": lambda: Plugin("plugin_te_attention", kernels="exact", attention="transformer_engine"),
     "upstream": Upstream,
     "compile": lambda: Compiled("compile", "default"),

@@ -1,7 +1,7 @@
 """Where the GPU time of one forward plus backward goes: kernels by total time, and families of kernels.
 
     python scripts/performance/profile_vision.py --cases 1x768 --top 25
-    python scripts/performance/profile_vision.py --modes eager,plugin,plugin_te_attention,plugin_fast --records
+    python scripts/performance/profile_vision.py --modes eager,plugin,plugin_fast,plugin_flash --records
 
 With --records, one record a case and mode goes to docs/benchmarks/vision_profile.jsonl, which plots.py draws.
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 from scripts.performance.workloads import CASES, Grid, description, workloads  # noqa: E402
 
-MODES = ("eager", "plugin", "plugin_te_attention", "plugin_fast")
+MODES = ("eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_flash")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import direct_attention, layer_kernels
 from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
-from bridge_cg_plugin.vision.encoder import VisionGraphs
+from bridge_cg_plugin.vision.encoder import OtherAttention, VisionGraphs
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")
@@ -214,21 +214,38 @@ def attention_lines(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
 
 
-def may_attend(attention, refusal):
-    family = dataclasses.replace(QWEN3_VL, direct_attention_refusal=lambda: refusal)
+def chosen(attention, direct=None, flash=None):
+    family = dataclasses.replace(
+        QWEN3_VL,
+        direct_attention=OtherAttention(refusal=lambda: direct),
+        flash_attention=OtherAttention(refusal=lambda: flash),
+    )
     options = VisionGraphOptions(impl="transformer_engine", attention=attention)
     graphs = VisionGraphs(new_tower(), options, family, ReferenceExecutor())
-    return graphs._may_attend_directly()
+    graphs._choose_attention()
+    return graphs.attention
 
 
-@pytest.mark.parametrize("refusal", [None, "there is no GPU"])
-def test_auto_attends_directly_where_it_can_and_says_nothing(capsys, refusal):
-    assert may_attend("auto", refusal) == (refusal is None)
+def test_auto_attends_directly_where_it_can_and_says_nothing(capsys):
+    assert chosen("auto") == "cudnn" and chosen("auto", direct="there is no GPU") == "transformer_engine"
     assert not attention_lines(capsys)
 
 
-def test_attention_is_transformer_engines_where_that_is_asked_for():
-    assert may_attend("cudnn", None) and not may_attend("transformer_engine", None)
+def test_attention_is_what_was_asked_for():
+    assert [chosen(name) for name in ("transformer_engine", "cudnn", "flash")] == [
+        "transformer_engine",
+        "cudnn",
+        "flash",
+    ]
+    assert chosen("flash", direct="no package") == "flash"
+
+
+@pytest.mark.parametrize(("direct", "instead"), [(None, "directly"), ("none", "by Transformer Engine")])
+def test_flash_attention_that_cannot_be_had_is_said(capsys, direct, instead):
+    assert chosen("flash", direct, "no Hopper GPU") == ("transformer_engine" if direct else "cudnn")
+    assert attention_lines(capsys) == [
+        f"[bridge-cg] vision_cuda_graph_attention=flash: no Hopper GPU; attention stays cuDNN's, called {instead}"
+    ]
 
 
 def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeypatch):
@@ -242,7 +259,7 @@ def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeyp
         found = results(model, rows)
         assert [(b.tokens, b.limits) for b in graphs.statistics().buckets] == plain
     assert attention_lines(capsys) == [
-        f"[bridge-cg] vision_cuda_graph_attention=cudnn: {QWEN3_VL.direct_attention_refusal()}; attention stays "
-        "Transformer Engine's"
+        f"[bridge-cg] vision_cuda_graph_attention=cudnn: {QWEN3_VL.direct_attention.refusal()}; attention stays "
+        "cuDNN's, called by Transformer Engine"
     ]
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))

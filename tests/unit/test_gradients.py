@@ -364,3 +364,6 @@ def test_a_parameter_that_is_used_and_gets_no_gradient():
     assert not reference.model.mix.bias.main_grad.any()
     assert_same(parallel.main_grads, reference.main_grads)
     assert sorted(parallel.fired) == sorted(reference.fired)
+    for one in (reference, parallel):
+        eager_loss(one, batch).backward()
+    assert_same(parallel.main_grads, reference.main_grads)

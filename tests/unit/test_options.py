@@ -191,7 +191,7 @@ REFUSED = [
     ("exact_below", True),
     ("kernels", "fastest"),
     ("kernels", 3),
-    ("attention", "flash"),
+    ("attention", "sdpa"),
     ("gradient_accumulation_fusion", "perhaps"),
     ("gradient_hooks", "never"),
     ("cost_fallback", "sometimes"),
