@@ -41,6 +41,13 @@ class Offloading(Protocol):
             CaptureError: They cannot be kept as asked for.
         """
 
+    def accepts(self, body: "RegionBody", nbytes: int) -> bool:
+        """Whether a recording may take so much of its pool; if not, `prepare` is asked again and plans for less.
+
+        Raises:
+            CaptureError: It takes too much and cannot take less.
+        """
+
     def release(self) -> None:
         """Give back all host memory."""
 

@@ -52,8 +52,8 @@ class Executor(Protocol):
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """Run the body outside any capture, with all activations on the device."""
 
-    def observe(self, body: RegionBody, activations: Activations) -> int:
-        """Run a warmed-up body once more, outside any capture; returns the most memory that it took, in bytes."""
+    def observe(self, body: RegionBody, activations: Activations) -> None:
+        """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
 
     def record(self, body: RegionBody, pool: object) -> Recording:
         """Record the body."""
@@ -106,14 +106,10 @@ class CudaGraphExecutor:
             for _ in range(WARMUP_PASSES):
                 run_once(body, make_output_gradients)
 
-    def observe(self, body: RegionBody, activations: Activations) -> int:
+    def observe(self, body: RegionBody, activations: Activations) -> None:
         """See `Executor`."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
         with self._aside(body):
             run_with(body, activations)
-        return torch.cuda.max_memory_allocated(self.device) - before
 
     @contextmanager
     def _aside(self, body: RegionBody) -> Iterator[None]:
@@ -174,14 +170,13 @@ class ReferenceExecutor:
             finally:
                 body.forget()
 
-    def observe(self, body: RegionBody, activations: Activations) -> int:
-        """See `Executor`. Without a device there is no memory to measure."""
+    def observe(self, body: RegionBody, activations: Activations) -> None:
+        """See `Executor`."""
         try:
             with self.isolated():
                 run_with(body, activations)
         finally:
             body.forget()
-        return 0
 
     def record(self, body: RegionBody, pool: None) -> Recording:
         """See `Executor`."""

@@ -14,7 +14,7 @@ from .executor import Executor
 from .gradients import GradientSinks, Reduction
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
-from .recording import TRAINING, Mode, RegionBody
+from .recording import TRAINING, Mode, Recording, RegionBody
 from .replay import BackwardObserver, replay
 from .slot import Slot
 from .statistics import BucketStatistics, RegionStatistics
@@ -152,12 +152,23 @@ class Region:
         try:
             self.executor.warm_up(body, output_gradients)
             if self._offloading is not None and mode.gradients:
-                body.activations = self._offloading.prepare(self.executor, body, slot.index)
-            slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
+                slot.recordings[bucket, mode] = self._record_offloading(self._offloading, body, slot)
+            else:
+                slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
+
+    def _record_offloading(self, offloading: Offloading, body: RegionBody, slot: Slot) -> Recording:
+        """Record a body whose activations leave. A slot's first recording, the largest, shows what its pool takes."""
+        while True:
+            body.activations = offloading.prepare(self.executor, body, slot.index)
+            recording = self.executor.record(body, slot.pool)
+            if slot.recordings or offloading.accepts(body, self.executor.pool_bytes(slot.pool)):
+                return recording
+            del recording
+            slot.pool = self.executor.new_pool()
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""

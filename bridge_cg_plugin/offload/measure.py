@@ -12,8 +12,9 @@ from .host_memory import PinnedMemory
 from .observe import Observed, synchronize
 from .planner import Costs
 
-# Large enough for the full rate, small enough for any device.
-PROBE_BYTES = 1 << 27
+# Copies as large as activations are, one after the other.
+PROBE_BYTES = 1 << 24
+PROBES = 8
 REPEATS = 3
 
 _rates: dict[torch.device, tuple[float, float]] = {}
@@ -74,6 +75,7 @@ def _rate(device: torch.device, copy: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
         began = _mark(device)
-        copy()
+        for _ in range(PROBES):
+            copy()
         times.append(_mark(device) - began)
-    return PROBE_BYTES / min(times) / 1e6
+    return PROBES * PROBE_BYTES / min(times) / 1e6

@@ -26,11 +26,13 @@ class Observed:
         inventory: Storages and the moments of the backward.
         rebuild_ms: Time to make a storage of each group again, over its bytes, in ms.
         refused: Kinds that were not made again to the bit, with how many storages.
+        others: Most bytes on the device in the backward that are no saved storages: gradients, workspaces.
     """
 
     inventory: Inventory
     rebuild_ms: dict[tuple[str, str], float] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    others: int = 0
 
 
 class Observer(Packing):
@@ -49,6 +51,7 @@ class Observer(Packing):
         self._events: list[Event] = []
         self._rebuild_ms: dict[tuple[str, str], float] = {}
         self._refused: dict[str, int] = {}
+        self._others = _OtherMemory(device)
 
     @contextmanager
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
@@ -56,6 +59,7 @@ class Observer(Packing):
         with self.hooked(fixed):
             yield
         self._check_recipes()
+        self._others.begin(sum(saved.nbytes for saved in self._alive.values()))
         # From here on storages end when autograd drops them.
         self._alive = {}
 
@@ -72,7 +76,8 @@ class Observer(Packing):
 
     def observed(self) -> Observed:
         """Return what was seen, after a forward and its backward."""
-        return Observed(Inventory(tuple(self._seen), tuple(self._events)), self._rebuild_ms, self._refused)
+        inventory = Inventory(tuple(self._seen), tuple(self._events))
+        return Observed(inventory, self._rebuild_ms, self._refused, self._others.most)
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
         self._alive[saved.place] = saved
@@ -114,9 +119,39 @@ class Observer(Packing):
 
     def _used(self, saved: SavedStorage) -> None:
         self._events.append(Event("use", saved.place))
+        self._others.look()
 
     def _ended(self, place: int) -> None:
         self._events.append(Event("end", place))
+        self._others.look()
+        self._others.resident -= self._seen[place].nbytes
+
+
+class _OtherMemory:
+    """Looks, from moment to moment, how much memory a backward takes besides the saved storages.
+
+    Attributes:
+        resident: Bytes of saved storages that are there.
+        most: Most bytes besides.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._before = torch.cuda.memory_allocated(device) if self._device else 0
+        self.resident = self.most = 0
+
+    def begin(self, resident: int) -> None:
+        """Begin to look, with so many bytes of saved storages on the device."""
+        self.resident = resident
+        if self._device:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def look(self) -> None:
+        """Take the most memory since the last look into account."""
+        if self._device:
+            taken = torch.cuda.max_memory_allocated(self._device) - self._before
+            self.most = max(self.most, taken - self.resident)
+            torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def synchronize(device: torch.device) -> None:

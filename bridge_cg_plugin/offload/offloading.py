@@ -14,13 +14,15 @@ from .host_memory import GIB, PinnedMemory
 from .inventory import Inventory
 from .measure import measured_costs
 from .observe import Observed, Observer
-from .planner import Allowed, fixed_plan, forecast, plan_within, smallest_peak
+from .planner import Allowed, Costs, fixed_plan, forecast, plan_within, smallest_peak
 from .schedule import Fate, Plan
 from .store import ActivationStore
 from .transfers import CudaTransfers, HostTransfers, Transfers
 
-# A pool's blocks are not filled to the brim.
-MARGIN = 0.95
+# Recordings that are made again for less memory before a target is given up.
+ATTEMPTS = 4
+# A recording may take this much more than its target.
+TOLERANCE = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class RegionOffloading:
         self._pinned = PinnedMemory(policy.host_gb, page_locked=device.type == "cuda")
         self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
         self._plans: dict[Bucket, _Planned | None] = {}
+        self._looked: dict[Bucket, tuple[Observed, Costs | None]] = {}
+        # Bytes that pools were seen to take beyond what was planned, and how often that was.
+        self._beyond = self._excesses = 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -77,44 +82,65 @@ class RegionOffloading:
         hosts = self._pinned.reserve(slot, sizes)
         return ActivationStore(planned.inventory, planned.plan, hosts, self._transfers, self._policy.least_bytes)
 
+    def accepts(self, body: RegionBody, nbytes: int) -> bool:
+        """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
+        target = self._policy.memory_target_gb
+        if target is None or self._plans.get(body.bucket) is None or nbytes <= target * GIB * TOLERANCE:
+            return True
+        self._excesses += 1
+        if self._excesses > ATTEMPTS:
+            raise CaptureError(self._refusal(body.bucket, nbytes))
+        self._beyond += int(nbytes - target * GIB)
+        del self._plans[body.bucket]
+        return False
+
     def release(self) -> None:
         """See `Offloading`."""
-        self._plans = {}
+        self._plans, self._looked = {}, {}
+        self._beyond = self._excesses = 0
         if self._pinned.nbytes:
             self._pinned.release()
 
     def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
-        observer = Observer(executor.device, self._policy.least_bytes)
-        peak = executor.observe(body, observer)
-        observed = observer.observed()
-        for kind, count in observed.refused.items():
-            announce(f"{count} tensors of kind {kind} are not made again: that does not give them back to the bit")
+        observed = self._look(executor, body)
         if self._policy.memory_target_gb is None:
             plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
         else:
-            plan = self._within_target(executor, body, observed, peak)
+            plan = self._within_target(executor, body)
         if plan is None or all(fate is Fate.KEEP for fate in plan.fates):
             return None
         self._check_host(observed.inventory, plan)
         return _Planned(observed.inventory, plan)
 
-    def _within_target(self, executor: Executor, body: RegionBody, observed: Observed, peak: int) -> Plan | None:
+    def _look(self, executor: Executor, body: RegionBody) -> Observed:
+        """Return what a body saves and uses, from one look at it."""
+        if body.bucket not in self._looked:
+            observer = Observer(executor.device, self._policy.least_bytes)
+            executor.observe(body, observer)
+            observed = observer.observed()
+            for kind, count in observed.refused.items():
+                announce(f"{count} tensors of kind {kind} are not made again: that does not give them back to the bit")
+            self._looked[body.bucket] = observed, None
+        return self._looked[body.bucket][0]
+
+    def _costs(self, executor: Executor, body: RegionBody) -> Costs:
+        observed, costs = self._looked[body.bucket]
+        if costs is None:
+            costs = measured_costs(executor, body, observed)
+            self._looked[body.bucket] = observed, costs
+        return costs
+
+    def _within_target(self, executor: Executor, body: RegionBody) -> Plan | None:
         """Return the fastest plan that keeps to the target, None where nothing need be done."""
-        target = self._policy.memory_target_gb * GIB * MARGIN
-        inventory, allowed = observed.inventory, self._policy.allowed
-        others = max(peak - inventory.nbytes, 0)
-        window = int(target - others)
+        observed, allowed = self._looked[body.bucket][0], self._policy.allowed
+        inventory, others = observed.inventory, observed.others + self._beyond
+        window = int(self._policy.memory_target_gb * GIB) - others
         if inventory.nbytes <= window:
             return None
-        costs = measured_costs(executor, body, observed)
+        costs = self._costs(executor, body)
         plan = plan_within(inventory, costs, allowed, window)
         if plan is None:
-            least = (smallest_peak(inventory, costs, allowed) + others) / GIB / MARGIN
-            raise CaptureError(
-                f"vision_cuda_graph_memory_target_gb={self._policy.memory_target_gb:g}: bucket {body.bucket} needs at "
-                f"least {least:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
-                "vision_cuda_graph_offload and vision_cuda_graph_recompute"
-            )
+            raise CaptureError(self._refusal(body.bucket, smallest_peak(inventory, costs, allowed) + others))
         expected = forecast(inventory, plan, costs)
         announce(
             f"bucket {body.bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
@@ -122,6 +148,13 @@ class RegionOffloading:
             f"{costs.offload_gbps:.0f} and {costs.load_gbps:.0f} GB/s"
         )
         return plan
+
+    def _refusal(self, bucket: Bucket, least: int) -> str:
+        return (
+            f"vision_cuda_graph_memory_target_gb={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
+            f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
+            "vision_cuda_graph_offload and vision_cuda_graph_recompute"
+        )
 
     def _check_host(self, inventory: Inventory, plan: Plan) -> None:
         """Make sure before any capture that all slots' host memory can be had; what is held counts."""

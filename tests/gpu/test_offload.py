@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
+from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from scripts.performance.bench_offload import copies
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 GRID = [(1, 32, 32), (1, 28, 28)]
@@ -82,8 +87,6 @@ def test_direct_attention_with_offloading_is_eagers_forward(tower_module, model,
 
 
 def test_everything_that_is_known_is_made_again_to_the_bit(tower_module, model, grads, graphs_of, capsys):
-    from bridge_cg_plugin.offload.schedule import Fate
-
     helper = graphs_of(buckets=(1856,), max_frames=2, **POLICIES["both"])
     assert "not made again" not in capsys.readouterr().out
     planned = next(iter(helper.graphs._regions[0]._offloading._plans.values()))
@@ -96,16 +99,17 @@ def test_everything_that_is_known_is_made_again_to_the_bit(tower_module, model, 
     assert groups.count(("linear", "attention")) >= layers
 
 
-def test_memory_is_less_and_a_target_is_kept(tower_module, graphs_of, model, grads):
-    # Twelve layers, so that what is on the way for one or two of them is little beside all.
-    deep = tower_module.build_tower(layers=12)
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+@pytest.fixture
+def deep(tower_module):
+    """Return a tower of so many layers that what is on the way for one or two is little beside all."""
+    return tower_module.build_tower(layers=24)
 
+
+def test_memory_is_less_and_a_target_is_kept(deep):
     def memory(**options):
         gc.collect()
         torch.cuda.empty_cache()
-        settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 4}
+        settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
         helper = VisionTECudaGraphHelper(
             deep, deep.config, options=VisionGraphOptions(buckets=(4096,), **settings, **options)
         )
@@ -117,14 +121,15 @@ def test_memory_is_less_and_a_target_is_kept(tower_module, graphs_of, model, gra
     everything, _ = memory()
     offloaded, host = memory(offload=EVERYTHING["offload"])
     rebuilt, none = memory(recompute=REBUILD["recompute"])
-    target = 0.5 * everything
+    target = 0.45 * everything
     mixed, _ = memory(memory_target_gb=target)
     print(
         f"kept {everything:.2f} GiB, offloaded {offloaded:.2f} ({host:.2f} host), again {rebuilt:.2f}, mix {mixed:.2f}"
     )
     assert offloaded < 0.6 * everything and host > 0
-    assert rebuilt < 0.75 * everything and none == 0
-    assert mixed <= 1.05 * target
+    assert rebuilt < 0.6 * everything and none == 0
+    # A target is of the pool; static buffers come on top.
+    assert mixed <= 1.02 * target + 0.05
 
 
 def test_two_hundred_steps_take_no_more_memory(tower_module, model, grads, graphs_of):
@@ -282,20 +287,22 @@ def test_the_main_stream_goes_on_from_the_event_while_copies_run(tower_module):
     assert waited["event"] < 0.7 * waited["end"]
 
 
-def test_copies_run_beside_kernels(tower_module, graphs_of, model, grads):
-    from scripts.performance.bench_offload import copies
-
-    graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
-    batch = tower_module.make_batch(GRID, model)
-    tower_module.step(model, batch)
-    found = copies(lambda: tower_module.step(model, batch))
+def test_copies_run_beside_kernels(tower_module, deep):
+    settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
+    options = VisionGraphOptions(buckets=(4096,), offload=("attention",), **settings)
+    tower_module.MainGrads(deep)
+    helper = VisionTECudaGraphHelper(deep, deep.config, options=options)
+    helper.create_cudagraphs()
+    batch = tower_module.make_batch([(1, 64, 64)], deep)
+    tower_module.step(deep, batch)
+    found = copies(lambda: tower_module.step(deep, batch))
+    assert not helper.graphs.statistics().fallbacks
+    helper.delete_cuda_graphs()
     print(found)
-    assert found["copy_ms"] > 0 and found["copy_overlap"] > 0.3
+    assert found["copy_ms"] > 0 and found["copy_overlap"] > 0.5
 
 
 def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, model, graphs_of, monkeypatch):
-    from bridge_cg_plugin.graphs.errors import CaptureError
-
     captures = []
     began = torch.cuda.CUDAGraph.capture_begin
     monkeypatch.setattr(

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.report import metrics
 from bridge_cg_plugin.offload import host_memory
 from bridge_cg_plugin.offload.schedule import Fate
-from bridge_cg_plugin.options import OFFLOAD_MODULES
+from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 
-from .towers import graphs_on, new_tower, results
+from .towers import DEFAULTS, graphs_on, new_tower, results
 
 ROWS = [(1, 8, 8), (2, 4, 8)]
 SETTINGS = {"buckets": (128,), "evaluation": False, "offload_min_bytes": 1024}
@@ -92,8 +94,6 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
     recorded = []
     tower = new_tower()
-    from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-
     record = ReferenceExecutor.record
     monkeypatch.setattr(ReferenceExecutor, "record", lambda self, *a: recorded.append(1) or record(self, *a))
     with (
@@ -107,10 +107,6 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
 def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 10)
     tower = new_tower()
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper  # as `graphs_on`, which wants graphs
-
-    from .towers import DEFAULTS, ReferenceExecutor, VisionGraphOptions
-
     options = VisionGraphOptions(**{**DEFAULTS, **SETTINGS, "strict": False, "offload": ("attention",)})
     helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
     helper.create_cudagraphs()
@@ -119,3 +115,47 @@ def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkey
     assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
     results(tower, ROWS)
     helper.graphs.detach()
+
+
+class FilledPool(ReferenceExecutor):
+    """A pool that takes more than the activations of a plan, as blocks leave gaps."""
+
+    def __init__(self, gaps: int, least: int = 0) -> None:
+        super().__init__()
+        self.gaps, self.least, self.taken, self.pools = gaps, least, [], 0
+
+    def new_pool(self):
+        self.pools += 1
+
+    def record(self, body, pool):
+        if body.activations is not None:
+            window = body.activations._plan.window
+            self.taken.append(max(window + self.gaps, self.least))
+        return super().record(body, pool)
+
+    def pool_bytes(self, pool):
+        return self.taken[-1] if self.taken else 0
+
+
+def test_a_pool_with_gaps_is_recorded_again_with_less_in_it():
+    tower, target = new_tower(), target_of(0.7)
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    executor = FilledPool(gaps=int(0.1 * target * 2**30))
+    with graphs_on(tower, executor=executor, memory_target_gb=target, slots=2, **SETTINGS):
+        outputs, gradients = results(tower, ROWS)
+    first, second, other_slot = executor.taken
+    assert first > target * 2**30 >= second == other_slot
+    assert executor.pools == 3  # the first slot's was given up once
+    assert all(map(torch.equal, outputs, expected[0]))
+    assert all(map(torch.equal, gradients, expected[1]))
+
+
+def test_a_pool_that_never_fits_its_target_is_an_error():
+    tower, target = new_tower(), target_of(0.7)
+    executor = FilledPool(gaps=0, least=int(1.1 * target * 2**30))
+    with (
+        pytest.raises(CaptureError, match="memory_target_gb=.* needs at least"),
+        graphs_on(tower, executor=executor, memory_target_gb=target, **SETTINGS),
+    ):
+        pass
