@@ -145,7 +145,7 @@ def test_a_pool_with_gaps_is_recorded_again_with_less_in_it():
     with graphs_on(tower, executor=executor, memory_target_gb=target, slots=2, **SETTINGS):
         outputs, gradients = results(tower, ROWS)
     first, second, other_slot = executor.taken
-    assert first > target * 2**30 >= second == other_slot
+    assert first > 1.05 * target * 2**30 and second == other_slot <= 1.01 * target * 2**30
     assert executor.pools == 3  # the first slot's was given up once
     assert all(map(torch.equal, outputs, expected[0]))
     assert all(map(torch.equal, gradients, expected[1]))
