@@ -42,7 +42,7 @@ class Offloading(Protocol):
         """
 
     def accepts(self, body: "RegionBody", nbytes: int) -> bool:
-        """Whether a recording may take so much of its pool; if not, `prepare` is asked again and plans for less.
+        """Whether a recording's pool may take so many bytes; if not, `prepare` is asked again and plans for less.
 
         Raises:
             CaptureError: It takes too much and cannot take less.

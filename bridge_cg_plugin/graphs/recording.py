@@ -120,6 +120,11 @@ class RegionBody:
         split = len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
 
+    @property
+    def static_bytes(self) -> int:
+        """Device memory of the buffers that the work reads."""
+        return sum(tensor.nbytes for tensor in (*self._buffers.values(), *self.output_gradients))
+
     def join(self) -> None:
         """Let the current stream wait for copies of activations that the last forward or backward began."""
         if self.activations is not None:

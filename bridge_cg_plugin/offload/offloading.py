@@ -84,13 +84,15 @@ class RegionOffloading:
 
     def accepts(self, body: RegionBody, nbytes: int) -> bool:
         """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
-        target = self._policy.memory_target_gb
-        if target is None or self._plans.get(body.bucket) is None or nbytes <= target * GIB * TOLERANCE:
+        if self._policy.memory_target_gb is None or self._plans.get(body.bucket) is None:
+            return True
+        target, taken = self._policy.memory_target_gb * GIB, nbytes + body.static_bytes
+        if taken <= target * TOLERANCE:
             return True
         self._excesses += 1
         if self._excesses > ATTEMPTS:
-            raise CaptureError(self._refusal(body.bucket, nbytes))
-        self._beyond += int(nbytes - target * GIB)
+            raise CaptureError(self._refusal(body.bucket, taken))
+        self._beyond += int(taken - target)
         del self._plans[body.bucket]
         return False
 
@@ -133,7 +135,7 @@ class RegionOffloading:
     def _within_target(self, executor: Executor, body: RegionBody) -> Plan | None:
         """Return the fastest plan that keeps to the target, None where nothing need be done."""
         observed, allowed = self._looked[body.bucket][0], self._policy.allowed
-        inventory, others = observed.inventory, observed.others + self._beyond
+        inventory, others = observed.inventory, observed.others + body.static_bytes + self._beyond
         window = int(self._policy.memory_target_gb * GIB) - others
         if inventory.nbytes <= window:
             return None
