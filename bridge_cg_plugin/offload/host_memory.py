@@ -1,6 +1,7 @@
 """Page-locked host memory: how much a process may take, taken once, given back."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -57,16 +58,25 @@ def processes_here() -> int:
     return 1
 
 
+class Plain(dict[str, str]):
+    """Names of options where nobody gave them others: their own."""
+
+    def __missing__(self, option: str) -> str:
+        return option
+
+
 class PinnedMemory:
     """Page-locked memory of one process, a part for each slot; a slot's buckets share it.
 
     Args:
         limit_gb: Most that this process may take, in GiB; None is its share of what the host has.
         page_locked: Whether to lock it; without a GPU there is nothing to lock it for.
+        fields: Option -> the name that users know it by, for messages.
     """
 
-    def __init__(self, limit_gb: float | None, page_locked: bool) -> None:
+    def __init__(self, limit_gb: float | None, page_locked: bool, fields: Mapping[str, str] | None = None) -> None:
         self._limit_gb, self._page_locked = limit_gb, page_locked
+        self._fields = Plain() if fields is None else fields
         self._pieces: dict[int, list[Tensor]] = {}
 
     @property
@@ -85,12 +95,12 @@ class PinnedMemory:
             raise HostMemoryError(
                 f"activations to offload take {more / GIB:.1f} GiB of host memory, the host has {host / GIB:.1f} GiB "
                 f"for this process ({SHARE:.0%} of what is available, shared by the run's {processes_here()} processes "
-                "there); offload less with vision_cuda_graph_offload, recompute with vision_cuda_graph_recompute, or "
+                f"there); offload less with {self._fields['offload']}, recompute with {self._fields['recompute']}, or "
                 "take fewer slots"
             )
         if self._limit_gb is not None and self.nbytes + more > self._limit_gb * GIB:
             raise HostMemoryError(
-                f"vision_cuda_graph_offload_host_gb={self._limit_gb:g}: activations to offload take "
+                f"{self._fields['offload_host_gb']}={self._limit_gb:g}: activations to offload take "
                 f"{(self.nbytes + more) / GIB:.1f} GiB; raise it, offload less or take fewer slots"
             )
 

@@ -68,5 +68,5 @@ class Inventory:
             there = f"{self.seen[place].nbytes} bytes" if place < len(self.seen) else "nothing"
             raise ValueError(
                 f"the recorded forward saved other tensors than the pass before it: {nbytes} bytes in place {place}, "
-                f"{there} before; set vision_cuda_graph_offload, _recompute and _memory_target_gb to None"
+                f"{there} before; keep activations on the device: set the options of offloading and recompute to None"
             )

@@ -1,6 +1,7 @@
 """Offloading and recompute of a region's activations as a user's options say it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,7 +11,8 @@ from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.program import Bucket
 from ..graphs.recording import RegionBody
-from .host_memory import GIB, PinnedMemory
+from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
+from .host_memory import GIB, PinnedMemory, Plain
 from .inventory import Inventory
 from .measure import measured_costs
 from .observe import Observed, Observer
@@ -34,12 +36,30 @@ class Policy:
         memory_target_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
         least_bytes: Smallest storage that is offloaded or made again.
         host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
+        fields: Option -> the name that users know it by, for messages.
     """
 
     allowed: Allowed
     memory_target_gb: float | None = None
     least_bytes: int = 1 << 20
     host_gb: float | None = None
+    fields: Mapping[str, str] = field(default_factory=Plain)
+
+
+def policy_of(options: ActivationOptions, fields: Mapping[str, str]) -> Policy:
+    """Return what options ask for. A memory target may use everything that they do not rule out.
+
+    Args:
+        options: A region's options.
+        fields: Option -> the name that users know it by.
+    """
+    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.memory_target_gb is not None else ((), ())
+    scopes, kinds = (
+        frozenset(default if given is None else given)
+        for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
+    )
+    allowed = Allowed(scopes, kinds)
+    return Policy(allowed, options.memory_target_gb, options.offload_min_bytes, options.offload_host_gb, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +79,7 @@ class RegionOffloading:
 
     def __init__(self, policy: Policy, slots: int, device: torch.device) -> None:
         self._policy, self._slots = policy, slots
-        self._pinned = PinnedMemory(policy.host_gb, page_locked=device.type == "cuda")
+        self._pinned = PinnedMemory(policy.host_gb, device.type == "cuda", policy.fields)
         self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
         self._plans: dict[Bucket, _Planned | None] = {}
         self._looked: dict[Bucket, tuple[Observed, Costs | None]] = {}
@@ -152,10 +172,11 @@ class RegionOffloading:
         return plan
 
     def _refusal(self, bucket: Bucket, least: int) -> str:
+        names = self._policy.fields
         return (
-            f"vision_cuda_graph_memory_target_gb={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
+            f"{names['memory_target_gb']}={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
             f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
-            "vision_cuda_graph_offload and vision_cuda_graph_recompute"
+            f"{names['offload']} and {names['recompute']}"
         )
 
     def _check_host(self, inventory: Inventory, plan: Plan) -> None:

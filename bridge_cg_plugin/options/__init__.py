@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .activations import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .combinations import check_combinations, check_options
 from .errors import GraphOptionWarning, OptionError
 from .facts import Facts, facts_of
@@ -19,9 +20,7 @@ from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
     CHECK_ACTIONS,
     MODULES,
-    OFFLOAD_MODULES,
     PROVIDER_FIELDS,
-    RECOMPUTE,
     SCOPE_FIELD,
     VisionGraphOptions,
     vision_options,
@@ -37,6 +36,7 @@ __all__ = [
     "PROVIDER_FIELDS",
     "RECOMPUTE",
     "SCOPE_FIELD",
+    "ActivationOptions",
     "CudaGraphModule",
     "Facts",
     "GraphOptionWarning",

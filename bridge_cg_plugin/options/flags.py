@@ -2,17 +2,18 @@
 
 import argparse
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import offload as offloading
+from .activations import OFFLOAD_MODULES, RECOMPUTE
 from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .offload import OFFLOAD_FIELDS
 from .packed import PACKED_FIELDS
 from .values import words
-from .vision import OFFLOAD_MODULES, PROVIDER_FIELDS, RECOMPUTE, SCOPE_FIELD
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 OFFLOAD = "offload"
 
@@ -50,6 +51,17 @@ def _vision(option: str, value: str, meaning: str) -> Flag:
 def _packed(option: str, value: str, meaning: str) -> Flag:
     field = PACKED_FIELDS[option]
     return Flag(name=field, field=field, value=value, meaning=meaning)
+
+
+def _activations(flag: Callable[[str, str, str], Flag]) -> tuple[Flag, ...]:
+    """Return the flags of regions whose activations leave the device."""
+    return (
+        flag("offload", "LIST", f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none"),
+        flag("recompute", "LIST", f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none"),
+        flag("memory_target_gb", "GIB", "device memory of a slot that a mix of offloading and recompute keeps to"),
+        flag("offload_min_bytes", "BYTES", "smallest activation that is offloaded or made again"),
+        flag("offload_host_gb", "GIB", "most page-locked host memory of a process"),
+    )
 
 
 def _offload(option: str, value: str, meaning: str) -> Flag:
@@ -93,11 +105,7 @@ FLAGS = (
         "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"
     ),
     _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
-    _vision("offload", "LIST", f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none"),
-    _vision("recompute", "LIST", f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none"),
-    _vision("memory_target_gb", "GIB", "device memory of a slot that a mix of offloading and recompute keeps to"),
-    _vision("offload_min_bytes", "BYTES", "smallest activation that is offloaded or made again"),
-    _vision("offload_host_gb", "GIB", "most page-locked host memory of a process"),
+    *_activations(_vision),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),
     _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),
@@ -113,6 +121,7 @@ FLAGS = (
     _packed("buckets", "LIST", "capacities in tokens of packs, ascending, or auto"),
     _packed("max_seqlen", "TOKENS", "tokens of the longest document that a graph takes"),
     _packed("slots", "N", "packs between forward and backward at once, or auto"),
+    *_activations(_packed),
     _packed("evaluation", "BOOL", "evaluation of packs runs on graphs too"),
     _packed("strict", "BOOL", "a failed capture of packed-sequence graphs stops the run"),
     Flag(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .activations import PARSERS as ACTIVATION_PARSERS
+from .activations import check_region, moves_activations
 from .errors import OptionError
 from .values import factor, is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
 
@@ -13,9 +15,6 @@ CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("auto", "exact", "fast")
 ATTENTION = ("auto", "transformer_engine", "cudnn", "flash")
 GRADIENT_HOOKS = ("awaited", "always")
-# Parts of the encoder whose saved tensors can be offloaded, and what can be made again in the backward.
-OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
-RECOMPUTE = ("layernorm", "gelu", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ class VisionGraphOptions:
     @property
     def moves_activations(self) -> bool:
         """Whether activations are offloaded or made again."""
-        return bool(self.offload or self.recompute) or self.memory_target_gb is not None
+        return moves_activations(self)
 
 
 # Option -> field of a model provider. The first and the third are upstream's own.
@@ -148,7 +147,7 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit)
-        _check_region(options)
+        check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
 
@@ -168,21 +167,6 @@ def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
     return lambda field, value: parse_choice(field, value, choices)
 
 
-def _some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
-    """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
-
-    def parse(field: str, value: Any) -> tuple[str, ...]:
-        names = words(value)
-        if names in (("all",), ("none",)):
-            return tuple(choices) if names == ("all",) else ()
-        for name in names:
-            if name not in choices:
-                raise OptionError(field, value, f"{', '.join(choices)}, all, or none", f"Remove {name!r}.")
-        return names
-
-    return parse
-
-
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "impl": _parse_impl,
     "modules": _parse_modules,
@@ -198,11 +182,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
-    "offload": _some_of(OFFLOAD_MODULES),
-    "recompute": _some_of(RECOMPUTE),
-    "memory_target_gb": positive_number,
-    "offload_min_bytes": whole_number(0),
-    "offload_host_gb": positive_number,
+    **ACTIVATION_PARSERS,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),
@@ -229,16 +209,3 @@ def _check_capacities(options: VisionGraphOptions, merge_unit: int) -> None:
         raise OptionError(
             field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."
         )
-
-
-def _check_region(options: VisionGraphOptions) -> None:
-    """Refuse to move activations of regions that are as small as a part of a layer."""
-    for option in ("offload", "recompute", "memory_target_gb"):
-        given = getattr(options, option)
-        if given and not options.whole_encoder:
-            raise OptionError(
-                PROVIDER_FIELDS[option],
-                list(given) if isinstance(given, tuple) else given,
-                f"None with {PROVIDER_FIELDS['modules']}={list(options.modules)}",
-                "Capture the whole encoder as one region: in a part of a layer a copy has nothing to run beside.",
-            )

@@ -1,7 +1,8 @@
 """A decoder's graphs of packed documents over a training run: observe, plan, capture, replay, fall back, report."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
 from ..graphs.program import Bucket
 from ..graphs.region import Region
-from ..options import PackedOptions
+from ..offload.offloading import RegionOffloading, policy_of
+from ..options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .layout import spread
 from .program import PackedProgram, PackLayout, RecordingKernels, Run
@@ -99,6 +101,7 @@ class DecoderFamily(Protocol):
     absolute: bool
     shards: int
     kernels: RecordingKernels
+    known_activations: RecordingKernels
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
         """Return what a call says, or why a graph cannot serve it."""
@@ -189,11 +192,18 @@ class PackedGraphs(GraphedModule):
                 self.options.evaluation,
                 self._before_replay,
                 self._reduction,
+                self._offloading(),
             )
             region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
+
+    def _offloading(self) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        if not self.options.moves_activations:
+            return None
+        return RegionOffloading(policy_of(self.options, PACKED_FIELDS), self.slots, self.executor.device)
 
     def _recorded(self) -> None:
         """See `GraphedModule`."""
@@ -222,8 +232,16 @@ class PackedGraphs(GraphedModule):
         additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
         layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
         return PackedProgram(
-            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, family.kernels
+            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels
         )
+
+    @contextmanager
+    def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.family.kernels(modules))
+            if self.options.moves_activations:
+                stack.enter_context(self.family.known_activations(modules))
+            yield
 
     def _install(self, part: DecoderPart, region: Region) -> None:
         followers = [_FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in part.followers]

@@ -15,6 +15,7 @@ from ..options import OptionError
 from ..options.language_model import MODULES
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
+from .activations import known_activations
 from .packed_layers import (
     MAX_SEQLENS,
     attention_and_router_part,
@@ -155,6 +156,8 @@ class TransformerBlockFamily:
                 **visual,
             )
         return (output,)
+
+    known_activations = staticmethod(known_activations)
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -28,9 +28,8 @@ from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.report import GIB
-from ..offload.offloading import Policy, RegionOffloading
-from ..offload.planner import Allowed
-from ..options import OFFLOAD_MODULES, RECOMPUTE, VisionGraphOptions
+from ..offload.offloading import RegionOffloading, policy_of
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import VisionBatch, check_batch
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
@@ -350,19 +349,9 @@ class VisionGraphs(GraphedModule):
 
     def _offloading(self) -> RegionOffloading | None:
         """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        options = self.options
-        if not options.moves_activations:
+        if not self.options.moves_activations:
             return None
-        # A memory target may use everything that is not ruled out.
-        unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.memory_target_gb is not None else ((), ())
-        scopes, kinds = (
-            frozenset(default if given is None else given)
-            for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
-        )
-        policy = Policy(
-            Allowed(scopes, kinds), options.memory_target_gb, options.offload_min_bytes, options.offload_host_gb
-        )
-        return RegionOffloading(policy, self.slots, self.executor.device)
+        return RegionOffloading(policy_of(self.options, PROVIDER_FIELDS), self.slots, self.executor.device)
 
     def _install_layers(self) -> None:
         if self.options.whole_encoder:

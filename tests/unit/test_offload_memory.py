@@ -54,7 +54,7 @@ def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
     host(10 * 2**20)
     memory = PinnedMemory(None, page_locked=False)
     memory.check(7 * GIB)
-    with pytest.raises(HostMemoryError, match=r"take 9.0 GiB.*has 8.0 GiB.*vision_cuda_graph_recompute"):
+    with pytest.raises(HostMemoryError, match=r"take 9.0 GiB.*has 8.0 GiB.*recompute"):
         memory.check(9 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(HostMemoryError, match="2.0 GiB for this process.*4 processes"):
@@ -65,7 +65,7 @@ def test_a_limit_of_the_process_is_kept(host):
     host(10 * 2**20)
     memory = PinnedMemory(0.001, page_locked=False)
     assert memory.reserve(0, {0: 1000})[0].nbytes == 1000
-    with pytest.raises(HostMemoryError, match="vision_cuda_graph_offload_host_gb=0.001"):
+    with pytest.raises(HostMemoryError, match="offload_host_gb=0.001"):
         memory.reserve(1, {0: 2**21})
 
 

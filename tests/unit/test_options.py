@@ -243,7 +243,7 @@ def test_a_bucket_above_the_largest_length():
 def test_activations_move_in_the_whole_encoder_only(given):
     assert enabled(**given).moves_activations
     assert enabled(**given, modules=["attn", "mlp"]).moves_activations
-    with pytest.raises(OptionError, match="whole encoder") as caught:
+    with pytest.raises(OptionError, match="all layers as one region") as caught:
         enabled(**given, modules=["mlp"])
     assert caught.value.field == PROVIDER_FIELDS[next(iter(given))]
 
