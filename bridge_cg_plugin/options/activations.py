@@ -15,19 +15,24 @@ class ActivationOptions(Protocol):
     """The fields that say where a region's activations are; see `VisionGraphOptions`."""
 
     @property
-    def offload(self) -> tuple[str, ...] | None: ...
+    def offload(self) -> tuple[str, ...] | None:
+        """Parts whose activations go to the host."""
 
     @property
-    def recompute(self) -> tuple[str, ...] | None: ...
+    def recompute(self) -> tuple[str, ...] | None:
+        """What the backward makes again."""
 
     @property
-    def memory_target_gb(self) -> float | None: ...
+    def memory_target_gb(self) -> float | None:
+        """Device memory of a slot in GiB to keep to."""
 
     @property
-    def offload_min_bytes(self) -> int: ...
+    def offload_min_bytes(self) -> int:
+        """Smallest activation that leaves."""
 
     @property
-    def offload_host_gb(self) -> float | None: ...
+    def offload_host_gb(self) -> float | None:
+        """Most page-locked host memory in GiB."""
 
 
 def moves_activations(options: ActivationOptions) -> bool:
