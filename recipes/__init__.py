@@ -1,5 +1,7 @@
 """Presets: Bridge's recipes of the Qwen3-VL family with vision-encoder graphs, one function per model, task and GPU.
 
+And of language models that train on packed documents, with their layers on graphs.
+
     from bridge_cg_plugin.recipes import qwen3_vl_8b_vision_graphs_h200_sft_config
 
 While the plugin is active the same names are attributes of `megatron.bridge.recipes`, where Bridge's launchers look
@@ -7,7 +9,19 @@ recipes up. Imports neither torch nor Megatron; Bridge's recipe is looked up whe
 """
 
 from .gpus import GPUS, Gpu
+from .packed import PACKED_PRESETS, PACKED_RECIPES, PackedPreset
 from .presets import PRESETS, RECIPES, Preset
 
-globals().update(RECIPES)
-__all__ = ["GPUS", "PRESETS", "RECIPES", "Gpu", "Preset", *RECIPES]
+globals().update(RECIPES | PACKED_RECIPES)
+__all__ = [
+    "GPUS",
+    "PACKED_PRESETS",
+    "PACKED_RECIPES",
+    "PRESETS",
+    "RECIPES",
+    "Gpu",
+    "PackedPreset",
+    "Preset",
+    *RECIPES,
+    *PACKED_RECIPES,
+]

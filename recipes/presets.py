@@ -75,21 +75,34 @@ def build(preset: Preset, **arguments: Any) -> Any:
         RuntimeError: The plugin is not active: upstream's own vision graphs would compute something else. Or the
             installed release lacks the recipe.
     """
-    if not status()["active"]:
-        raise RuntimeError(
-            f"{preset.name} needs the plugin: unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first. "
-            f"Without it, use {preset.base}."
-        )
-    recipe = getattr(importlib.import_module(BRIDGE_RECIPES), preset.base, None)
-    if recipe is None:
-        raise RuntimeError(f"{preset.name} derives from {preset.base}, which comes with megatron-bridge {SINCE}")
-    config = recipe(**arguments)
+    config = bridges_recipe(preset.name, preset.base)(**arguments)
     set_graph_fields(config, GPUS[preset.gpu])
     if preset.task == "sft_packed":
         config.dataset.enable_in_batch_packing = True
     if preset.replaces_data:
         config.dataset = mock_dataset(config.dataset)
     return config
+
+
+def bridges_recipe(name: str, base: str) -> Callable[..., Any]:
+    """Return the recipe of Bridge that a preset derives from.
+
+    Args:
+        name: Of the preset.
+        base: Of Bridge's recipe.
+
+    Raises:
+        RuntimeError: The plugin is not active, or the installed release lacks the recipe.
+    """
+    if not status()["active"]:
+        raise RuntimeError(
+            f"{name} needs the plugin: unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first. "
+            f"Without it, use {base}."
+        )
+    recipe = getattr(importlib.import_module(BRIDGE_RECIPES), base, None)
+    if recipe is None:
+        raise RuntimeError(f"{name} derives from {base}, which comes with megatron-bridge {SINCE}")
+    return recipe
 
 
 def set_graph_fields(config: Any, gpu: Gpu) -> None:

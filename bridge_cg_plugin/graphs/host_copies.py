@@ -34,15 +34,22 @@ class HostCopies:
 
     def values(self, tensor: Tensor) -> tuple[int, ...]:
         """Return a tensor's elements, row by row. A leading part of a remembered tensor is known with it."""
+        known = self.known(tensor)
+        if known is not None:
+            return known
+        self.device_reads += 1
+        values = as_integers(tensor.cpu())
+        self._store(tensor, values)
+        return values
+
+    def known(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """Return a tensor's elements as `values` does, None where the device would have to be read."""
         if tensor.device.type == "cpu":
             return as_integers(tensor)
         entry = self._known.get(_key(tensor)) if tensor.is_contiguous() else None
         if entry is not None and entry[1] == _version(tensor) and tensor.numel() <= len(entry[2]):
             return entry[2][: tensor.numel()]
-        self.device_reads += 1
-        values = as_integers(tensor.cpu())
-        self._store(tensor, values)
-        return values
+        return None
 
     def _store(self, tensor: Tensor, values: tuple[int, ...]) -> None:
         if tensor.device.type == "cpu" or not tensor.is_contiguous():

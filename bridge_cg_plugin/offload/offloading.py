@@ -129,7 +129,10 @@ class RegionOffloading:
             plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
         else:
             plan = self._within_target(executor, body)
-        if plan is None or all(fate is Fate.KEEP for fate in plan.fates):
+        if plan is None:
+            return None
+        if all(fate is Fate.KEEP for fate in plan.fates):
+            self._say_nothing_leaves(body.bucket, observed.inventory)
             return None
         self._check_host(observed.inventory, plan)
         return _Planned(observed.inventory, plan)
@@ -177,6 +180,17 @@ class RegionOffloading:
             f"{names['memory_target_gb']}={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
             f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
             f"{names['offload']} and {names['recompute']}"
+        )
+
+    def _say_nothing_leaves(self, bucket: Bucket, inventory: Inventory) -> None:
+        """Say so once where what was asked for moves nothing of the largest bucket."""
+        if self._plans:
+            return
+        there = ", ".join(sorted({seen.scope for seen in inventory.seen})) or "none"
+        names = self._policy.fields
+        announce(
+            f"{names['offload']} and {names['recompute']} move nothing of bucket {bucket}: parts that save tensors of "
+            f"{self._policy.least_bytes} bytes or more: {there}"
         )
 
     def _check_host(self, inventory: Inventory, plan: Plan) -> None:

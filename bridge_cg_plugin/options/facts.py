@@ -10,6 +10,8 @@ from .values import is_unset, parse_flag, words
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
+# Bridge's providers of models whose vision tower is Hugging Face's module.
+HUGGING_FACE_TOWERS = ("Qwen25VLModelProvider", "Gemma3VLModelProvider")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Facts:
         mla: Whether attention is multi-latent.
         warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
+        hugging_face_tower: Whether the vision tower is Hugging Face's module.
         pipeline_stages: Stages of pipeline parallelism.
         context_ranks: Ranks of context parallelism.
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
@@ -55,6 +58,7 @@ class Facts:
     mla: bool | None = None
     warmup_steps: int | None = None
     images: bool | None = None
+    hugging_face_tower: bool | None = None
     pipeline_stages: int | None = None
     context_ranks: int | None = None
     in_batch_packing: str | None = None
@@ -73,6 +77,7 @@ def facts_of(written: Written) -> Facts:
     modules = settings.get("recompute_modules")
     granularity = settings.get("recompute_granularity")
     experts = settings.get("num_moe_experts")
+    tower = None if written.model is None else _has_base(written.model, HUGGING_FACE_TOWERS)
     return Facts(
         te_rng_tracker=_te_rng_tracker(settings),
         megatron_fsdp=_flag(settings, "use_megatron_fsdp"),
@@ -90,7 +95,8 @@ def facts_of(written: Written) -> Facts:
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
         mla=_flag(settings, "multi_latent_attention"),
         warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
-        images=None if written.model is None else hasattr(written.model, "vision_cuda_graph_impl"),
+        images=None if tower is None else hasattr(written.model, "vision_cuda_graph_impl") and not tower,
+        hugging_face_tower=tower,
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
@@ -98,6 +104,10 @@ def facts_of(written: Written) -> Facts:
         low_precision=_low_precision(settings),
         by_hand=written.by_hand,
     )
+
+
+def _has_base(model: Any, names: tuple[str, ...]) -> bool:
+    return not {base.__name__ for base in type(model).__mro__}.isdisjoint(names)
 
 
 def _flag(settings: dict[str, Any], name: str) -> bool | None:

@@ -75,8 +75,7 @@ def options_of(written: Written) -> GraphOptions:
         OptionError: A value is none that exists, or a deprecated and a new one disagree.
     """
     language_model, warnings = language_model_options(written.fields, written.by_hand)
-    merge = written.settings.get("spatial_merge_size")
-    vision = vision_options(written.fields, merge**2 if isinstance(merge, int) and merge > 0 else 4)
+    vision = vision_options(written.fields, *_unit(written))
     if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
         names = ",".join(vision.modules)
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
@@ -87,6 +86,16 @@ def options_of(written: Written) -> GraphOptions:
         offload=offload_options(written.fields),
         warnings=warnings,
     )
+
+
+def _unit(written: Written) -> tuple[int, str]:
+    """Return how many patches of a vision encoder belong together, and what they are; see `vision_options`."""
+    tower = getattr(written.model, "vision_config", None)
+    image, patch = (getattr(tower, name, None) for name in ("image_size", "patch_size"))
+    if isinstance(image, int) and isinstance(patch, int) and not hasattr(tower, "spatial_merge_size"):
+        return (image // patch) ** 2, "one image"
+    merge = written.settings.get("spatial_merge_size")
+    return merge**2 if isinstance(merge, int) and merge > 0 else 4, "one embedding"
 
 
 def warn_once(options: GraphOptions) -> None:

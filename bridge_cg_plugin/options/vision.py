@@ -119,12 +119,13 @@ PROVIDER_FIELDS: dict[str, str] = {
 SCOPE_FIELD = "vision_cuda_graph_scope"
 
 
-def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
+def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding") -> VisionGraphOptions:
     """Read and check the vision options of a model provider, a config object or a mapping of provider fields.
 
     Args:
         source: Object or mapping that may hold the fields of `PROVIDER_FIELDS`; absent ones take their default.
-        merge_unit: Patches merged into one embedding; capacities must be multiples of it.
+        merge_unit: Patches that belong together; capacities must be multiples of it.
+        unit: What they are, for messages.
 
     Raises:
         OptionError: A value cannot work.
@@ -146,7 +147,7 @@ def vision_options(source: Any, merge_unit: int = 4) -> VisionGraphOptions:
         )
     options = VisionGraphOptions(**parsed)
     if options.enabled:
-        _check_capacities(options, merge_unit)
+        _check_capacities(options, merge_unit, unit)
         check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
@@ -191,20 +192,16 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _check_capacities(options: VisionGraphOptions, merge_unit: int) -> None:
-    field = PROVIDER_FIELDS["buckets"]
+def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:
+    field, multiples = PROVIDER_FIELDS["buckets"], f"{merge_unit}, the patches of {unit}"
     longest, longest_field = options.max_seq_length, PROVIDER_FIELDS["max_seq_length"]
     if longest is not None and (longest < merge_unit or longest % merge_unit):
-        raise OptionError(
-            longest_field, longest, f"a multiple of {merge_unit}, the patches of one embedding", "Round it up."
-        )
+        raise OptionError(longest_field, longest, f"a multiple of {multiples}", "Round it up.")
     if options.buckets == "auto":
         return
     for capacity in options.buckets:
         if capacity < merge_unit or capacity % merge_unit:
-            raise OptionError(
-                field, capacity, f"multiples of {merge_unit}, the patches of one embedding", "Round it up."
-            )
+            raise OptionError(field, capacity, f"multiples of {multiples}", "Round it up.")
     if longest is not None and options.buckets[-1] > longest:
         raise OptionError(
             field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."

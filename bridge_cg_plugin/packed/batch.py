@@ -21,7 +21,7 @@ class PackedBatch:
 
     Attributes:
         hidden: `[tokens, 1, width]`.
-        angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token.
+        angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token; None without rotation.
         offsets: The `cu_seqlens` that the batch has, by their name, each `[documents + 1]` int32 without the repeated
             offsets at the end.
         lengths: Tokens of every document, with their padding, on the host.
@@ -30,7 +30,7 @@ class PackedBatch:
     """
 
     hidden: Tensor
-    angles: Tensor
+    angles: Tensor | None
     offsets: Mapping[str, Tensor]
     lengths: tuple[int, ...]
     tokens: int
@@ -47,6 +47,11 @@ class PackedBatch:
         return max(self.lengths)
 
     @property
+    def rotated(self) -> int:
+        """Width of a row of rotary angles, 0 without rotation."""
+        return 0 if self.angles is None else self.angles.shape[-1]
+
+    @property
     def layout(self) -> tuple[str, ...]:
         """Which offsets the batch has."""
         return tuple(self.offsets)
@@ -54,7 +59,7 @@ class PackedBatch:
 
 def pack_batch(
     hidden: Tensor,
-    angles: Tensor,
+    angles: Tensor | None,
     offsets: Mapping[str, Tensor | None],
     max_seqlens: Mapping[str, int],
     host: Callable[[Tensor], Sequence[int]],
@@ -64,7 +69,7 @@ def pack_batch(
 
     Args:
         hidden: `[tokens / shards, 1, width]`.
-        angles: Rotary angles.
+        angles: Rotary angles, if there are any.
         offsets: `cu_seqlens` by name; None where the batch has no padding between documents.
         max_seqlens: Tokens of the longest document by name, as the batch says.
         host: Returns a small tensor's elements.

@@ -32,14 +32,14 @@ class DecoderCall:
 
     Attributes:
         hidden: `[tokens / shards, 1, width]`.
-        angles: Rotary angles.
+        angles: Rotary angles; None where nothing is rotated.
         offsets: `cu_seqlens` by name; None where the batch has none.
         max_seqlens: Tokens of the longest document by name.
         visual: What is added behind the first layers: `[1, tokens]` mask, and `[marked tokens, width]` for each layer.
     """
 
     hidden: Tensor
-    angles: Tensor
+    angles: Tensor | None
     offsets: Mapping[str, Tensor | None]
     max_seqlens: Mapping[str, int]
     visual: tuple[Tensor, Sequence[Tensor]] | None = None
@@ -350,9 +350,8 @@ class PackedGraphs(GraphedModule):
 
 
 def _observed(batch: PackedBatch) -> Observed:
-    width, rotated = batch.hidden.shape[-1], batch.angles.shape[-1]
-    dtype, additions = batch.hidden.dtype, len(batch.additions)
-    return Observed(batch.tokens, batch.documents, batch.layout, rotated, width, dtype, additions)
+    width, dtype, additions = batch.hidden.shape[-1], batch.hidden.dtype, len(batch.additions)
+    return Observed(batch.tokens, batch.documents, batch.layout, batch.rotated, width, dtype, additions)
 
 
 class _FollowerCall:

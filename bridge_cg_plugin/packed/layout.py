@@ -21,6 +21,20 @@ def token_positions(offsets: Tensor, capacity: int) -> Tensor:
     return torch.where(token < ends[-1], token - start, 0)
 
 
+def document_indices(offsets: Tensor, tokens: int) -> Tensor:
+    """Return every token's document by number, `[1, tokens]` int32, as megatron-core's Mamba layers take it.
+
+    Tokens behind the last offset have a number of their own; so a state never goes from a document to another, nor to
+    padding. Documents of no tokens leave a number out, which changes nothing: only equality counts.
+
+    Args:
+        offsets: `[documents + 1]` int32, ascending from 0; documents may have no tokens.
+        tokens: Tokens of the pack, with its padding.
+    """
+    token = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:], token, right=True, out_int32=True)[None]
+
+
 def spread(mask: Tensor, rows: Tensor) -> Tensor:
     """Return `rows` at the tokens that a mask marks, in their order, and zero elsewhere: `[tokens, 1, width]`.
 

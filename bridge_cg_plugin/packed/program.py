@@ -12,9 +12,9 @@ from ..graphs.segments import fill_one_segment, write_offsets
 from .batch import PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
-# Runs the recorded piece: hidden states, rotary angles, `cu_seqlens` by name, tokens of the longest document, and what
-# is added behind the first layers. Every output has as many rows as the hidden states.
-Run = Callable[[Tensor, Tensor, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
+# Runs the recorded piece: hidden states, rotary angles if there are any, `cu_seqlens` by name, tokens of the longest
+# document, and what is added behind the first layers. Every output has as many rows as the hidden states.
+Run = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -25,7 +25,7 @@ class PackLayout:
 
     Attributes:
         offsets: Names of the `cu_seqlens` that a batch has.
-        rotated: Width of a row of rotary angles.
+        rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         per_position: Whether angles come with a row per position in a document; else with a row per token.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
         shards: Ranks that hold a part of the tokens each (sequence parallelism).
@@ -85,8 +85,7 @@ class PackedProgram:
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
-            "angles": TensorSpec((bucket.tokens, 1, 1, layout.rotated), torch.float32),
-            "rows": TensorSpec((1,), torch.int64),
+            **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((documents + 1,), torch.int32) for name in layout.offsets},
         }
 
@@ -97,7 +96,8 @@ class PackedProgram:
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
         documents, longest = bucket.limits
-        if batch.layout != self.layout.offsets or len(batch.additions) > self.layout.additions:
+        known = batch.layout == self.layout.offsets and batch.rotated == self.layout.rotated
+        if not known or len(batch.additions) > self.layout.additions:
             return "other_layout"
         if batch.documents > documents:
             return "too_many_documents"
@@ -115,14 +115,15 @@ class PackedProgram:
         _load_rows(buffers["hidden"], batch.hidden.detach())
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
-        _load_rows(buffers["angles"], batch.angles)
-        buffers["rows"].fill_(batch.angles.shape[0])
+        if batch.angles is not None:
+            _load_rows(buffers["angles"], batch.angles)
+            buffers["rows"].fill_(batch.angles.shape[0])
         for name in self.layout.offsets:
             write_offsets(buffers[name], batch.offsets[name])
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        for name in ("hidden", *self._additions, "angles", "rows"):
+        for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
             buffers[name].zero_()
         for name in self.layout.offsets:
             fill_one_segment(buffers[name], min(bucket.tokens, bucket.limits[1]))
@@ -130,8 +131,8 @@ class PackedProgram:
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs have `tokens / shards` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
-        angles = buffers["angles"]
-        if self.layout.per_position:
+        angles = buffers.get("angles")
+        if angles is not None and self.layout.per_position:
             physical = offsets.get(PADDED_OFFSETS[0], buffers["cu_seqlens_q"])
             angles = token_angles(angles, buffers["rows"], physical, self.layout.absolute)
         additions = [buffers[name] for name in self._additions]
@@ -148,6 +149,12 @@ class PackedProgram:
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (batch.hidden, *self._padded_additions(batch))
+
+    def _angle_specs(self, tokens: int) -> dict[str, TensorSpec]:
+        if not self.layout.rotated:
+            return {}
+        angles = TensorSpec((tokens, 1, 1, self.layout.rotated), torch.float32)
+        return {"angles": angles, "rows": TensorSpec((1,), torch.int64)}
 
     @property
     def _additions(self) -> tuple[str, ...]:

@@ -15,6 +15,12 @@ from .replaced import replaced
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.
 SCOPES = {
     "self_attention": "attention",
+    "self_attn": "attention",
+    "attn": "attention",
+    "norm1": "layernorm",
+    "norm2": "layernorm",
+    "layer_norm1": "layernorm",
+    "layer_norm2": "layernorm",
     "mlp": "mlp",
     "input_layernorm": "layernorm",
     "pre_mlp_layernorm": "layernorm",

@@ -10,10 +10,10 @@ from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
 from .data_parallel import gradient_reduction, parameter_gather
+from .encoders import check_modules, find_encoder
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
 from .process_groups import peers_of, shared_group, tensor_group, without_reductions
-from .qwen3_vl import QWEN3_VL, find_vision_model
 
 GRIDS = HostGrids()
 
@@ -47,14 +47,16 @@ class VisionTECudaGraphHelper(GraphHelper):
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
     ) -> None:
-        found = find_vision_model(model)
+        found = find_encoder(model)
         if found is None:
             return
-        vision_model, holder = found
+        vision_model, holder, family = found
         provider = getattr(holder, "config", None)
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
-        self.options = options or vision_options(source, vision_config.spatial_merge_size**2)
+        adapter = family.adapt(vision_model)
+        self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
         check_combinations(self.options)
+        check_modules(self.options, family)
         check_process()
         release_module(vision_model)
         tensor = tensor_group(vision_model)
@@ -63,7 +65,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             VisionGraphs(
                 vision_model,
                 self.options,
-                QWEN3_VL,
+                family,
                 executor or default_executor(isolated=without_reductions(tensor)),
                 slots=microbatches_in_flight(source, num_microbatches),
                 before_replay=parameter_gather(chunks, vision_model),

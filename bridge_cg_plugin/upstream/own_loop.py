@@ -1,4 +1,4 @@
-"""Vision graphs for a train loop that drives none: made and captured at the start of its steps."""
+"""Vision graphs that the train loop does not drive itself: made and captured at the start of its steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 from torch import nn
 
 from ..options import PROVIDER_FIELDS
+from .encoders import find_encoder
 from .helper import VisionTECudaGraphHelper
-from .qwen3_vl import find_vision_model
 
 
 class OwnLoop:
     """Drives one helper from `train_step`, as the train loops of later releases do from their own code.
+
+    Those know Qwen3-VL's encoder alone; other encoders are driven here on every release.
 
     The helper is made before the first step of a model that asks for graphs, and captures before the step that
     follows `cuda_graph_warmup_steps` steps. Every way into training comes through `train_step`, which gets the model
@@ -23,8 +25,13 @@ class OwnLoop:
         self._vision_model: nn.Module | None = None
         self._steps = 0
 
-    def before_step(self, model: Sequence[nn.Module], state: Any) -> None:
+    def before_step(self, model: Sequence[nn.Module], state: Any, bridge_drives: bool = False) -> None:
         """Make the helper or capture, if it is time.
+
+        Args:
+            model: The model's chunks.
+            state: Bridge's global state.
+            bridge_drives: Whether the release's train loop makes helpers itself, for the encoders that it knows.
 
         Raises:
             OptionError: An option cannot work.
@@ -33,11 +40,11 @@ class OwnLoop:
         provider = state.cfg.model
         if getattr(provider, PROVIDER_FIELDS["impl"], "none") in (None, "none"):
             return
-        found = find_vision_model(model)
-        if found is None:
+        found = find_encoder(model)
+        if found is None or (bridge_drives and found.family.driven_by_bridge):
             return
-        if found[0] is not self._vision_model or self._helper is None or self._helper.graphs is None:
-            self._start(model, found[0])
+        if found.model is not self._vision_model or self._helper is None or self._helper.graphs is None:
+            self._start(model, found.model)
         if self._steps == provider.cuda_graph_warmup_steps and not self._helper.graphs_created():
             self._helper.create_cudagraphs()
         self._steps += 1

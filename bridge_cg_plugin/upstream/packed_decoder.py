@@ -1,4 +1,4 @@
-"""megatron-core's transformer block over packed documents: its calls, its pieces, and rotary embedding per token."""
+"""megatron-core's transformer block and hybrid stack over packed documents: calls, pieces, rotation per token."""
 
 import functools
 import importlib
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..options import MODULES as LAYER_PARTS
 from ..options import OptionError
 from ..options.language_model import MODULES
+from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
 from .activations import known_activations
@@ -24,6 +25,7 @@ from .packed_layers import (
     packed_params,
     router_part,
 )
+from .packed_mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
 from .qwen3_vl import kernels_available
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
@@ -45,7 +47,7 @@ class TransformerBlockFamily:
     """See `DecoderFamily`.
 
     Args:
-        decoder: A `TransformerBlock`.
+        decoder: A `TransformerBlock`, or a `HybridStack` (`MambaStack` in older releases).
 
     Attributes:
         per_position: Whether rotary angles come with a row per position.
@@ -53,7 +55,7 @@ class TransformerBlockFamily:
         shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
 
     Raises:
-        OptionError: A layer's attention is of a kind that was not looked at.
+        OptionError: A layer is of a kind that was not looked at.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -61,10 +63,14 @@ class TransformerBlockFamily:
         self._forward = decoder.forward
         config = decoder.config
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self.per_position = not any(_is_qwen(layer) for layer in decoder.layers)
-        self.absolute = not config.apply_rope_fusion
-        for layer in decoder.layers:
+        self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
+        self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
+        for layer in self._mamba:
+            check_mamba_layer(layer)
+        for layer in self._transformer:
             _check_layer(layer)
+        self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
+        self.absolute = not config.apply_rope_fusion
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
         """See `DecoderFamily`."""
@@ -73,21 +79,26 @@ class TransformerBlockFamily:
             return "unpacked_batch"
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
         angles = kwargs.get("rotary_pos_emb")
-        if args or not isinstance(hidden, Tensor) or not isinstance(angles, Tensor):
+        if args or not isinstance(hidden, Tensor):
             return "call_arguments"
         others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
         if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
             return "call_arguments"
-        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, hidden.shape[0] * self.shards):
+        tokens = hidden.shape[0] * self.shards
+        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
             return "call_arguments"
+        if self._mamba and (params.seq_idx is None or params.total_tokens != tokens):
+            return "no_seq_idx"
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
             return "call_arguments"
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
 
-    def _rotates(self, angles: Tensor, tokens: int) -> bool:
-        """Whether angles are of the kind that recordings have buffers for."""
+    def _rotates(self, angles: Any, tokens: int) -> bool:
+        """Whether angles are of the kind that recordings have buffers for; a hybrid may have none."""
+        if not isinstance(angles, Tensor):
+            return angles is None
         rows_fit = self.per_position or angles.shape[0] == tokens
         return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
 
@@ -103,11 +114,15 @@ class TransformerBlockFamily:
         Raises:
             OptionError: All layers were asked for and one of them sends tokens to experts.
         """
-        experts = [layer for layer in self._decoder.layers if layer.is_moe_layer]
-        if not modules or (set(modules) == set(LAYER_PARTS) and not experts):
+        experts = [layer for layer in self._transformer if layer.is_moe_layer]
+        every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
+        if not modules or (set(modules) == every and not experts):
             if experts:
                 raise OptionError(
-                    MODULES, [], "attn on a model with experts", "The host reads how many tokens an expert gets."
+                    MODULES,
+                    [],
+                    "attn, and mamba where there are such layers, on a model with experts",
+                    "The host reads how many tokens an expert gets.",
                 )
             return [DecoderPart("packed_decoder", (self._decoder,), self._run_block, self._decoder)]
         return self.layer_parts(modules)
@@ -118,30 +133,39 @@ class TransformerBlockFamily:
         Raises:
             OptionError: No layer has such a part, or a router is of a kind that was not looked at.
         """
-        parts = []
-        for layer in self._decoder.layers:
-            routed = layer.is_moe_layer and "moe_router" in modules
-            if "attn" in modules:
-                parts.append(attention_and_router_part(layer) if routed else attention_part(layer))
-            elif routed:
-                parts.append(router_part(layer))
-            if "mlp" in modules and not layer.is_moe_layer:
-                parts.append(mlp_part(layer))
+        parts = [part for layer in self._decoder.layers for part in self._parts_of(layer, modules)]
         if not parts:
             raise OptionError(
-                MODULES, ",".join(modules), "parts that this model's layers have", "Name attn, or mlp on a dense model."
+                MODULES,
+                ",".join(modules),
+                "parts that this model's layers have",
+                "Name attn, mlp on a dense model, or mamba on one with Mamba layers.",
             )
         return parts
+
+    def _parts_of(self, layer: nn.Module, modules: Sequence[str]) -> Iterator[DecoderPart]:
+        if is_mamba(layer):
+            if "mamba" in modules:
+                yield mamba_part(layer, self.shards)
+            return
+        routed = layer.is_moe_layer and "moe_router" in modules
+        if "attn" in modules and _attends(layer):
+            yield attention_and_router_part(layer) if routed else attention_part(layer)
+        elif routed:
+            yield router_part(layer)
+        if "mlp" in modules and not layer.is_moe_layer and not _is_identity(layer.mlp):
+            yield mlp_part(layer)
 
     def _run_block(
         self,
         hidden: Tensor,
-        angles: Tensor,
+        angles: Tensor | None,
         offsets: Mapping[str, Tensor],
         longest: int,
         additions: Sequence[Tensor],
     ) -> tuple[Tensor]:
         visual = {}
+        indexed = hidden.shape[0] * self.shards if self._mamba else 0
         with ExitStack() as stack:
             if additions:
                 stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
@@ -152,7 +176,7 @@ class TransformerBlockFamily:
                 hidden_states=hidden,
                 attention_mask=None,
                 rotary_pos_emb=angles,
-                packed_seq_params=packed_params(offsets, longest),
+                packed_seq_params=packed_params(offsets, longest, indexed),
                 **visual,
             )
         return (output,)
@@ -165,6 +189,7 @@ class TransformerBlockFamily:
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(accumulating(modules))
+            stack.enter_context(current_parameters(modules))
             core = importlib.import_module(ROTARY.module)
             stack.enter_context(replaced(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if kernels_available():
@@ -207,13 +232,27 @@ def _is_qwen(layer: nn.Module) -> bool:
     return qwen is not None and isinstance(layer.self_attention, qwen.Qwen3VLSelfAttention)
 
 
+def _is_identity(module: nn.Module) -> bool:
+    """Whether a layer lacks this part: a hybrid's layers have attention or an MLP, not both."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return isinstance(module, IdentityOp)
+
+
+def _attends(layer: nn.Module) -> bool:
+    return not _is_identity(layer.self_attention)
+
+
 def _check_layer(layer: nn.Module) -> None:
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    if not (_is_qwen(layer) or type(layer.self_attention) is SelfAttention):
+    attention = getattr(layer, "self_attention", layer)
+    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
+    if not (known or _is_identity(attention)):
         raise OptionError(
-            "cuda_graph_max_packed_seqs",
-            type(layer.self_attention).__name__,
-            "layers with megatron-core's SelfAttention or Qwen3-VL's",
+            MAX_PACKED_SEQS,
+            type(attention).__name__,
+            "layers with megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer",
             "Remove the option for this model.",
         )

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from ..options import OptionError
 from ..options.language_model import MODULES
+from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderPart, Follower, first
+from ..packed.layout import document_indices
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
@@ -24,16 +26,19 @@ ROUTER_EFFECTS = (
 STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
 
 
-def packed_params(offsets: Mapping[str, Tensor], longest: int) -> Any:
+def packed_params(offsets: Mapping[str, Tensor], longest: int, indexed: int = 0) -> Any:
     """Return megatron-core's metadata of a pack.
 
     Args:
         offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
         longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
+        indexed: Tokens of the pack where Mamba layers want every token's document, which upstream finds by reading the
+            device; 0 is none.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest))
+    indices = document_indices(offsets.get(PADDED_OFFSETS[0], offsets[OFFSETS[0]]), indexed) if indexed else None
+    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest), seq_idx=indices)
 
 
 def attention_part(layer: nn.Module) -> DecoderPart:
@@ -41,7 +46,7 @@ def attention_part(layer: nn.Module) -> DecoderPart:
     attend = _attention(layer)
 
     def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
     ) -> tuple[Tensor]:
         return (attend(hidden, angles, offsets, longest),)
 
@@ -55,7 +60,7 @@ def mlp_part(layer: nn.Module) -> DecoderPart:
     forward = layer._forward_mlp
 
     def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
     ) -> tuple[Tensor]:
         return (forward(hidden),)
 
@@ -73,7 +78,7 @@ def attention_and_router_part(layer: nn.Module) -> DecoderPart:
     norm = getattr(layer, NORM)
 
     def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         attended = attend(hidden, angles, offsets, longest)
         return (attended, *route(norm(attended)))
@@ -100,7 +105,7 @@ def router_part(layer: nn.Module) -> DecoderPart:
     norm = getattr(layer, NORM)
 
     def run(
-        hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
+        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         return route(norm(hidden))
 
@@ -109,10 +114,10 @@ def router_part(layer: nn.Module) -> DecoderPart:
     return DecoderPart(name, roots, run, layer, NORM, first, count, (follower,))
 
 
-def _attention(layer: nn.Module) -> Callable[[Tensor, Tensor, Mapping[str, Tensor], int], Tensor]:
+def _attention(layer: nn.Module) -> Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int], Tensor]:
     forward = layer._forward_attention
 
-    def attend(hidden: Tensor, angles: Tensor, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
+    def attend(hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
         params = packed_params(offsets, longest)
         return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
 

@@ -10,7 +10,7 @@ from ..options import PACKED_FIELDS, PROVIDER_FIELDS, SCOPE_FIELD, PackedOptions
 from .patches import Patch
 from .registry import seam
 from .registry.models import PROVIDERS
-from .registry.packed import GPT_PROVIDER
+from .registry.packed import PROVIDERS as PACKED_PROVIDERS
 
 DEFAULTS = {
     **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
@@ -64,6 +64,6 @@ def _patches(module: str, provider: str, defaults: Mapping[str, Any]) -> tuple[P
 
 
 PATCHES = (
-    *_patches(GPT_PROVIDER, "GPTModelProvider", PACKED_DEFAULTS),
+    *(patch for module, provider, _ in PACKED_PROVIDERS for patch in _patches(module, provider, PACKED_DEFAULTS)),
     *(patch for module, provider in PROVIDERS for patch in _patches(module, provider, DEFAULTS | PACKED_DEFAULTS)),
 )

@@ -3,13 +3,15 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
-from ..vision.encoder import EncoderFamily, OtherAttention
+from ..vision.adapter import EncoderFamily, OtherAttention
+from ..vision.qwen3_vl import Qwen3VLAdapter
 from .activations import known_activations
 from .direct_attention import (
     direct_attention,
@@ -72,14 +74,17 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 QWEN3_VL = EncoderFamily(
-    pack_segments,
-    fused_kernels,
-    reordering_kernels,
-    OtherAttention(direct_attention, direct_attention_refusal),
-    OtherAttention(flash_attention, flash_attention_refusal),
-    fused_accumulation,
-    accumulate_from_now_on,
-    known_activations,
+    name="Qwen3-VL",
+    adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
+    kernels=fused_kernels,
+    reordering_kernels=reordering_kernels,
+    direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
+    flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
+    fused_accumulation=fused_accumulation,
+    before_eager=accumulate_from_now_on,
+    pack_segments=pack_segments,
+    driven_by_bridge=True,
+    known_activations=known_activations,
 )
 
 

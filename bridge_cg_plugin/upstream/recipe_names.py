@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ..recipes import RECIPES
+from ..recipes import PACKED_RECIPES, RECIPES
 from .patches import AtSeam, bridge_release
 from .registry import SEAMS
+from .registry.recipes import RECIPES as ALL_RECIPES
 
 _ABSENT = object()
 
@@ -54,4 +55,8 @@ class AddedNames(AtSeam):
             self.state, self.reason = "broken", f"something replaced {', '.join(gone)} in {self.module}"
 
 
-PATCHES = tuple(AddedNames(seam, RECIPES) for seam in SEAMS if seam.patched_by == "recipe_names")
+# Of the families' packages only Qwen3-VL's is asked for names.
+_VALUES = {ALL_RECIPES: RECIPES | PACKED_RECIPES}
+PATCHES = tuple(
+    AddedNames(seam, _VALUES.get(seam.module, RECIPES)) for seam in SEAMS if seam.patched_by == "recipe_names"
+)

@@ -10,7 +10,7 @@ from typing import Any
 from ..graphs.report import metrics_of_ranks
 from .failures import named_failure, several_ranks
 from .full_iteration import CURRENT
-from .graph_helper import active_helpers, asks_for_graphs
+from .graph_helper import active_helpers, asks_for_graphs, unwrapped
 from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
@@ -32,8 +32,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         state = argument("global_state", args, kwargs)
-        if not drives_vision_graphs():
-            OWN_LOOP.before_step(argument("model", args, kwargs), state)
+        OWN_LOOP.before_step(argument("model", args, kwargs), state, drives_vision_graphs())
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
@@ -43,6 +42,18 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(*args, **kwargs)
 
     return train_step
+
+
+def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:
+    """The loop looks for `vision_model`, expecting None without one; upstream's function raises instead."""
+
+    @functools.wraps(old)
+    def get_attr_wrapped_model(model: Any, attr: str, *args: Any, **kwargs: Any) -> Any:
+        if attr == "vision_model" and not any(hasattr(module, attr) for module in unwrapped(model)):
+            return None
+        return old(model, attr, *args, **kwargs)
+
+    return get_attr_wrapped_model
 
 
 def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +107,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
 PATCHES = (
     Patch(seam("train_helper"), lambda old: VisionTECudaGraphHelper),
     Patch(seam("train_seq_length"), lambda old: get_vision_cuda_graph_seq_length),
+    Patch(seam("train_find_encoder"), _none_where_absent),
     Patch(seam("train_step"), _with_steps),
     Patch(seam("train_log"), _with_metrics),
     Patch(seam("train_end"), _with_deletion),

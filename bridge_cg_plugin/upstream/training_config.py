@@ -26,26 +26,32 @@ from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
+from .registry.hugging_face import SEAM_NAMES as TOWER_SEAMS
+from .registry.hybrid import SEAMS as HYBRID_SEAMS
 from .registry.packed import SEAMS as PACKED_SEAMS
 
 
-def check_seams(options: GraphOptions, images: bool = False) -> None:
+def check_seams(options: GraphOptions, images: bool = False, tower: bool = False, mamba: bool = False) -> None:
     """Refuse graphs where upstream does not look as the plugin relies on for them.
 
     Args:
         options: The options.
-        images: Whether the model takes images.
+        images: Whether the model takes images through Bridge's Qwen3-VL step.
+        tower: Whether its vision tower is Hugging Face's module.
+        mamba: Whether it has Mamba layers.
 
     Raises:
         DriftError: Names the seams, the release and what was found.
     """
     broken = broken_seams()
+    if not tower:
+        broken = {name: reason for name, reason in broken.items() if name not in TOWER_SEAMS}
     asked = f"{PROVIDER_FIELDS['impl']}={options.vision.impl}"
     if not options.vision.enabled:
         asked = f"{IMPL}={options.language_model.impl}"
         needed = _needed(options.language_model, images)
         if options.packed.enabled:
-            needed = tuple(entry.name for entry in PACKED_SEAMS)
+            needed = tuple(entry.name for entry in (*PACKED_SEAMS, *(HYBRID_SEAMS if mamba else ())))
         broken = {name: broken[name] for name in needed if name in broken}
     if broken:
         found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
@@ -78,7 +84,7 @@ def check_training_config(config: Any) -> None:
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
-    check_seams(options, bool(facts.images))
+    check_seams(options, bool(facts.images), bool(facts.hugging_face_tower), bool(facts.mamba))
     # megatron-core checks offloading itself, each release what it can do.
     check_options(replace(options, offload=OffloadOptions()), facts, harmless=False)
     warn_once(options)

@@ -40,6 +40,56 @@ class VisionBatch:
         """Patches of the largest frame."""
         return largest_frame(self.rows)
 
+    def copied(self) -> "VisionBatch":
+        """Return a batch with tensors of its own."""
+        return VisionBatch(self.pixels.detach().clone(), self.grid.clone(), self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBatch:
+    """A microbatch of images that all have one size.
+
+    Attributes:
+        pixels: `[images, channels, height, width]`, any floating-point dtype.
+        patches: Patches of one image.
+    """
+
+    pixels: Tensor
+    patches: int
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+        return self.frames * self.patches
+
+    @property
+    def frames(self) -> int:
+        """Images."""
+        return self.pixels.shape[0]
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of one image."""
+        return self.patches
+
+    def copied(self) -> "ImageBatch":
+        """Return a batch with tensors of its own."""
+        return ImageBatch(self.pixels.detach().clone(), self.patches)
+
+
+def check_images(batch: ImageBatch, channels: int, side: int) -> None:
+    """Refuse images of another shape than the encoder's.
+
+    Raises:
+        BatchError: There is no image, or they are not `[images, channels, side, side]`.
+    """
+    shape = tuple(batch.pixels.shape)
+    if len(shape) != 4 or shape[0] < 1 or shape[1:] != (channels, side, side):
+        raise BatchError(
+            f"pixel_values has shape {shape}, the encoder takes (images, {channels}, {side}, {side}) with at least one "
+            "image; resize images as the model's processor does"
+        )
+
 
 def check_batch(batch: VisionBatch, merge: int) -> None:
     """Refuse a microbatch that no encoder could take.

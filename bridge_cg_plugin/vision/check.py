@@ -10,9 +10,9 @@ from ..announce import announce, warn
 from ..graphs.gradients import GradientSinks
 from ..graphs.parameters import ParameterAliases
 from ..graphs.recording import Gradients
-from .batch import VisionBatch
+from .adapter import EncoderBatch
 
-EagerForward = Callable[[VisionBatch], tuple[Tensor, ...]]
+EagerForward = Callable[[EncoderBatch], tuple[Tensor, ...]]
 
 
 class CheckFailedError(RuntimeError):
@@ -62,10 +62,10 @@ class ReplayCheck:
         self._expected: list[Tensor | None] = []
         self._before: list[Tensor | None] = []
 
-    def start(self, step: int, batch: VisionBatch) -> None:
+    def start(self, step: int, batch: EncoderBatch) -> None:
         """Begin a check; the batch's tensors are copied, as training may overwrite them."""
         self._step = step
-        self._batch = VisionBatch(batch.pixels.detach().clone(), batch.grid.clone(), batch.rows)
+        self._batch = batch.copied()
 
     def compare_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Compare a replay's outputs."""

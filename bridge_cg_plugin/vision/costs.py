@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..graphs.program import Bucket
 from ..graphs.recording import Gradients
-from .batch import VisionBatch
+from .adapter import EncoderBatch
 
 # Eager must be faster by this factor.
 MARGIN = 1.1
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
         return self.tokens >= other.tokens and self.frames >= other.frames and self.largest >= other.largest
 
 
-def shape_of(batch: VisionBatch) -> Shape:
+def shape_of(batch: EncoderBatch) -> Shape:
     """Return a batch's shape."""
     return Shape(batch.tokens, batch.frames, batch.largest_frame)
 
@@ -130,7 +130,7 @@ class MeasuredCosts:
         self._pending: list[tuple[Timing, Shape | Bucket]] = []
         self._choices: dict[tuple[Shape, Bucket], bool] = {}
 
-    def time_eager(self, batch: VisionBatch) -> Timing | None:
+    def time_eager(self, batch: EncoderBatch) -> Timing | None:
         """Begin to time an eager microbatch; None where its shape would be one too many."""
         self._collect()
         shape = shape_of(batch)

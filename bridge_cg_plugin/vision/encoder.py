@@ -3,8 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,30 +12,26 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import (
-    DETERMINISTIC_TOKENS,
     BucketPlan,
     deterministic,
-    frame_limits,
     plan_buckets,
-    scanned_limits,
 )
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.peers import Alone, Peers
-from ..graphs.program import Bucket
+from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .batch import VisionBatch, check_batch
+from .adapter import EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
 from .grids import HostGrids
-from .layers import AttentionPart, LayerBatch, MlpPart
+from .layers import LayerBatch, layer_parts
 from .memory import measure_memory
-from .qwen3_vl import PackSegments, Qwen3VLEncoder, RecordingKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -45,47 +40,6 @@ MEMORY_MARGIN = 0.8
 LIMIT_ATTEMPTS = 4
 MAX_FRAMES_STEP = 16
 ALONE = Alone()
-
-
-@dataclass(frozen=True, slots=True)
-class OtherAttention:
-    """Attention in the place of Transformer Engine's.
-
-    Attributes:
-        kernels: Entered with the modules around recorded work; swaps it in.
-        refusal: Why that cannot be done in this process, None where it can.
-    """
-
-    kernels: RecordingKernels = nullcontext
-    refusal: Callable[[], str | None] = lambda: "this encoder has no other attention"
-
-
-NO_OTHER_ATTENTION = OtherAttention()
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderFamily:
-    """What the plugin must know of an encoder's upstream code.
-
-    Attributes:
-        pack_segments: Builds upstream's attention metadata.
-        kernels: Entered with the modules around recorded work; swaps in faster kernels that compute the same.
-        reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        direct_attention: Calls cuDNN's attention with a bucket's own bounds.
-        flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
-        fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
-        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
-        known_activations: Entered like kernels where activations leave the device: notes what they are.
-    """
-
-    pack_segments: PackSegments
-    kernels: RecordingKernels = nullcontext
-    reordering_kernels: RecordingKernels = nullcontext
-    direct_attention: OtherAttention = NO_OTHER_ATTENTION
-    flash_attention: OtherAttention = NO_OTHER_ATTENTION
-    fused_accumulation: RecordingKernels = nullcontext
-    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
-    known_activations: RecordingKernels = nullcontext
 
 
 class VisionGraphs(GraphedModule):
@@ -140,7 +94,7 @@ class VisionGraphs(GraphedModule):
         self._observed_frames = 0
         self._checked_step = 0
         self._peers, self._twins = peers, twins
-        self._merge = model.config.spatial_merge_size
+        self._adapter = family.adapt(model)
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
@@ -203,8 +157,8 @@ class VisionGraphs(GraphedModule):
             return "flash"
         return "cudnn" if self._attends_directly else "transformer_engine"
 
-    def _frame_limits(self, capacity: int, frames: int) -> list[tuple[int, int]]:
-        return (scanned_limits if self._attends_directly else frame_limits)(capacity, frames)
+    def _bounds(self, capacity: int, frames: int) -> list[tuple[int, ...]]:
+        return self._adapter.bounds(capacity, frames, self._attends_directly)
 
     def _record_plan(self, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
@@ -283,7 +237,7 @@ class VisionGraphs(GraphedModule):
         return plan_buckets(
             self._observed_tokens,
             largest=self.options.max_seq_length,
-            merge_unit=self._merge**2,
+            merge_unit=self._adapter.unit,
             capacity_limit=capacity_limit,
             exact_below=self.options.exact_below,
             headroom=headroom,
@@ -291,9 +245,11 @@ class VisionGraphs(GraphedModule):
 
     def _capacity_limit(self) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it."""
-        limits = [DETERMINISTIC_TOKENS] if deterministic() else []
+        limits = [self._adapter.deterministic_tokens] if deterministic() else []
         if self.options.memory_gb is not None and self.executor.device.type == "cuda":
-            memory = measure_memory(self.executor, self._encoder_program(), self._merge**2)
+            memory = measure_memory(
+                self.executor, self._encoder_program(), self._adapter.unit, lambda tokens: self._bounds(tokens, 1)[0]
+            )
             limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
 
@@ -303,8 +259,8 @@ class VisionGraphs(GraphedModule):
         wanted = 2 * self._observed_frames
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
-    def _encoder_program(self) -> Qwen3VLEncoder:
-        return Qwen3VLEncoder(self.model, self.family.pack_segments, self.options.exact_below, self._kernels)
+    def _encoder_program(self) -> RegionProgram:
+        return self._adapter.program(self.options.exact_below, self._kernels)
 
     @contextmanager
     def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -322,17 +278,14 @@ class VisionGraphs(GraphedModule):
             yield
 
     def _make_regions(self, capacities: tuple[int, ...]) -> list[Region]:
-        frames, layers, family = self._max_frames(), self.model.decoder.layers, self.family
-        exact = self.options.exact_below
-        if self.options.whole_encoder:
-            buckets = [Bucket(c, limits) for c in capacities for limits in self._frame_limits(c, frames)]
+        frames, options = self._max_frames(), self.options
+        if options.whole_encoder:
+            buckets = [Bucket(c, limits) for c in capacities for limits in self._bounds(c, frames)]
             programs = [self._encoder_program()]
-        elif self.options.modules == ("attn",):
-            buckets = [Bucket(c, (frames,)) for c in capacities]
-            programs = [AttentionPart(layer, family.pack_segments, exact, self._kernels) for layer in layers]
         else:
-            buckets = [Bucket(c) for c in capacities]
-            programs = [MlpPart(layer, exact, self._kernels) for layer in layers]
+            (part,), layers = options.modules, self.model.decoder.layers
+            buckets = [Bucket(c, (frames,) if part == "attn" else ()) for c in capacities]
+            programs = layer_parts(layers, part, self.family.pack_segments, options.exact_below, self._kernels)
         return [
             Region(
                 p,
@@ -366,56 +319,48 @@ class VisionGraphs(GraphedModule):
             setattr(layer, name, wrapper(self, region, getattr(layer, name)))
             self._layers.append((layer, name))
 
-    def _forward(
-        self,
-        hidden_states: Tensor,
-        grid_thw: Tensor,
-        inference_params: Any = None,
-        extra_block_kwargs: dict | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder's forward: a replay where possible, eager otherwise.
 
         Raises:
-            BatchError: The pixels and the grid do not fit each other or the encoder.
+            BatchError: The pixels do not fit what describes them, or the encoder.
         """
-        batch = VisionBatch(hidden_states, grid_thw, self.grids.lookup(grid_thw))
-        check_batch(batch, self._merge)
+        call = self._adapter.read(self.grids, *args, **kwargs)
         outputs = None
-        if self._may_replay(batch, inference_params, extra_block_kwargs):
-            outputs = self._replay(batch)
+        if self._may_replay(call):
+            outputs = self._replay(call.batch)
         elif self._paused or self.options.whole_encoder:
             self._note_eager()
         if outputs is not None:
-            return outputs[0], list(outputs[1:])
+            return self._adapter.returned(outputs)
         if self.captured:
             self.family.before_eager((self.model,))
-        timing = self._costs.time_eager(batch) if self._may_time() else None
-        hidden, deepstack = self._eager_forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)
-        if timing is not None and hidden.requires_grad:
+        timing = self._costs.time_eager(call.batch) if self._may_time() else None
+        returned = self._eager_forward(*args, **kwargs)
+        if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
-            watch_backward(timing, hidden)
-        return hidden, deepstack
+            watch_backward(timing, first)
+        return returned
 
-    def _may_replay(self, batch: VisionBatch, inference_params: Any, extra_block_kwargs: dict | None) -> bool:
+    def _may_replay(self, call: EncoderCall) -> bool:
         """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
         if not self.captured:
             if self.failure is not None:
                 self._fallbacks["capture_failed"] += 1
             else:
-                self._observe(batch)
+                self._observe(call.batch)
             return False
         if self._paused or not self.options.whole_encoder:
             return False
-        if inference_params or extra_block_kwargs:
+        if not call.usual:
             self._fallbacks["call_arguments"] += 1
             return False
         return True
 
-    def _run_eager(self, batch: VisionBatch) -> tuple[Tensor, ...]:
-        hidden, deepstack = self._eager_forward(batch.pixels, batch.grid)
-        return hidden, *deepstack
+    def _run_eager(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        return self._adapter.outputs(self._adapter.run(self._eager_forward, batch))
 
-    def _replay(self, batch: VisionBatch) -> tuple[Tensor, ...] | None:
+    def _replay(self, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         region = self._regions[0]
         bucket = self._chosen_bucket(batch) if self._may_time() else None
         if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
@@ -439,7 +384,7 @@ class VisionGraphs(GraphedModule):
             check.compare_outputs(outputs)
         return outputs
 
-    def _timed_replay(self, batch: VisionBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
+    def _timed_replay(self, batch: EncoderBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
         timing = self._costs.time_replay(bucket) if bucket is not None else None
         outputs = self._regions[0].run(batch, timing)
         if timing is not None:
@@ -449,7 +394,7 @@ class VisionGraphs(GraphedModule):
     def _may_time(self) -> bool:
         return self._costs is not None and not self._paused and self.model.training and torch.is_grad_enabled()
 
-    def _chosen_bucket(self, batch: VisionBatch) -> Bucket | None:
+    def _chosen_bucket(self, batch: EncoderBatch) -> Bucket | None:
         """Return the bucket that a training microbatch takes, remembered by its shape."""
         shape = shape_of(batch)
         if shape not in self._chosen:
@@ -466,7 +411,7 @@ class VisionGraphs(GraphedModule):
             and torch.is_grad_enabled()
         )
 
-    def _observe(self, batch: VisionBatch) -> None:
+    def _observe(self, batch: EncoderBatch) -> None:
         self._observed_tokens.append(batch.tokens)
         self._observed_frames = max(self._observed_frames, batch.frames)
 

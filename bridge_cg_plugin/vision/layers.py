@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.segments import fill_one_segment, write_offsets
-from .qwen3_vl import PackSegments, RecordingKernels
+from .adapter import PackSegments, RecordingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +151,16 @@ class MlpPart(_LayerPart):
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (self._forward_mlp(buffers["hidden"]),)
+
+
+def layer_parts(
+    layers: Sequence[nn.Module],
+    module: str,
+    pack_segments: PackSegments,
+    exact_below: int,
+    kernels: RecordingKernels,
+) -> list[AttentionPart] | list[MlpPart]:
+    """Return that part ("attn" or "mlp") of every layer as a program."""
+    if module == "attn":
+        return [AttentionPart(layer, pack_segments, exact_below, kernels) for layer in layers]
+    return [MlpPart(layer, exact_below, kernels) for layer in layers]

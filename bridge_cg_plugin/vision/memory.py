@@ -1,5 +1,6 @@
 """How much memory a region's activations take, measured before any graph is captured."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,19 @@ class MemoryModel:
         return max(int((limit - self.fixed) / self.per_token), 0)
 
 
-def measure_memory(executor: Executor, program: RegionProgram, merge_unit: int) -> MemoryModel:
-    """Measure the memory of two probes on the GPU and fit the line through them."""
-    small = PROBE_TOKENS // merge_unit * merge_unit
-    buckets = [Bucket(tokens, (1, tokens)) for tokens in (small, 2 * small)]
+def measure_memory(
+    executor: Executor, program: RegionProgram, unit: int, limits: Callable[[int], tuple[int, ...]]
+) -> MemoryModel:
+    """Measure the memory of two probes on the GPU and fit the line through them.
+
+    Args:
+        executor: Runs them.
+        program: What is measured.
+        unit: Capacities are multiples of it.
+        limits: Returns the limits of a probe of so many tokens.
+    """
+    small = max(PROBE_TOKENS // unit, 1) * unit
+    buckets = [Bucket(tokens, limits(tokens)) for tokens in (small, 2 * small)]
     less, more = (_peak(executor, program, bucket) for bucket in buckets)
     per_token = max((more - less) / small, 1.0)
     return MemoryModel(max(less - per_token * small, 0.0), per_token)

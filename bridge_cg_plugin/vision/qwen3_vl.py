@@ -1,27 +1,23 @@
 """Qwen3-VL's vision encoder (dense, MoE and Qwen3.5-VL share it) as a region."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..graphs.program import Bucket, Buffers, TensorSpec
-from .batch import VisionBatch
+from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
+from ..graphs.program import Bucket, Buffers
+from .adapter import EncoderCall, PackSegments, RecordingKernels
+from .batch import VisionBatch, check_batch
+from .grid_program import GridProgram
+from .grids import HostGrids
 from .layout import rotary_angles, segment_offsets, token_positions
 from .position_embedding import interpolate
 
-# Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
-PackSegments = Callable[[Tensor, int], Any]
-# Called with a program's modules.
-RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
-
-class Qwen3VLEncoder:
+class Qwen3VLEncoder(GridProgram):
     """Everything from patches to merged embeddings and deepstack features, in one region.
-
-    Buckets have the limits (frames, tokens of the largest frame).
 
     Args:
         model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
@@ -30,8 +26,6 @@ class Qwen3VLEncoder:
         kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
     """
 
-    name = "vision_encoder"
-
     def __init__(
         self,
         model: nn.Module,
@@ -39,57 +33,8 @@ class Qwen3VLEncoder:
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
     ) -> None:
-        self.model = model
+        super().__init__(model, exact_below, kernels)
         self._pack_segments = pack_segments
-        self._exact_below = exact_below
-        self._kernels = kernels
-        config = model.config
-        self.merge = config.spatial_merge_size
-        self._patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-
-    def modules(self) -> Sequence[nn.Module]:
-        """See `RegionProgram`."""
-        return (self.model,)
-
-    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
-        """See `RegionProgram`."""
-        dtype = self.model.patch_embed.proj.weight.dtype
-        return {
-            "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
-            "grid": TensorSpec((bucket.limits[0], 3), torch.int64),
-        }
-
-    def size(self, batch: VisionBatch) -> int:
-        """See `RegionProgram`."""
-        return batch.tokens
-
-    def refuse(self, batch: VisionBatch, bucket: Bucket) -> str | None:
-        """See `RegionProgram`."""
-        frames, largest = bucket.limits
-        if batch.tokens <= self._exact_below and batch.tokens != bucket.tokens:
-            return "too_few_tokens"
-        if batch.frames > frames:
-            return "too_many_frames"
-        return "frame_too_large" if batch.largest_frame > largest else None
-
-    def load(self, buffers: Buffers, batch: VisionBatch) -> None:
-        """See `RegionProgram`."""
-        tokens, images = batch.tokens, len(batch.rows)
-        buffers["pixels"][:tokens].copy_(batch.pixels.reshape(tokens, -1), non_blocking=True)
-        buffers["pixels"][tokens:].zero_()
-        grid = batch.grid.reshape(images, 3)
-        if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
-            grid = grid.pin_memory()
-        buffers["grid"][:images].copy_(grid, non_blocking=True)
-        buffers["grid"][images:].zero_()
-
-    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
-        """See `RegionProgram`."""
-        buffers["pixels"].zero_()
-        buffers["grid"].zero_()
-        buffers["grid"][0].fill_(self.merge)
-        buffers["grid"][0, 0].fill_(1)
-        buffers["grid"][0, 2].fill_(min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
@@ -108,10 +53,6 @@ class Qwen3VLEncoder:
         )
         return model.merger(hidden), *deepstack
 
-    def recording(self) -> AbstractContextManager[None]:
-        """See `RegionProgram`."""
-        return self._kernels(self.modules())
-
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb
         if not hasattr(rotary, "inv_freq"):
@@ -123,6 +64,53 @@ class Qwen3VLEncoder:
         merged = batch.tokens // self.merge**2
         return (merged,) * (1 + len(self.model.decoder.deepstack_merger_list))
 
-    def differentiable_inputs(self, batch: VisionBatch) -> tuple[Tensor, ...]:
-        """See `RegionProgram`: pixels take no gradient."""
-        return ()
+
+class Qwen3VLAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
+        pack_segments: Builds upstream's attention metadata.
+    """
+
+    unit_of = "one embedding"
+    deterministic_tokens = DETERMINISTIC_TOKENS
+
+    def __init__(self, model: nn.Module, pack_segments: PackSegments) -> None:
+        self._model, self._pack_segments = model, pack_segments
+        self._merge = model.config.spatial_merge_size
+        self.unit = self._merge**2
+
+    def read(
+        self,
+        grids: HostGrids,
+        hidden_states: Tensor,
+        grid_thw: Tensor,
+        inference_params: Any = None,
+        extra_block_kwargs: dict | None = None,
+    ) -> EncoderCall:
+        """See `EncoderAdapter`."""
+        batch = VisionBatch(hidden_states, grid_thw, grids.lookup(grid_thw))
+        check_batch(batch, self._merge)
+        return EncoderCall(batch, usual=not (inference_params or extra_block_kwargs))
+
+    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, batch.grid)
+
+    def outputs(self, returned: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`: embeddings, then deepstack features."""
+        hidden, deepstack = returned
+        return hidden, *deepstack
+
+    def returned(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """See `EncoderAdapter`."""
+        return outputs[0], list(outputs[1:])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`."""
+        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> Qwen3VLEncoder:
+        """See `EncoderAdapter`."""
+        return Qwen3VLEncoder(self._model, self._pack_segments, exact_below, kernels)

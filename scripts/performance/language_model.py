@@ -1,4 +1,4 @@
-"""A GPT model on a GPU with packed documents, as Bridge builds and calls one, and the benchmark's packs."""
+"""A GPT model or Mamba hybrid on a GPU with packed documents, as Bridge builds and calls one, and benchmarks' packs."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ class Shape:
         heads: Query heads of 128; half as many, at most 8, for keys and values.
         ffn: Width of the MLP, or of an expert.
         experts: Experts, each token goes to 4; 0 is a dense model.
+        pattern: A letter per layer of a hybrid, M Mamba, * attention, - MLP, in place of `layers`; none is a GPT model.
         fused_rope: Whether eager's rotary embedding is Transformer Engine's kernel.
     """
 
@@ -30,6 +31,7 @@ class Shape:
     heads: int = 16
     ffn: int = 6144
     experts: int = 0
+    pattern: str = ""
     fused_rope: bool = False
 
 
@@ -37,6 +39,7 @@ SHAPES = {
     "dense": Shape(),
     "moe": Shape(ffn=768, experts=32),
     "large": Shape(layers=8, hidden=5120, heads=40, ffn=17408),
+    "mamba": Shape(pattern="M-M-M*-M-M-M*-M-"),
 }
 
 
@@ -52,9 +55,6 @@ def build_model(
         dtype: Of the weights.
         changes: Fields of the configuration.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(seed)
@@ -65,6 +65,15 @@ def build_model(
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "moe_router_load_balancing_type": "none",
+    }
+    # Mamba layers twice as wide as the model, in heads of 64, as Nemotron-H has them.
+    hybrid = {
+        "num_layers": len(shape.pattern),
+        "is_hybrid_model": True,
+        "mamba_num_heads": shape.hidden // 32,
+        "mamba_head_dim": 64,
+        "mamba_state_dim": 128,
+        "mamba_num_groups": 8,
     }
     settings = {
         "num_layers": shape.layers,
@@ -87,12 +96,22 @@ def build_model(
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_warmup_steps": 3,
         **(experts if shape.experts else {}),
+        **(hybrid if shape.pattern else {}),
     }
     config = TransformerConfig(**{**settings, **changes})
+    model = _hybrid(shape, config, max_length) if shape.pattern else _gpt(shape, config, max_length)
+    return model.cuda().to(dtype).train()
+
+
+def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts), qk_layernorm=True
     )
-    model = GPTModel(
+    return GPTModel(
         config,
         spec,
         VOCABULARY,
@@ -101,7 +120,22 @@ def build_model(
         rotary_base=1_000_000,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    return model.cuda().to(dtype).train()
+
+
+def _hybrid(shape: Shape, config: Any, max_length: int) -> nn.Module:
+    """Build a hybrid without rotary embedding, as Nemotron-H is."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return HybridModel(
+        config,
+        hybrid_stack_spec,
+        VOCABULARY,
+        max_length,
+        hybrid_layer_pattern=shape.pattern,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +172,8 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
 
     places = tuple(room or lengths)
     generator = torch.Generator("cuda").manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (1, sum(places)), device="cuda", generator=generator)
+    longest, count = max(places), sum(places)
+    tokens = torch.randint(VOCABULARY, (1, count), device="cuda", generator=generator)
     named = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
     if room is not None:
         named |= {"cu_seqlens_q_padded": room, "cu_seqlens_kv_padded": room}
@@ -147,7 +182,9 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
         host = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         offsets[name] = host.cuda()
         PACK_OFFSETS.remember(offsets[name], host)
-    params = PackedSeqParams(qkv_format="thd", **offsets, max_seqlen_q=max(places), max_seqlen_kv=max(places))
+    params = PackedSeqParams(
+        qkv_format="thd", **offsets, max_seqlen_q=longest, max_seqlen_kv=longest, total_tokens=count
+    )
     arguments = {
         "input_ids": tokens,
         "position_ids": torch.cat([torch.arange(n, device="cuda") for n in places])[None],
@@ -155,7 +192,7 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
         "labels": tokens.roll(-1, 1),
         "packed_seq_params": params,
     }
-    weights = torch.rand(1, sum(places), device="cuda", generator=generator) / sum(places)
+    weights = torch.rand(1, count, device="cuda", generator=generator) / count
     return Pack(arguments, places, weights)
 
 

@@ -15,12 +15,30 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from bridge_cg_plugin.upstream.replaced import replaced
+from scripts.performance.language_model import draw
 from scripts.performance.tower import largest_relative, relative
 
+PACKS = 30
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 # Per-token losses, and gradients in the order of the model's trainable parameters.
 Result = tuple[Tensor, list[Tensor]]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside, everything adds up in one order; new memory stays as it is.
+
+    Transformer Engine's attention asks when it is built, so a model must be built inside, too.
+    """
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -68,7 +86,8 @@ def padded_params(params: Any, tokens: int, rows: int) -> Any:
         for name, value in given.items()
         if value is not None
     }
-    return PackedSeqParams(qkv_format="thd", **offsets, **{name: getattr(params, name) for name in MAX_SEQLENS})
+    max_seqlens = {name: getattr(params, name) for name in MAX_SEQLENS}
+    return PackedSeqParams(qkv_format="thd", **offsets, **max_seqlens, total_tokens=rows)
 
 
 class Fp32Reference:
@@ -102,10 +121,35 @@ class Fp32Reference:
         return torch.cat(losses, 1), [found[name].grad for name in self._names]
 
 
+def thirty_packs(most: int, buckets: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return lengths of the documents of 30 packs by name: 1 to `most` documents with long tails, all sizes of buckets.
+
+    Args:
+        most: Documents of the last pack.
+        buckets: Two capacities in tokens; every third pack fills one.
+    """
+    made = {}
+    for index in range(PACKS):
+        documents = 1 + index * (most - 1) // (PACKS - 1)
+        tokens = 300 + (buckets[-1] - 300) // PACKS * index if index % 3 else buckets[index % 2]
+        made[f"{index}: {documents} documents, {tokens} tokens"] = draw(tokens, documents, index)
+    return made
+
+
 def noise_of(runs: Sequence[Result]) -> tuple[float, float]:
     """Return the largest relative difference between any two runs: of the losses, and of a gradient."""
     pairs = list(combinations(runs, 2))
     return max(relative(a[0], b[0]) for a, b in pairs), max(largest_relative(a[1], b[1]) for a, b in pairs)
+
+
+def nearest(found: Result, runs: Sequence[Result]) -> tuple[float, float]:
+    """Return the relative difference from the nearest of several runs: of the losses, and of a gradient.
+
+    Where runs differ from each other by chance, a result of the same function is now and then equal to one of them, of
+    another function never.
+    """
+    pairs = [(relative(found[0], run[0]), largest_relative(found[1], run[1])) for run in runs]
+    return min(losses for losses, _ in pairs), min(gradients for _, gradients in pairs)
 
 
 def worst_gradient(found: Result, expected: Result, names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """One run of Bridge's `pretrain()` on packed documents; writes its losses and times.
 
-A dense model of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's in-batch packing.
+A dense model or a Mamba hybrid of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's
+in-batch packing.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import (
@@ -30,6 +32,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad, silu
 from torch.utils.data import Dataset
@@ -45,6 +48,21 @@ SEQUENCE = 1024
 DOCUMENTS = 4
 MICROBATCHES = 4
 SEED = 1234
+# Providers by name, and what is theirs alone.
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dense": (GPTModelProvider, {"num_layers": 8, "qk_layernorm": True, "position_embedding_type": "rope"}),
+    "mamba": (
+        HybridModelProvider,
+        {
+            "hybrid_layer_pattern": "M-M*-M-M",
+            "is_hybrid_model": True,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "mamba_state_dim": 128,
+            "attention_backend": AttnBackend.auto,
+        },
+    ),
+}
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -52,11 +70,12 @@ def train_words(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="packed_training", description=__doc__.splitlines()[0])
     parser.add_argument("--train", choices=("eager", "graphs"), required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--model", choices=tuple(MODELS), default="dense")
     parser.add_argument("--modules", default="", help="parts of layers to capture; all layers as one region without")
     parser.add_argument("--rows", type=int, default=1, help="packs are padded to a multiple of this many tokens")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
-    args.out.write_text(json.dumps(train(args.train, args.steps, args.modules, args.rows)))
+    args.out.write_text(json.dumps(train(args.train, args.steps, args.modules, args.rows, args.model)))
 
 
 class StatisticsKeeper(Callback):
@@ -71,12 +90,12 @@ class StatisticsKeeper(Callback):
             self.value = helper.graphs.statistics().as_dict()
 
 
-def train(mode: str, steps: int, modules: str = "", rows: int = 1) -> dict[str, Any]:
+def train(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = "dense") -> dict[str, Any]:
     """Train in this process; returns losses, gradient norms, step times and the graphs' statistics."""
     bridge_cg_plugin.activate()
     skip_helper_build()
     recorder, keeper = Recorder(), StatisticsKeeper()
-    pretrain(training_config(mode, steps, modules, rows), forward_step, callbacks=[recorder, keeper])
+    pretrain(training_config(mode, steps, modules, rows, model), forward_step, callbacks=[recorder, keeper])
     return {
         "losses": recorder.losses,
         "grad_norms": recorder.grad_norms,
@@ -86,13 +105,13 @@ def train(mode: str, steps: int, modules: str = "", rows: int = 1) -> dict[str, 
     }
 
 
-def training_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> ConfigContainer:
+def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = "dense") -> ConfigContainer:
     """Return Bridge's whole configuration."""
     optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
         lr_warmup_iters=5, lr_decay_iters=max(steps, 10), max_lr=1e-4, min_lr=1e-5
     )
     return ConfigContainer(
-        model=model_provider(mode, modules),
+        model=model_provider(mode, modules, model),
         train=TrainingConfig(
             train_iters=steps,
             global_batch_size=MICROBATCHES * DOCUMENTS,
@@ -121,10 +140,11 @@ def training_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> 
     )
 
 
-def model_provider(mode: str, modules: str) -> GPTModelProvider:
-    """Return a dense model of 8 layers of 2048, with graphs of up to 8 documents or without."""
-    provider = GPTModelProvider(
-        num_layers=8,
+def model_provider(mode: str, modules: str, model: str = "dense") -> Any:
+    """Return the provider of a model of 8 layers of 2048, with graphs of up to 8 documents or without."""
+    kind, own = MODELS[model]
+    provider = kind(
+        **own,
         hidden_size=2048,
         ffn_hidden_size=6144,
         num_attention_heads=16,
@@ -134,10 +154,8 @@ def model_provider(mode: str, modules: str) -> GPTModelProvider:
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        position_embedding_type="rope",
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=128,
         seq_length=SEQUENCE,

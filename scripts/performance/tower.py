@@ -33,7 +33,9 @@ def start_process() -> None:
     model_parallel_cuda_manual_seed(1234)
 
 
-def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def build_tower(
+    seed: int = 0, layers: int = 27, impl: str = "none", dtype: torch.dtype = torch.bfloat16, deepstack: bool = True
+) -> nn.Module:
     """Build Qwen3-VL-8B's tower (576 M parameters) with random weights on the current GPU.
 
     Query-key-value weights get std 0.05, which makes attention as peaked as in a trained model. Without a GPU it is a
@@ -44,11 +46,13 @@ def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torc
         layers: Transformer layers.
         impl: `vision_cuda_graph_impl` as upstream would see it.
         dtype: Of the weights.
+        deepstack: Whether layers give further features, as in Qwen3-VL; Qwen3.5-VL's give none.
     """
     if not on_gpu():
         from examples.photographs.tower import build_tower as build_small
 
-        return build_small(seed, layers=3, width=32, heads=2, out=24)
+        changes = {} if deepstack else {"deepstack_visual_indexes": []}
+        return build_small(seed, layers=3, width=32, heads=2, out=24, **changes)
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import get_vision_model_config
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerSubmodules
@@ -62,7 +66,7 @@ def build_tower(seed: int = 0, layers: int = 27, impl: str = "none", dtype: torc
     torch.manual_seed(seed)
     base = TransformerConfig(num_layers=1, hidden_size=1152, num_attention_heads=16)
     base.vision_cuda_graph_impl, base.vision_cuda_graph_scope = impl, []
-    indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
+    indexes = ([8, 16, 24] if layers >= 25 else [0, layers // 2]) if deepstack else []
     hf = Qwen3VLVisionConfig(depth=layers, out_hidden_size=4096, deepstack_visual_indexes=indexes)
     config = get_vision_model_config(hf, megatron_config=base)
     config.params_dtype, config.bf16, config.gradient_accumulation_fusion = dtype, dtype is torch.bfloat16, False

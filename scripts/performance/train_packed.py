@@ -2,9 +2,9 @@
 
 python scripts/performance/train_packed.py --steps 50 --out docs/benchmarks/packed_training.jsonl
 
-Eager agrees with itself to the bit here, but not with itself on other numbers of rows, where matrix libraries choose
-other kernels. So the spread is that of eager runs whose packs are as they are, twice, and padded to a multiple of 64
-and of 256 tokens. Processes import side by side; the first eager run and the graphs, each alone on the GPU, are timed.
+Eager does not agree with itself on other numbers of rows, where matrix libraries choose other kernels. So the spread is
+that of eager runs whose packs are as they are, twice, and padded to a multiple of 64 and of 256 tokens. Processes
+import side by side; the first eager run and the graphs, each alone on the GPU, are timed.
 """
 
 import argparse
@@ -34,16 +34,18 @@ def main() -> int:
     """Train all and compare; non-zero if graphs train another model or nothing was replayed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--model", choices=("dense", "mamba"), default="dense")
     parser.add_argument("--modules", default="", help="parts of layers to capture; all layers as one region without")
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed_training.jsonl if left out")
     args = parser.parse_args()
     out = output_path(args.out, "packed_training.jsonl")
-    return compare(train_all(args.steps, args.modules), args.steps, out)
+    return compare(train_all(args.steps, args.modules, args.model), args.steps, out, args.model)
 
 
-def train_all(steps: int, modules: str) -> dict[str, dict[str, Any]]:
+def train_all(steps: int, modules: str, model: str) -> dict[str, dict[str, Any]]:
     """Do every run in a process of its own and return their figures by name."""
-    words = {name: ["--steps", str(steps), "--rows", str(rows)] for name, rows in EAGER_RUNS.items()}
+    shared = ["--steps", str(steps), "--model", model]
+    words = {name: [*shared, "--rows", str(rows)] for name, rows in EAGER_RUNS.items()}
     first, *others = words
     with ExitStack() as stack:
         processes = {name: TrainingProcess(module=MODULE) for name in (*words, "plugin")}
@@ -52,14 +54,14 @@ def train_all(steps: int, modules: str) -> dict[str, dict[str, Any]]:
         for process in processes.values():
             process.wait_until_ready()
         runs = {first: processes[first].train("eager", words[first])}
-        plugin = processes["plugin"].train("graphs", ["--steps", str(steps), "--modules", modules])
+        plugin = processes["plugin"].train("graphs", [*shared, "--modules", modules])
         with ThreadPoolExecutor(len(others)) as pool:
             found = pool.map(lambda name: processes[name].train("eager", words[name]), others)
             runs |= {name: {**run, "step_ms": None} for name, run in zip(others, found, strict=True)}
     return {**runs, "plugin": plugin}
 
 
-def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path) -> int:
+def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path, model: str = "dense") -> int:
     """Print and write the comparison; non-zero if graphs train another model or nothing was replayed."""
     *eager, graphs = runs.values()
     spreads = {name: compare_to_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")}
@@ -68,7 +70,7 @@ def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path) -> int:
     same = all(spread.inside for spread in spreads.values()) and graphs["packed_graphs"]["replays"] > 0
     for name, figures in runs.items():
         record = {
-            "case": "in_batch",
+            "case": "in_batch" if model == "dense" else f"in_batch_{model}",
             "mode": name,
             "ms": times[name],
             "inside_spread": same if name == "plugin" else None,

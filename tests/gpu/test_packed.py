@@ -1,7 +1,9 @@
-"""Packed documents on real graphs of a GPT model's layers: losses and gradients against eager.
+"""Packed documents on real graphs of a GPT model's layers: losses and gradients against eager, to the bit.
 
-Where a pack is padded, eager runs on the bucket's rows too: another number of rows lets a matrix library choose another
-kernel, whose rounding is neither better nor worse. What that means is measured against fp32.
+Attention's backward adds up in an order that timing decides, so eager and graphs run with deterministic algorithms here;
+test_packed_default.py is about the others. Where a pack is padded, eager runs on the bucket's rows too: another number of
+rows lets a matrix library choose another kernel, whose rounding is neither better nor worse. What that means is measured
+against fp32.
 """
 
 import gc
@@ -14,16 +16,28 @@ from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 from scripts.performance.tower import relative
 
-from .packs import BUCKETS, EAGER_RUNS, MAX_SEQS, Trained, assert_eagers, assert_inside, graphs_on, rows_of
+from .packs import BUCKETS, EAGER_RUNS, MAX_SEQS, Trained, assert_eagers, assert_same, graphs_on, rows_of
 
 SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}
 # Graphs may be farther from fp32 than eager on a pack's own rows by this factor: both are a rounding of the same.
 FARTHER = 1.1
 
 
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    with parity.deterministic():
+        yield
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["rope", "fused-rope"])
 def gpt(request, tower_module):
-    return Trained(lm.build_model(lm.Shape(**SIZES, fused_rope=request.param)))
+    with parity.deterministic():  # a fixture of a module comes before those of a test
+        return Trained(lm.build_model(lm.Shape(**SIZES, fused_rope=request.param)))
+
+
+def test_attention_is_deterministic(gpt):
+    """Without it the comparisons below would fail now and then."""
+    assert all(layer.self_attention.core_attention.deterministic for layer in gpt.model.decoder.layers)
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +45,11 @@ def fp32(gpt):
     return parity.Fp32Reference(lambda: lm.build_model(lm.Shape(**SIZES), dtype=torch.float32), gpt.model)
 
 
-def packs():
-    """30 packs of 1 to the most documents, with long tails, of all sizes that the buckets take."""
-    made = {}
-    for index in range(30):
-        documents = 1 + index * (MAX_SEQS - 1) // 29
-        tokens = 300 + 59 * index if index % 3 else BUCKETS[index % 2]
-        made[f"{index}: {documents} documents, {tokens} tokens"] = lm.draw(tokens, documents, index)
-    return made
-
-
 def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
     far = {}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
         reads = graphs.host.device_reads
-        for seed, (name, lengths) in enumerate(packs().items()):
+        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
             pack = lm.make_pack(lengths, seed)
             found = assert_eagers(gpt, graphs, pack, name)
             with graphs.paused():
@@ -111,11 +115,10 @@ def test_fallbacks_are_eager_to_the_bit(gpt):
         "other_layout": lm.make_pack((500,), room=(512,)),
         "too_few_tokens": lm.make_pack((100, 60)),
     }
-    expected = {name: gpt.results(pack)[0] for name, pack in cases.items()}
+    expected = {name: gpt.results(pack) for name, pack in cases.items()}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
         for name, pack in cases.items():
-            losses = gpt.results(pack)[0]
-            assert torch.equal(losses, expected[name]), f"{name}: {relative(losses, expected[name]):.2e}"
+            assert_same(gpt.results(pack), [expected[name]], gpt.names, name)
         assert graphs.statistics().fallbacks == dict.fromkeys(cases, 1), graphs.statistics().fallbacks
 
 
@@ -167,7 +170,7 @@ def test_gradients_add_up_over_microbatches_in_flight(gpt):
         found = run([nullcontext()] * 3)
         statistics = graphs.statistics()
         assert statistics.replays == 2 and statistics.fallbacks == {"no_free_slot": 1}, statistics
-    assert_inside(found, runs, gpt.names, "three microbatches")
+    assert_same(found, runs, gpt.names, "three microbatches")
 
 
 def test_evaluation(gpt):

@@ -1,37 +1,30 @@
 """Packed documents on real graphs of a mixture of experts: attention and the router, experts eager.
 
 Experts' results are added up in any order, and after a rounding a token whose experts are all but tied goes to another.
-So eager and graphs run with PyTorch's deterministic algorithms, and are compared as all others are.
+So eager and graphs run with deterministic algorithms, and are compared as all others are.
 """
-
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from scripts.performance import language_model as lm
+from scripts.performance import packed_parity as parity
 
 from .packs import Trained, assert_eagers, graphs_on
 
 PARTS = pytest.mark.parametrize("modules", [("attn",), ("moe_router",), ("attn", "moe_router")], ids=",".join)
+SHAPE = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
 
 
-@contextmanager
-def deterministic():
-    """Add up in one order; new memory stays as it is."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    with parity.deterministic():
         yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
-        torch.use_deterministic_algorithms(False)
 
 
 def assert_replays_are_eagers(modules, **router):
-    trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8), **router))
-    with graphs_on(trained.model, lm.make_pack((500, 200)), modules=modules) as graphs, deterministic():
+    trained = Trained(lm.build_model(SHAPE, **router))
+    with graphs_on(trained.model, lm.make_pack((500, 200)), modules=modules) as graphs:
         assert len(graphs._regions) == 2
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             assert_eagers(trained, graphs, lm.make_pack(lengths), f"{','.join(modules)}, {lengths}")
@@ -50,10 +43,10 @@ def test_routers_with_an_auxiliary_loss(tower_module, modules):
 
 
 def test_an_eager_microbatch_between_replays_routes_for_itself(tower_module):
-    trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)))
+    trained = Trained(lm.build_model(SHAPE))
     packs = [lm.make_pack(lengths) for lengths in ((1024,), (60, 100), (1024,))]
     modules = ("attn", "moe_router")
-    with graphs_on(trained.model, lm.make_pack((500, 200)), modules=modules) as graphs, deterministic():
+    with graphs_on(trained.model, lm.make_pack((500, 200)), modules=modules) as graphs:
         with graphs.paused():
             expected = [trained.results(pack)[0] for pack in packs]
         found = [trained.results(pack)[0] for pack in packs]

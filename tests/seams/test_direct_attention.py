@@ -15,7 +15,8 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import direct_attention, layer_kernels
 from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
-from bridge_cg_plugin.vision.encoder import OtherAttention, VisionGraphs
+from bridge_cg_plugin.vision.adapter import OtherAttention
+from bridge_cg_plugin.vision.encoder import VisionGraphs
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")

@@ -141,15 +141,21 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
     assert "forward" not in vars(first[0].module.vision_model)
 
 
-def test_the_step_drives_the_loop_only_where_upstream_does_not(loop, monkeypatch):
+def test_the_step_tells_the_loop_what_upstream_drives(loop, monkeypatch):
     driven = []
-    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda model, state: driven.append((model, state)))
+    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda *given: driven.append(given))
     patched = next(p for p in train_loop.PATCHES if p.name == "train_step")
     train_step = patched.make(lambda forward, data, model, optimizer, scheduler, global_state: "done")
-    for has_helper, expected in ((True, []), (False, [("model", "state")])):
+    for has_helper in (True, False):
         monkeypatch.setattr(train_loop, "drives_vision_graphs", lambda has_helper=has_helper: has_helper)
         assert train_step(None, None, "model", None, None, "state") == "done"
-        assert driven == expected
+    assert driven == [("model", "state", True), ("model", "state", False)]
+
+
+def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop):
+    state, provider = state_of()
+    loop.before_step([Chunk(provider)], state, bridge_drives=True)
+    assert graph_helper.active_helpers() == []
 
 
 def test_whether_upstream_drives_them_is_read_from_its_module(active):

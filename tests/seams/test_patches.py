@@ -9,6 +9,7 @@ from bridge_cg_plugin.upstream import (
     batches,
     full_iteration,
     language_model,
+    pack_indices,
     packed_helper,
     patches,
     performance,
@@ -23,19 +24,22 @@ from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
 from bridge_cg_plugin.upstream.seams import Seam
 
+from .conftest import is_importable
+
 GROUPS = (
     language_model,
     full_iteration,
     train_loop,
     training_config,
     packed_helper,
+    pack_indices,
     batches,
     provider_fields,
     qwen3_vl,
     performance,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
-PATCHES = [patch for patch in EVERY if patch.seam.packaged]
+PATCHES = [patch for patch in EVERY if is_importable(patch.seam)]
 ABSENT = object()
 CYCLES = 100
 
@@ -188,7 +192,8 @@ def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release
     monkeypatch.setattr(patches, "bridge_release", lambda: release)
     other, module = fresh(patch), fake_module(patch, ABSENT)
     other.apply(module)
-    came_later = release == "0.4.2" and patch.seam.since == VISION_LOOP
+    earlier = {VISION_LOOP: ("0.4.2",), "0.6.2": ("0.4.2", "0.5.1")}
+    came_later = release in earlier.get(patch.seam.since, ())
     assert other.state == ("native" if came_later else "broken")
     assert other.reason
     assert raw(patch, module) is ABSENT

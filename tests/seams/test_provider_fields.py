@@ -14,6 +14,8 @@ CLASSES = [
     (f"{MODULES}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
     (f"{MODULES}.qwen35_vl_provider", "Qwen35VLModelProvider"),
     (f"{MODULES}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
+    (f"{MODULES}.qwen25_vl_provider", "Qwen25VLModelProvider"),
+    ("megatron.bridge.models.gemma_vl.gemma3_vl_provider", "Gemma3VLModelProvider"),
 ]
 VALUES = {
     "impl": "transformer_engine",

@@ -21,6 +21,13 @@ VISION = "vision_cuda_graph_impl=transformer_engine"
 PACKED = "cuda_graph_max_packed_seqs=64"
 OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
+
+def tower_of_hugging_face(**fields):
+    """Return the provider of a model whose vision tower is Hugging Face's, with vision graphs on."""
+    kind = type("Qwen25VLModelProvider", (SimpleNamespace,), {})
+    return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
+
+
 # The combination -> what a user wrote, and the field that the refusal names.
 REFUSED = {
     "`full_iteration` with modules": (f"{FULL} cuda_graph_modules=attn", "cuda_graph_modules"),
@@ -102,12 +109,12 @@ REFUSED = {
         "vision_cuda_graph_check_interval",
     ),
     "packed-sequence graphs without `cuda_graph_impl=transformer_engine`": (PACKED, "cuda_graph_impl"),
-    "packed data with graphs of attention over unpacked sequences": (
+    "packed data with graphs of attention or Mamba layers over unpacked sequences": (
         f"{TE} dataset.enable_in_batch_packing=true",
         "cuda_graph_max_packed_seqs",
     ),
-    "packed-sequence graphs of other modules than attn, mlp and moe_router": (
-        f"{TE} {PACKED} cuda_graph_modules=attn,mamba",
+    "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba": (
+        f"{TE} {PACKED} cuda_graph_modules=moe",
         "cuda_graph_modules",
     ),
     "packed-sequence graphs of whole layers of a mixture of experts": (
@@ -144,6 +151,14 @@ REFUSED = {
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
     ),
+    "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)": (
+        tower_of_hugging_face(vision_cuda_graph_modules=["attn"]),
+        "vision_cuda_graph_modules",
+    ),
+    "vision graphs of a tower from Hugging Face with `full_iteration`": (
+        tower_of_hugging_face(cuda_graph_impl="full_iteration"),
+        "cuda_graph_impl",
+    ),
     "offloading without modules": ("fine_grained_activation_offloading=true", "offload_modules"),
     "offloading `attn_proj` without `core_attn`": (f"{OFFLOAD}attn_proj", "offload_modules"),
     "offloading with `local` graphs, apart from parts of MoE layers": (
@@ -155,6 +170,26 @@ REFUSED = {
         "fine_grained_offloading_max_inflight_offloads",
     ),
 }
+
+
+def test_recompute_does_not_reach_a_tower_of_hugging_face():
+    graph_options(tower_of_hugging_face(recompute_granularity="full"))
+
+
+def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
+    written = normalize(tower_of_hugging_face(vision_cuda_graph_impl="none", pipeline_model_parallel_size=2))[1]
+    facts = facts_of(written)
+    assert facts.hugging_face_tower and not facts.images
+
+
+def test_upstreams_graphs_of_mamba_layers_take_no_packs():
+    with pytest.raises(OptionError, match="Mamba layers over unpacked|take no packed sequences"):
+        graph_options(f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true")
+
+
+def test_experts_beside_mamba_layers_get_the_parts_to_name():
+    with pytest.raises(OptionError, match="Set cuda_graph_modules=attn,moe_router,mamba"):
+        graph_options(f"{TE} {PACKED} num_moe_experts=8 hybrid_layer_pattern=M*ME")
 
 
 def test_every_combination_has_a_case():
@@ -186,6 +221,9 @@ ACCEPTED = [
     f"{TE} cuda_graph_modules=moe_router,moe_preprocess num_moe_experts=8",
     f"{TE} cuda_graph_modules=mamba",
     f"{TE} cuda_graph_modules=mamba hybrid_layer_pattern=M*M-",
+    f"{TE} cuda_graph_modules=mlp hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
     f"{TE} rng.te_rng_tracker=true",
     f"{TE} rng.te_rng_tracker=false model.use_te_rng_tracker=true",
     f"{TE} recompute_granularity=selective recompute_modules=core_attn",

@@ -3,9 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.graphs.segments import fill_one_segment, write_offsets
-from bridge_cg_plugin.packed.layout import spread, token_angles, token_positions
+from bridge_cg_plugin.packed.layout import document_indices, spread, token_angles, token_positions
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
@@ -34,6 +35,21 @@ class OneRank:
 def test_positions_start_again_with_every_document(lengths, repeats, padding):
     expected = [p for n in lengths for p in range(n)] + [0] * padding
     assert token_positions(offsets_of(lengths, repeats), len(expected)).tolist() == expected
+
+
+@given(documents, st.integers(0, 9), st.integers(0, 40))
+def test_indices_tell_documents_apart(lengths, repeats, padding):
+    """A token's number is that of its document, those of no tokens counted; padding has one of its own."""
+    expected = [index for index, n in enumerate(lengths) for _ in range(n)] + [len(lengths) + repeats] * padding
+    found = document_indices(offsets_of(lengths, repeats), len(expected))
+    assert found.tolist() == [expected] and found.dtype == torch.int32 and found.is_contiguous()
+
+
+@given(documents, st.integers(0, 40))
+def test_indices_are_what_megatron_core_finds(lengths, padding):
+    tokens = sum(lengths) + padding
+    params = PackedSeqParams(cu_seqlens_q=offsets_of(lengths), total_tokens=tokens)
+    assert torch.equal(document_indices(offsets_of(lengths), tokens), params.seq_idx)
 
 
 @given(documents, st.integers(0, 9))

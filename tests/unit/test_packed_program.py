@@ -11,17 +11,17 @@ from bridge_cg_plugin.packed.program import PackedProgram, PackLayout
 WIDTH, ROTATED = 4, 6
 
 
-def program(shards=1, additions=0, exact_below=0, run=None):
-    layout = PackLayout(OFFSETS, ROTATED, shards=shards, additions=additions)
+def program(shards=1, additions=0, exact_below=0, run=None, rotated=ROTATED):
+    layout = PackLayout(OFFSETS, rotated, shards=shards, additions=additions)
     return PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below=exact_below)
 
 
-def batch(lengths=(3, 5), shards=1, additions=0, rows=8):
+def batch(lengths=(3, 5), shards=1, additions=0, rows: int | None = 8):
     tokens = sum(lengths)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return PackedBatch(
         torch.full((tokens // shards, 1, WIDTH), 2.0),
-        torch.full((rows, 1, 1, ROTATED), 3.0),
+        None if rows is None else torch.full((rows, 1, 1, ROTATED), 3.0),
         dict.fromkeys(OFFSETS, ends),
         tuple(lengths),
         tokens,
@@ -42,6 +42,9 @@ def batch(lengths=(3, 5), shards=1, additions=0, rows=8):
         (program(shards=2), batch(shards=2), Bucket(16, (2, 8)), "sharded_tokens"),
         (program(), batch(additions=1), Bucket(8, (2, 8)), "other_layout"),
         (program(additions=2), batch(additions=1), Bucket(8, (2, 8)), None),
+        (program(rotated=0), batch(rows=None), Bucket(8, (2, 8)), None),
+        (program(rotated=0), batch(), Bucket(8, (2, 8)), "other_layout"),
+        (program(), batch(rows=None), Bucket(8, (2, 8)), "other_layout"),
     ],
 )
 def test_which_batches_a_bucket_takes(made, given, bucket, reason):
@@ -87,6 +90,14 @@ def test_the_piece_sees_buffers_and_the_bound_alone():
     assert seen["longest"] == 7 and seen["offsets"].keys() == set(OFFSETS)
     assert seen["angles"].shape == (12, 1, 1, ROTATED)
     assert made.output_rows(batch()) == (8,)
+
+
+def test_a_piece_that_rotates_nothing_gets_no_angles():
+    made, bucket = program(rotated=0, run=lambda hidden, angles, *rest: (hidden, angles)), Bucket(12, (4, 7))
+    buffers = loaded(made, batch(rows=None), bucket)
+    assert buffers.keys() == {"hidden", *OFFSETS}
+    made.load_example(buffers, bucket)
+    assert made.forward(buffers, bucket) == (buffers["hidden"], None)
 
 
 def test_example_values_fill_the_bucket_as_far_as_its_bound():

@@ -28,11 +28,12 @@ def test_padding_is_a_document_that_no_loss_counts():
         assert padded["max_seqlen_q"] >= torch.diff(padded["cu_seqlens_q"]).max()
 
 
+@pytest.mark.parametrize("model", packed_training.MODELS)
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_bridge_takes_the_configuration(mode):
+def test_bridge_takes_the_configuration(mode, model):
     from megatron.bridge.training.config import runtime_config_update
 
-    config = packed_training.training_config(mode, 50, "attn")
+    config = packed_training.training_config(mode, 50, "attn", model=model)
     runtime_config_update(config)
     config.validate()
     graphs = (config.model.cuda_graph_impl, config.model.cuda_graph_max_packed_seqs)
@@ -74,14 +75,14 @@ def test_every_run_has_its_process_and_words(monkeypatch):
 
         def train(self, mode, words):
             trained.append((mode, tuple(words)))
-            return {"step_ms": [1.0], "rows": words[3]}
+            return {"step_ms": [1.0], "rows": words[5]}
 
     monkeypatch.setattr(train_packed, "TrainingProcess", Process)
-    found = train_packed.train_all(5, "attn")
+    found = train_packed.train_all(5, "attn", "mamba")
     assert list(found) == [*train_packed.EAGER_RUNS, "plugin"]
     assert [run["step_ms"] for run in found.values()] == [[1.0], None, None, None, [1.0]]
     assert trained[:2] == [
-        ("eager", ("--steps", "5", "--rows", "1")),
-        ("graphs", ("--steps", "5", "--modules", "attn")),
+        ("eager", ("--steps", "5", "--model", "mamba", "--rows", "1")),
+        ("graphs", ("--steps", "5", "--model", "mamba", "--modules", "attn")),
     ]
     assert [run["rows"] for run in found.values()][:4] == ["1", "1", "64", "256"]

@@ -161,3 +161,12 @@ def test_a_pool_that_never_fits_its_target_is_an_error():
         graphs_on(tower, executor=executor, memory_target_gb=target, **SETTINGS),
     ):
         pass
+
+
+def test_a_part_that_saves_nothing_is_said(capsys):
+    tower = new_tower()
+    settings = {**SETTINGS, "offload_min_bytes": 1 << 30}
+    with graphs_on(tower, offload=("attention",), **settings) as graphs:
+        assert graphs.statistics().pinned_bytes == 0
+    said = capsys.readouterr().out
+    assert said.count("vision_cuda_graph_offload and vision_cuda_graph_recompute move nothing") == 1

@@ -19,7 +19,7 @@ _LOCAL_OFFLOAD = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
 def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
-    if not options.vision.enabled or facts.recompute_granularity is None:
+    if not options.vision.enabled or facts.recompute_granularity is None or facts.hugging_face_tower:
         return False
     reaches = {"core_attn", "mlp", "layernorm"} & set(facts.recompute_modules)
     return facts.recompute_granularity != "selective" or bool(reaches)
@@ -46,6 +46,28 @@ VISION = (
             f.recompute_granularity,
             f"null with {VISION_IMPL}=transformer_engine",
             f"Lower {PROVIDER_FIELDS['max_seq_length']} if memory is short.",
+        ),
+    ),
+    Combination(
+        "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)",
+        "Such a tower's layers are not megatron-core's, whose parts can be regions of their own",
+        lambda o, f: o.vision.enabled and f.hugging_face_tower and not o.vision.whole_encoder,
+        lambda o, f: (
+            PROVIDER_FIELDS["modules"],
+            list(o.vision.modules),
+            "empty on this model",
+            "Leave it out: the whole encoder is one region.",
+        ),
+    ),
+    Combination(
+        "vision graphs of a tower from Hugging Face with `full_iteration`",
+        "megatron-core captures the whole step of such a model, and graphs cannot be replayed inside a capture",
+        lambda o, f: o.vision.enabled and f.hugging_face_tower and o.language_model.impl == "full_iteration",
+        lambda o, f: (
+            IMPL,
+            o.language_model.impl,
+            f"none or transformer_engine with {VISION_IMPL}=transformer_engine on this model",
+            "Change either.",
         ),
     ),
     Combination(

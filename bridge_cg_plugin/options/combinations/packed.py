@@ -10,9 +10,10 @@ from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
 
 if TYPE_CHECKING:
+    from ..facts import Facts
     from ..graph_options import GraphOptions
 
-SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router)
+SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router, CudaGraphModule.mamba)
 
 
 def _names(options: GraphOptions) -> str:
@@ -27,13 +28,19 @@ def _packs(options: GraphOptions) -> bool:
     return options.packed.enabled and options.language_model.impl == "transformer_engine"
 
 
-def _upstreams_attention(options: GraphOptions) -> bool:
+def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
+    """Whether upstream's graphs would contain a part that must know which document a token belongs to."""
     language_model = options.language_model
-    return language_model.impl == "transformer_engine" and language_model.captures(CudaGraphModule.attn)
+    parts = (CudaGraphModule.attn, CudaGraphModule.mamba) if facts.mamba else (CudaGraphModule.attn,)
+    return language_model.impl == "transformer_engine" and any(map(language_model.captures, parts))
 
 
 def _whole_layers(options: GraphOptions) -> bool:
     return not options.language_model.modules
+
+
+def _beside_experts(facts: Facts) -> str:
+    return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
 
 def _all_parts(options: GraphOptions) -> bool:
@@ -63,9 +70,9 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed data with graphs of attention over unpacked sequences",
-        "megatron-core's graphs with attention take no packed sequences: training would stop at the first replay",
-        lambda o, f: f.packed_data and _upstreams_attention(o) and not o.packed.enabled,
+        "packed data with graphs of attention or Mamba layers over unpacked sequences",
+        "megatron-core's graphs of these take no packed sequences: training would stop at the first replay",
+        lambda o, f: f.packed_data and _upstreams_sequences(o, f) and not o.packed.enabled,
         lambda o, f: (
             MAX_PACKED_SEQS,
             None,
@@ -74,13 +81,13 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of other modules than attn, mlp and moe_router",
-        "Experts get their tokens by counts that the host reads, and Mamba layers are not there yet",
+        "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba",
+        "Experts get their tokens by counts that the host reads",
         lambda o, f: _packs(o) and _unsupported(o),
         lambda o, f: (
             MODULES,
             _names(o),
-            f"attn, mlp, moe_router, or empty with {_asked(o)}",
+            f"attn, mlp, moe_router, mamba, or empty with {_asked(o)}",
             f"Remove {_unsupported(o)[0]}.",
         ),
     ),
@@ -91,8 +98,8 @@ PACKED = (
         lambda o, f: (
             MODULES,
             "empty",
-            f"attn,moe_router with {_asked(o)} on this model",
-            f"Set {MODULES}=attn,moe_router.",
+            f"{_beside_experts(f)} with {_asked(o)} on this model",
+            f"Set {MODULES}={_beside_experts(f)}.",
         ),
     ),
     Combination(

@@ -4,13 +4,15 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seams import Seam
-from . import engine, language_model, models, packed, performance, recipes, training
+from . import engine, hugging_face, hybrid, language_model, models, packed, performance, recipes, training
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
     *models.SEAMS,
+    *hugging_face.SEAMS,
     *language_model.SEAMS,
     *packed.SEAMS,
+    *hybrid.SEAMS,
     *recipes.SEAMS,
     *performance.SEAMS,
     *engine.SEAMS,

@@ -1,14 +1,15 @@
-"""Seams of Bridge's Qwen3-VL family: providers and vision model."""
+"""Seams of Bridge's vision-language models: providers, and Qwen3-VL's vision model."""
 
 from ..seams import Seam
+from .hugging_face import QWEN_VL, TOWER_PROVIDERS
 from .training import RESTORED, VISION_LOOP
 
-QWEN_VL = "megatron.bridge.models.qwen_vl"
 PROVIDERS = (
     (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLModelProvider"),
     (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
     (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLModelProvider"),
     (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
+    *TOWER_PROVIDERS,
 )
 MODELLING = f"{QWEN_VL}.modelling_qwen3_vl"
 MODEL, VISION_MODEL = f"{MODELLING}.model", f"{MODELLING}.vision_model"

@@ -1,16 +1,27 @@
 """Seams of packed-sequence graphs of the language model."""
 
-from ..seams import Seam
+from ..releases import RELEASES
+from ..seams import Kind, Seam
 from .engine import CORE, DETACHED, RECORDED
 from .models import BLOCK as QWEN_BLOCK
 from .training import RESTORED, TRAIN
 
 GPT_STEP = "megatron.bridge.training.gpt_step"
 GPT_PROVIDER = "megatron.bridge.models.gpt_provider"
+# (module, class, first release that has it)
+PROVIDERS = (
+    (GPT_PROVIDER, "GPTModelProvider", RELEASES[-1].bridge),
+    ("megatron.bridge.models.hybrid.hybrid_provider", "HybridModelProvider", "0.6.2"),
+    ("megatron.bridge.models.mamba.mamba_provider", "MambaModelProvider", RELEASES[-1].bridge),
+)
 BLOCK = f"{CORE}.transformer.transformer_block"
 ATTENTION = f"{CORE}.transformer.attention"
 ROUTER = f"{CORE}.transformer.moe.router"
 ROPE = f"{CORE}.models.common.embeddings.rope_utils"
+CONSTRUCTOR_AND_FIELDS: tuple[tuple[str, str, Kind], ...] = (
+    ("init", "__init__", "function"),
+    ("fields", "__dataclass_fields__", "value"),
+)
 OPTIONS = "packed-sequence options can be set, overridden and saved with the model's configuration"
 
 SEAMS = (
@@ -183,24 +194,19 @@ SEAMS = (
         touch="called",
         purpose="the planner reads Bridge's packed files",
     ),
-    Seam(
-        name="GPTModelProvider.init",
-        module=GPT_PROVIDER,
-        target="GPTModelProvider.__init__",
-        kind="function",
-        touch="extended",
-        purpose=OPTIONS,
-        undo=RESTORED,
-        patched_by="provider_fields",
-    ),
-    Seam(
-        name="GPTModelProvider.fields",
-        module=GPT_PROVIDER,
-        target="GPTModelProvider.__dataclass_fields__",
-        kind="value",
-        touch="extended",
-        purpose=OPTIONS,
-        undo=RESTORED,
-        patched_by="provider_fields",
+    *(
+        Seam(
+            name=f"{provider}.{name}",
+            module=module,
+            target=f"{provider}.{target}",
+            kind=kind,
+            touch="extended",
+            purpose=OPTIONS,
+            since=since,
+            undo=RESTORED,
+            patched_by="provider_fields",
+        )
+        for module, provider, since in PROVIDERS
+        for name, target, kind in CONSTRUCTOR_AND_FIELDS
     ),
 )

@@ -38,6 +38,18 @@ SEAMS = (
         patched_by="train_loop",
     ),
     Seam(
+        name="train_find_encoder",
+        module=TRAIN,
+        target="get_attr_wrapped_model",
+        kind="function",
+        touch="extended",
+        purpose="a model that holds its encoder under another name than vision_model trains with vision graphs",
+        undo=RESTORED,
+        parameters=("model", "attr", "allow_none", "return_model_obj"),
+        since=VISION_LOOP,
+        patched_by="train_loop",
+    ),
+    Seam(
         name="train_step",
         module=TRAIN,
         target="train_step",

@@ -1,0 +1,107 @@
+"""Vision towers that Bridge takes from Hugging Face: what their graphs need besides the modules themselves."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..graphs.modules import every_module
+from ..options import OptionError
+from ..vision.adapter import EncoderFamily
+from ..vision.fixed_size import SiglipAdapter
+from ..vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
+from ..vision.qwen25_vl import Qwen25VLAdapter
+from .activations import known_activations
+from .replaced import replaced
+
+WINDOW_ATTENTION = "Qwen2_5_VLVisionAttention"
+
+
+@contextmanager
+def packed_window_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Qwen2.5-VL's attention take `PackedSegments` while a region of these modules is recorded.
+
+    Hugging Face's own reads the offsets on the host and attends segment by segment, or hands the longest segment's
+    length over as a device tensor.
+    """
+    with ExitStack() as stack:
+        for module in every_module(modules):
+            if type(module).__name__ == WINDOW_ATTENTION:
+                stack.enter_context(replaced(module, "forward", partial(_packed_forward, module)))
+        yield
+
+
+def _packed_forward(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    cu_seqlens: PackedSegments,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    tokens = hidden_states.shape[0]
+    mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
+    query, key, value = mixed.unbind(1)
+    query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    return attention.proj(context.reshape(tokens, -1))
+
+
+def adapt_qwen25_vl(model: nn.Module) -> Qwen25VLAdapter:
+    """Return Qwen2.5-VL's adapter.
+
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+    """
+    refuse_checkpointing(model)
+    weight = model.patch_embed.proj.weight
+    if weight.device.type == "cuda" and weight.dtype not in DTYPES:
+        raise OptionError(
+            "model.params_dtype",
+            weight.dtype,
+            "torch.bfloat16 or torch.float16 with vision graphs of Qwen2.5-VL",
+            "Its windows attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off.",
+        )
+    return Qwen25VLAdapter(model, lambda merged: _result(pooler_output=merged))
+
+
+def adapt_siglip(model: nn.Module) -> SiglipAdapter:
+    """Return SigLIP's adapter.
+
+    Raises:
+        OptionError: The model checkpoints its layers.
+    """
+    refuse_checkpointing(model)
+    return SiglipAdapter(model, lambda hidden, pooled=None: _result(last_hidden_state=hidden, pooler_output=pooled))
+
+
+def _result(**tensors: Tensor | None) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return BaseModelOutputWithPooling(**tensors)
+
+
+def refuse_checkpointing(model: nn.Module) -> None:
+    """Refuse a tower whose layers are computed anew in the backward.
+
+    Raises:
+        OptionError: It is one.
+    """
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise OptionError(
+            "gradient_checkpointing",
+            True,
+            "false on a vision tower with vision_cuda_graph_impl=transformer_engine",
+            "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory.",
+        )
+
+
+QWEN25_VL = EncoderFamily(
+    name="Qwen2.5-VL",
+    adapt=adapt_qwen25_vl,
+    kernels=packed_window_attention,
+    known_activations=known_activations,
+)
+SIGLIP = EncoderFamily(name="SigLIP", adapt=adapt_siglip, known_activations=known_activations)

@@ -1,0 +1,139 @@
+"""What the manager of vision graphs asks of an encoder: how it is called, what it returns, what is recorded."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..graphs.program import RegionProgram
+from .grids import HostGrids
+
+# Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
+PackSegments = Callable[[Tensor, int], Any]
+# Called with a program's modules.
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+
+
+class EncoderBatch(Protocol):
+    """A microbatch, with what the host knows of its size."""
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+
+    @property
+    def frames(self) -> int:
+        """Images and video frames."""
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of the largest frame."""
+
+    def copied(self) -> "EncoderBatch":
+        """Return a batch with tensors of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCall:
+    """A call of the encoder's forward.
+
+    Attributes:
+        batch: The microbatch, checked.
+        usual: Whether everything else about the call is as recordings are made.
+    """
+
+    batch: Any
+    usual: bool
+
+
+class EncoderAdapter(Protocol):
+    """One vision model as its graphs see it.
+
+    Attributes:
+        unit: Patches that belong together: of one embedding, or of one image where all are of one size. Capacities
+            are multiples of it.
+        unit_of: "one embedding" or "one image", for messages.
+        deterministic_tokens: Largest capacity under deterministic algorithms.
+    """
+
+    unit: int
+    unit_of: str
+    deterministic_tokens: float
+
+    def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> EncoderCall:
+        """Return what a call of the encoder's forward with these arguments is.
+
+        Raises:
+            BatchError: No encoder could take the batch.
+        """
+
+    def run(self, forward: Callable[..., Any], batch: Any) -> Any:
+        """Call the encoder's own forward with a batch."""
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """Return the tensors in what the encoder's own forward returned, in the order of the program's outputs."""
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """Return what the encoder's own forward would return for a program's outputs."""
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """Return the limits to record a capacity for, cheapest first.
+
+        Args:
+            capacity: Tokens.
+            frames: Most frames that any bucket takes.
+            directly: Whether cuDNN's attention is called directly.
+        """
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
+        """Return the whole encoder as a region."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAttention:
+    """Attention in the place of Transformer Engine's.
+
+    Attributes:
+        kernels: Entered with the modules around recorded work; swaps it in.
+        refusal: Why that cannot be done in this process, None where it can.
+    """
+
+    kernels: RecordingKernels = nullcontext
+    refusal: Callable[[], str | None] = lambda: "this encoder's attention is not Transformer Engine's"
+
+
+NO_OTHER_ATTENTION = OtherAttention()
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """What the plugin must know of an encoder's upstream code.
+
+    Attributes:
+        name: For messages.
+        adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
+        kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
+        reordering_kernels: Likewise, for kernels that add up in another order than eager's.
+        direct_attention: Calls cuDNN's attention with a bucket's own bounds.
+        flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
+        fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
+        before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
+        known_activations: Entered like kernels where activations leave the device: notes what they are.
+        pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
+            `model.decoder` as a region of its own; None where the encoder has no such layers.
+        driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
+    """
+
+    name: str
+    adapt: Callable[[nn.Module], EncoderAdapter]
+    kernels: RecordingKernels = nullcontext
+    reordering_kernels: RecordingKernels = nullcontext
+    direct_attention: OtherAttention = NO_OTHER_ATTENTION
+    flash_attention: OtherAttention = NO_OTHER_ATTENTION
+    fused_accumulation: RecordingKernels = nullcontext
+    before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
+    known_activations: RecordingKernels = nullcontext
+    pack_segments: PackSegments | None = None
+    driven_by_bridge: bool = False

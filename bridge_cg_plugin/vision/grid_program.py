@@ -1,0 +1,83 @@
+"""What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.program import Bucket, Buffers, TensorSpec
+from .adapter import RecordingKernels
+from .batch import VisionBatch
+
+
+class GridProgram:
+    """A region program without its `forward`. Buckets have the limits (frames, tokens of the largest frame).
+
+    Args:
+        model: The vision model; has `patch_embed.proj` and `config`.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward; swaps in kernels that compute the same.
+    """
+
+    name = "vision_encoder"
+
+    def __init__(self, model: nn.Module, exact_below: int, kernels: RecordingKernels) -> None:
+        self.model = model
+        self._exact_below = exact_below
+        self._kernels = kernels
+        config = model.config
+        self.merge = config.spatial_merge_size
+        self._patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.model,)
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        dtype = self.model.patch_embed.proj.weight.dtype
+        return {
+            "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
+            "grid": TensorSpec((bucket.limits[0], 3), torch.int64),
+        }
+
+    def size(self, batch: VisionBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: VisionBatch, bucket: Bucket) -> str | None:
+        """See `RegionProgram`."""
+        frames, largest = bucket.limits
+        if batch.tokens <= self._exact_below and batch.tokens != bucket.tokens:
+            return "too_few_tokens"
+        if batch.frames > frames:
+            return "too_many_frames"
+        return "frame_too_large" if batch.largest_frame > largest else None
+
+    def load(self, buffers: Buffers, batch: VisionBatch) -> None:
+        """See `RegionProgram`."""
+        tokens, images = batch.tokens, len(batch.rows)
+        buffers["pixels"][:tokens].copy_(batch.pixels.reshape(tokens, -1), non_blocking=True)
+        buffers["pixels"][tokens:].zero_()
+        grid = batch.grid.reshape(images, 3)
+        if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
+            grid = grid.pin_memory()
+        buffers["grid"][:images].copy_(grid, non_blocking=True)
+        buffers["grid"][images:].zero_()
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        buffers["pixels"].zero_()
+        buffers["grid"].zero_()
+        buffers["grid"][0].fill_(self.merge)
+        buffers["grid"][0, 0].fill_(1)
+        buffers["grid"][0, 2].fill_(min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self.modules())
+
+    def differentiable_inputs(self, batch: VisionBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`: pixels take no gradient."""
+        return ()

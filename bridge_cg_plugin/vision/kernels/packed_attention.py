@@ -1,0 +1,91 @@
+"""Attention inside packed segments by PyTorch's flash kernels, which take offsets as a tensor."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSegments:
+    """Where segments lie.
+
+    Attributes:
+        offsets: `[segments + 1]` int32 `cu_seqlens`, non-decreasing; segments may have no length.
+        largest: Bound of a segment's length in tokens.
+    """
+
+    offsets: Tensor
+    largest: int
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+    """Attend inside every segment, and nowhere else.
+
+    Args:
+        query, key, value: `[tokens, heads, width]`; bf16 or fp16 on a GPU, any floating-point dtype on a CPU, where a
+            dense mask stands in for the kernel.
+        segments: Rows behind the last one are padding.
+        scale: What the products of queries and keys are multiplied by.
+
+    Returns:
+        `[tokens, heads, width]`; zero in padding, as are the gradients.
+
+    Raises:
+        TypeError: The kernel takes no such dtype.
+    """
+    if query.device.type != "cuda":
+        return _masked(query, key, value, segments.offsets, scale)
+    if query.dtype not in DTYPES:
+        raise TypeError(f"packed attention takes bf16 or fp16 on a GPU, not {query.dtype}")
+    return _Flash.apply(query, key, value, segments, scale)
+
+
+class _Flash(Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+        from .padding import clear_padding
+
+        offsets, largest = segments.offsets, segments.largest
+        out, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
+        )
+        clear_padding(out, offsets)
+        ctx.save_for_backward(query, key, value, out, logsumexp, state, unused)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        from .padding import clear_padding
+
+        query, key, value, out, logsumexp, state, unused = ctx.saved_tensors
+        offsets, largest = ctx.segments.offsets, ctx.segments.largest
+        gradients = torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(),
+            *(query, key, value, out, logsumexp),
+            *(offsets, offsets, largest, largest, 0.0, False, state, unused),
+            scale=ctx.scale,
+        )
+        for each in gradients:
+            clear_padding(each, offsets)
+        return *gradients, None, None
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    ends = offsets[1:].contiguous()
+    token = torch.arange(query.shape[0], device=query.device, dtype=ends.dtype)
+    segment = torch.searchsorted(ends, token, right=True)
+    inside = token < ends[-1]
+    mask = (segment[:, None] == segment[None, :]) & inside[:, None] & inside[None, :]
+    # A row with no key would be NaN: padding attends to itself and is zeroed below.
+    mask = mask | torch.eye(len(token), dtype=torch.bool, device=mask.device)
+    heads = (t.transpose(0, 1)[None] for t in (query, key, value))
+    context = functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    return torch.where(inside[:, None, None], context, 0)

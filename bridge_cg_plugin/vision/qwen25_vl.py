@@ -1,0 +1,114 @@
+"""Qwen2.5-VL's vision encoder, Hugging Face's module, as a region: most layers attend inside windows."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs.buckets import scanned_limits
+from ..graphs.program import Bucket, Buffers, RegionProgram
+from .adapter import EncoderCall, RecordingKernels
+from .batch import VisionBatch, check_batch
+from .grid_program import GridProgram
+from .grids import HostGrids
+from .kernels.packed_attention import PackedSegments
+from .layout import segment_offsets
+from .windows import most_windows, permuted, window_offsets, window_order
+
+
+class Qwen25VLEncoder(GridProgram):
+    """Everything from patches to merged embeddings, in one region.
+
+    Layers get `PackedSegments` where upstream passes `cu_seqlens`; `kernels` must let attention take them.
+
+    Args:
+        model: Hugging Face's `Qwen2_5_VisionTransformerPretrainedModel`.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward.
+    """
+
+    def __init__(self, model: nn.Module, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        self._side = model.window_size // self.merge // model.patch_size
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Output: embeddings `[tokens / merge**2, width]`."""
+        model, grid = self.model, buffers["grid"]
+        frames, windows = self._segments(grid, bucket)
+        cells = bucket.tokens // self.merge**2
+        order = window_order(grid, cells, self.merge, self._side)
+        hidden = model.patch_embed(buffers["pixels"])
+        hidden = permuted(hidden.view(cells, -1), order.order, order.place).view(bucket.tokens, -1)
+        angles = model.rotary_pos_emb(order.positions)
+        angles = torch.cat((angles, angles), dim=-1)
+        rotation = angles.cos(), angles.sin()
+        for index, block in enumerate(model.blocks):
+            segments = frames if index in model.fullatt_block_indexes else windows
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
+        return (permuted(model.merger(hidden), order.place, order.order),)
+
+    def _segments(self, grid: Tensor, bucket: Bucket) -> tuple[PackedSegments, PackedSegments]:
+        """Return where frames and where windows lie."""
+        frames, largest = bucket.limits
+        windows = most_windows(bucket.tokens // self.merge**2, frames, self._side)
+        tokens = min((self._side * self.merge) ** 2, largest)
+        return (
+            PackedSegments(segment_offsets(grid, frames), largest),
+            PackedSegments(window_offsets(grid, windows, self.merge, self._side), tokens),
+        )
+
+    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (batch.tokens // self.merge**2,)
+
+
+class Qwen25VLAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Hugging Face's `Qwen2_5_VisionTransformerPretrainedModel`.
+        make_result: Makes what its forward returns from the merged embeddings.
+    """
+
+    unit_of = "one embedding"
+    deterministic_tokens = math.inf
+
+    def __init__(self, model: nn.Module, make_result: Callable[[Tensor], Any]) -> None:
+        self._model, self._make_result = model, make_result
+        self._merge = model.config.spatial_merge_size
+        self.unit = self._merge**2
+
+    def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> EncoderCall:
+        """See `EncoderAdapter`."""
+        batch = VisionBatch(hidden_states, grid_thw, grids.lookup(grid_thw))
+        check_batch(batch, self._merge)
+        return EncoderCall(batch, usual=returns_an_object(others))
+
+    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, grid_thw=batch.grid, return_dict=True)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`."""
+        return (returned.pooler_output,)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `EncoderAdapter`."""
+        return self._make_result(outputs[0])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`: kernels look at every frame as if it were the largest, and leave where it is not."""
+        return [*scanned_limits(capacity, frames)]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
+        """See `EncoderAdapter`."""
+        return Qwen25VLEncoder(self._model, exact_below, kernels)
+
+
+def returns_an_object(others: dict[str, Any]) -> bool:
+    """Whether further arguments of a Hugging Face module ask for its usual result and for nothing else."""
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    return asked <= {"return_dict"} and others.get("return_dict") is not False

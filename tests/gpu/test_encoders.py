@@ -1,0 +1,243 @@
+"""Encoders beside Qwen3-VL's on real graphs: replays are eager's, training goes as eager's, times beside eager's.
+
+The numbers behind every assertion are printed (`pytest -s`).
+"""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from scripts.performance import bench_encoders
+from scripts.performance.encoders import ENCODERS, Fp32Copy, forward, step
+from scripts.performance.results import check_record, read_records
+
+from ..unit import bridge_towers
+from .test_parity import MIXES, poison
+
+LAYERS = 4
+BUCKETS = (768, 1024, 1536, 2048)
+IMAGES = 4096  # patches of an image
+COUNTS = {f"{count} images": count for count in (1, 2, 3, 4, 5, 6, 7, 8)}
+SIZES = {
+    "qwen35_vl": (MIXES, {"buckets": BUCKETS, "max_frames": 48}),
+    "qwen25_vl": (MIXES, {"buckets": BUCKETS, "max_frames": 48}),
+    "siglip": (COUNTS, {"buckets": tuple(IMAGES * n for n in (1, 2, 4, 6, 8))}),
+}
+# Gradients of padded microbatches may round otherwise in bf16 by so much, where eager repeats itself.
+NOISE_FLOOR = 2e-3
+# A replay may be this much farther from fp32 than eager.
+ALLOWANCE = 1.05
+
+
+class Encoder:
+    """An encoder under test with its gradients in `main_grad`."""
+
+    def __init__(self, name, tower_module):
+        self.kind, self.tower = ENCODERS[name], tower_module
+        self.model = self.kind.build(LAYERS)
+        self.grads = tower_module.MainGrads(self.model)
+        self.sizes, self.options = SIZES[name]
+
+    def batch(self, size, seed=1):
+        return self.kind.make_batch(self.model, size, seed)
+
+    def run(self, batch):
+        self.grads.zero()
+        outputs = step(self.kind, self.model, batch)
+        return outputs, self.grads.copy()
+
+    def differ(self, actual, expected):
+        return self.tower.largest_relative(actual, expected)
+
+    def on_graphs(self, **options):
+        from bridge_cg_plugin.options import VisionGraphOptions
+        from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+
+        settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact", "cost_fallback": False}
+        options = VisionGraphOptions(**{**settings, **self.options, **options})
+        helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
+        helper.create_cudagraphs()
+        return helper
+
+
+@pytest.fixture
+def encoder(request, tower_module):
+    made = Encoder(request.param, tower_module)
+    yield made
+    made.__dict__.clear()
+    torch.cuda.empty_cache()
+
+
+def encoders(*names):
+    return pytest.mark.parametrize("encoder", names, ids=names, indirect=True)
+
+
+@encoders("qwen35_vl", "siglip")
+def test_replays_equal_eager_to_the_bit(encoder):
+    helper = encoder.on_graphs()
+    for name, size in encoder.sizes.items():
+        batch = encoder.batch(size, seed=len(name))
+        with helper.graphs.paused():
+            expected, first = encoder.run(batch)
+            _, second = encoder.run(batch)
+        poison(helper.graphs)
+        outputs, replayed = encoder.run(batch)
+        noise, found = encoder.differ(second, first), encoder.differ(replayed, first)
+        print(f"{name}: outputs {encoder.differ(outputs, expected):.1e}, gradients {found:.1e}, eager {noise:.1e}")
+        assert encoder.differ(outputs, expected) == 0.0, name
+        assert found <= max(1.5 * noise, NOISE_FLOOR), name
+    assert not helper.graphs.statistics().fallbacks
+    helper.delete_cuda_graphs()
+
+
+@encoders("qwen25_vl")
+def test_replays_are_as_near_to_fp32_as_eager(encoder):
+    """Eager attends window by window in whatever kernel PyTorch prefers, graphs in its packed flash kernel."""
+    reference = Fp32Copy(encoder.kind, encoder.model)
+    helper = encoder.on_graphs()
+    for name, size in encoder.sizes.items():
+        batch = encoder.batch(size, seed=len(name))
+        exact, exact_gradients = reference.step(batch)
+        with helper.graphs.paused():
+            expected, first = encoder.run(batch)
+        poison(helper.graphs)
+        outputs, replayed = encoder.run(batch)
+        eager_errors = [encoder.tower.relative(g, e) for g, e in zip(first, exact_gradients, strict=True)]
+        errors = [encoder.tower.relative(g, e) for g, e in zip(replayed, exact_gradients, strict=True)]
+        eager_output, output = (encoder.differ(found, exact) for found in (expected, outputs))
+        mean, eager_mean = sum(errors) / len(errors), sum(eager_errors) / len(eager_errors)
+        print(
+            f"{name}: from fp32, outputs {output:.2e} (eager {eager_output:.2e}), gradients {mean:.2e} "
+            f"({eager_mean:.2e}), worst {max(errors):.2e} ({max(eager_errors):.2e}); "
+            f"from eager {encoder.differ(outputs, expected):.1e}, gradients {encoder.differ(replayed, first):.1e}"
+        )
+        assert output <= ALLOWANCE * eager_output, name
+        assert mean <= ALLOWANCE * eager_mean, name
+    assert not helper.graphs.statistics().fallbacks
+    helper.delete_cuda_graphs()
+
+
+@encoders("qwen25_vl")
+def test_windows_equal_eager_on_the_same_kernels_to_the_bit(encoder):
+    """Frames are large enough that flash attention does not split them, as it does with few blocks."""
+    sizes = {"one": [(1, 32, 32)], "two": [(1, 32, 32), (1, 40, 28)], "edges": [(1, 30, 34), (1, 34, 38)]}
+    helper = encoder.on_graphs(buckets=(1024, 1536, 2176, 2560))
+    for name, size in sizes.items():
+        batch = encoder.batch(size)
+        with helper.graphs.paused(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            expected, first = encoder.run(batch)
+            _, second = encoder.run(batch)
+        poison(helper.graphs)
+        outputs, replayed = encoder.run(batch)
+        noise, found = encoder.differ(second, first), encoder.differ(replayed, first)
+        print(f"{name}: outputs {encoder.differ(outputs, expected):.1e}, gradients {found:.1e}, eager {noise:.1e}")
+        assert encoder.differ(outputs, expected) == 0.0, name
+        assert found <= max(1.5 * noise, NOISE_FLOOR), name
+    assert not helper.graphs.statistics().fallbacks
+    helper.delete_cuda_graphs()
+
+
+@encoders("qwen25_vl", "siglip")
+def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
+    helper = encoder.on_graphs()
+    batch = encoder.batch(next(iter(encoder.sizes.values())))
+    step(encoder.kind, encoder.model, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(encoder.kind, encoder.model, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert helper.graphs.statistics().replays == 2
+    helper.delete_cuda_graphs()
+
+
+@encoders("qwen25_vl", "siglip")
+def test_evaluation_replays(encoder):
+    helper = encoder.on_graphs()
+    batch = encoder.batch(next(iter(encoder.sizes.values())))
+    encoder.model.eval()
+    with torch.no_grad():
+        with helper.graphs.paused():
+            expected = forward(encoder.kind, encoder.model, batch)
+        outputs = forward(encoder.kind, encoder.model, batch)
+    assert encoder.differ(outputs, expected) <= 2e-2
+    assert sum(b.evaluations for b in helper.graphs.statistics().buckets.values()) == 1
+    helper.delete_cuda_graphs()
+
+
+QWEN_SAMPLES = [
+    bridge_towers.qwen25_sample(images, seed)
+    for seed, images in enumerate(([(28, 28)], [(20, 30)], [], [(16, 16), (24, 20)]))
+]
+GEMMA_SAMPLES = [bridge_towers.gemma3_sample(images, seed) for seed, images in enumerate((2, 1, 0, 3))]
+
+
+def train(model, samples, steps, before_step=lambda step: None):
+    """Train with SGD; returns the loss of every microbatch."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for number in range(steps):
+        before_step(number)
+        for sample in samples:
+            loss = bridge_towers.loss_of(model, sample)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("build", "samples", "buckets"),
+    [
+        (bridge_towers.build_qwen25_vl, QWEN_SAMPLES, (640, 768, 832)),
+        (bridge_towers.build_gemma3_vl, GEMMA_SAMPLES, (64, 128, 192)),
+    ],
+    ids=["qwen25_vl", "gemma3_vl"],
+)
+def test_bridges_model_trains_as_eager(tower_module, build, samples, buckets):
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.encoders import find_encoder
+    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+
+    steps, with_images = 6, sum(bool(sample.visual) for sample in samples)
+    eager = [train(build(), samples, steps) for _ in range(2)]
+    model = build()
+    options = VisionGraphOptions(
+        impl="transformer_engine", buckets=buckets, exact_below=0, strict=True, cost_fallback=False
+    )
+    helper = VisionTECudaGraphHelper(model, find_encoder(model).model.config, options=options)
+
+    def capture_after_warm_up(number):
+        if number == 2:
+            helper.create_cudagraphs()
+
+    found = train(model, samples, steps, capture_after_warm_up)
+    statistics = helper.graphs.statistics()
+    spread = max(abs(a - b) / abs(a) for a, b in zip(*eager, strict=True))
+    worst = max(abs(a - b) / abs(a) for a, b in zip(eager[0], found, strict=True))
+    print(f"losses {eager[0][0]:.4f} to {eager[0][-1]:.4f}; two eager runs {spread:.1e}, graphs {worst:.1e}")
+    assert eager[0][-1] < eager[0][0]
+    assert worst <= max(2 * spread, 1e-2)
+    assert statistics.replays == (steps - 2) * with_images and not statistics.fallbacks
+    assert statistics.warmup_microbatches == 2 * with_images
+    helper.delete_cuda_graphs()
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    out = tmp_path_factory.mktemp("encoders") / "r.jsonl"
+    assert bench_encoders.main(["--layers", "4", "--repeats", "3", "--out", str(out)]) == 0
+    found = read_records(out)
+    for one in found:
+        check_record(one)
+    return {(r["case"], r["mode"]): r for r in found}
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, kind in ENCODERS.items() for case in kind.sizes])
+def test_times_are_recorded_beside_eagers(records, name, case):
+    eager, plugin = (records[f"{name}_{case}_{LAYERS}layers", mode] for mode in ("eager", "plugin"))
+    assert plugin["ratio"] == plugin["ms"] / eager["ms"] and plugin["ratio"] < 1.1
+    assert plugin["host_ms"] < eager["host_ms"]
+    assert not plugin["fallbacks"] and plugin["kernels"] > 50

@@ -1,0 +1,178 @@
+"""Packed documents on real graphs of a Mamba-Transformer hybrid: losses and gradients against eager.
+
+Mamba's backward adds up in any order, as attention's does; under deterministic algorithms it does not, and graphs equal
+eager to the bit. Upstream's scan takes decays as differences of one sum over a chunk of tokens, which goes on over
+documents: inside a chunk another document changes the last bits of those behind it, in eager too.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import bridge_cg_plugin
+from scripts.performance import language_model as lm
+from scripts.performance import packed_parity as parity
+from scripts.performance.tower import relative
+
+from .packs import BUCKETS, MAX_SEQS, Trained, assert_eagers, assert_same, graphs_on, rows_of
+
+MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"{', '.join(MISSING)} not installed: docs/packed.md says how to build them"
+)
+SHAPE = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
+NOISE = 1.5
+EAGER_RUNS, GRAPH_RUNS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def hybrid(tower_module):
+    bridge_cg_plugin.activate()
+    with parity.deterministic():
+        return Trained(lm.build_model(SHAPE))
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    with parity.deterministic():
+        yield
+
+
+def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms):
+    with graphs_on(hybrid.model, lm.make_pack((500, 200))) as graphs:
+        reads = graphs.host.device_reads
+        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
+            assert_eagers(hybrid, graphs, lm.make_pack(lengths, seed), name)
+        assert not graphs.statistics().fallbacks, graphs.statistics().fallbacks
+        assert graphs.host.device_reads == reads, f"{graphs.host.device_reads - reads} offsets read from the device"
+
+
+def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
+    """With default algorithms; what eager differs from itself by is measured over all packs together."""
+    trained = Trained(lm.build_model(SHAPE))
+    noises, found = [], {}
+    with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
+        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
+            pack = lm.make_pack(lengths, seed)
+            with parity.eager_at(graphs, rows_of(pack)):
+                runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
+            noises.append(parity.noise_of(runs))
+            found[name] = [parity.nearest(trained.results(pack), runs) for _ in range(GRAPH_RUNS)]
+        statistics = graphs.statistics()
+        assert statistics.replays == parity.PACKS * GRAPH_RUNS and not statistics.fallbacks, statistics
+    losses, gradients = map(max, zip(*noises, strict=True))
+    worst = max(far[1] for results in found.values() for far in results)
+    print(
+        f"eager differs from itself by up to {losses:.2e} in losses, {gradients:.2e} in a gradient, graphs {worst:.2e}"
+    )
+    for name, results in found.items():
+        for far in results:
+            assert far[0] <= NOISE * losses and far[1] <= NOISE * gradients, (
+                f"{name}: losses {far[0]:.2e} (eager {losses:.2e}), a gradient {far[1]:.2e} (eager {gradients:.2e})"
+            )
+
+
+@pytest.mark.parametrize("modules", [("mamba",), ("attn", "mamba"), ("mlp", "mamba"), ("attn", "mlp")], ids=",".join)
+def test_parts_of_layers(hybrid, deterministic_algorithms, modules):
+    with graphs_on(hybrid.model, lm.make_pack((500, 200)), modules=modules) as graphs:
+        for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
+            assert_eagers(hybrid, graphs, lm.make_pack(lengths), f"{','.join(modules)}, {lengths}")
+
+
+def test_documents_with_padding_between_them(hybrid, deterministic_algorithms):
+    packed = [
+        lm.make_pack(lengths, room=room)
+        for lengths, room in (((500, 190), (512, 192)), ((1001,), (1008,)), ((3, 700, 64), (8, 704, 300)))
+    ]
+    with graphs_on(hybrid.model, packed[0]) as graphs:
+        for pack in packed:
+            assert_eagers(hybrid, graphs, pack, f"room {pack.lengths}")
+
+
+def outputs_of_two(model, lengths, changed):
+    """Return logits of a pack, eager on the bucket's rows and on graphs, without and with another document in it."""
+    pack, other = lm.make_pack(lengths), lm.make_pack(lengths)
+    ids = other.arguments["input_ids"]
+    ids[0, changed] = ids[0, changed].flip(0)
+
+    def logits():
+        return [model(**{**p.arguments, "labels": None}).detach() for p in (pack, other)]
+
+    with graphs_on(model, pack) as graphs:
+        with parity.eager_at(graphs, rows_of(pack)):
+            expected = logits()
+        found = logits()
+        assert graphs.statistics().replays == 2, graphs.statistics().fallbacks
+    return expected, found
+
+
+def test_documents_do_not_see_each_other(hybrid, deterministic_algorithms):
+    """Where a document begins with a chunk, nothing of another reaches it, not even its rounding."""
+    chunk = hybrid.model.decoder.layers[0].mixer.chunk_size
+    lengths = (2 * chunk, 3 * chunk, chunk + 72)
+    changed = slice(2 * chunk, 5 * chunk)
+    _, (first, second) = outputs_of_two(hybrid.model, lengths, changed)
+    far = {
+        "before": relative(first[:, : changed.start], second[:, : changed.start]),
+        "changed": relative(first[:, changed], second[:, changed]),
+        "behind": relative(first[:, changed.stop :], second[:, changed.stop :]),
+    }
+    assert far["before"] == far["behind"] == 0 < far["changed"], far
+
+
+def test_documents_inside_one_chunk_see_of_each_other_what_eagers_see(hybrid, deterministic_algorithms):
+    """Nothing but the rounding of a sum of decays; documents before a changed one nothing at all."""
+    changed = slice(300, 750)
+    expected, found = outputs_of_two(hybrid.model, (300, 450, 200), changed)
+    assert all(map(torch.equal, found, expected))
+    first, second = found
+    assert torch.equal(first[:, :300], second[:, :300])
+    behind = relative(first[:, 750:], second[:, 750:])
+    print(f"behind a changed document: {behind:.2e}, in it {relative(first[:, changed], second[:, changed]):.2e}")
+    assert behind < 1e-2 < relative(first[:, changed], second[:, changed])
+
+
+def test_fallbacks_are_eager_to_the_bit(hybrid, deterministic_algorithms):
+    cases = {
+        "too_many_documents": lm.make_pack(lm.split(1024, MAX_SEQS + 1)),
+        "too_many_tokens": lm.make_pack((BUCKETS[-1] + 8,)),
+        "other_layout": lm.make_pack((500,), room=(512,)),
+        "too_few_tokens": lm.make_pack((100, 60)),
+        "no_seq_idx": lm.make_pack((500, 100)),
+    }
+    cases["no_seq_idx"].arguments["packed_seq_params"].seq_idx = None
+    expected = {name: hybrid.results(pack) for name, pack in cases.items()}
+    with graphs_on(hybrid.model, lm.make_pack((500, 200))) as graphs:
+        for name, pack in cases.items():
+            assert_same(hybrid.results(pack), [expected[name]], hybrid.names, name)
+        assert graphs.statistics().fallbacks == dict.fromkeys(cases, 1), graphs.statistics().fallbacks
+
+
+def test_neither_a_replay_nor_a_packs_metadata_reads_the_device(hybrid, deterministic_algorithms):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    pack = lm.make_pack((300, 450, 200))
+    params = pack.arguments["packed_seq_params"]
+    given = {name: getattr(params, name) for name in ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")}
+    with graphs_on(hybrid.model, pack) as graphs:
+        shape = (pack.tokens, 1, hybrid.model.config.hidden_size)
+        hidden = torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.ones_like(hidden)
+
+        def run():
+            made = PackedSeqParams(qkv_format="thd", **given, total_tokens=pack.tokens)
+            out = hybrid.model.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=made)
+            out.backward(gradient)
+            return made
+
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert graphs.statistics().replays == 2, graphs.statistics().fallbacks
+    assert hidden.grad.isfinite().all()
+    assert torch.equal(made.seq_idx, params.seq_idx) and made.seq_idx.dtype == torch.int32

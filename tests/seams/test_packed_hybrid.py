@@ -1,0 +1,116 @@
+"""Packed-sequence graphs of hybrids and the installed release: its stack, mixer and metadata, Bridge's providers."""
+
+import importlib
+from dataclasses import fields
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.registry import seam
+from bridge_cg_plugin.upstream.registry.hybrid import SEAMS
+from bridge_cg_plugin.upstream.registry.packed import PROVIDERS
+from bridge_cg_plugin.upstream.registry.training import TRAIN
+from bridge_cg_plugin.upstream.training_config import check_training_config
+
+from ..unit.hybrids import hybrid_pack, new_hybrid, stand_ins
+from ..unit.packs import ends, graphs_on, losses_and_gradients
+from ..unit.towers import assert_close
+from .conftest import is_importable
+from .test_packed import config_of
+
+PACK = hybrid_pack((30, 180, 77))
+# Older releases know the modules by another name.
+(MODULES,) = [f.name for f in fields(TransformerConfig) if f.name == "cuda_graph_modules"] or ["cuda_graph_scope"]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with stand_ins():
+        yield
+
+
+@pytest.mark.parametrize("modules", [[], ["mamba"]], ids=["all layers", "mamba"])
+def test_a_hybrid_of_this_release_replays(active, modules):
+    model = new_hybrid()
+    expected = losses_and_gradients(model, PACK)
+    with graphs_on(model, PACK, **{MODULES: modules}) as graphs:
+        found = losses_and_gradients(model, PACK)
+        assert graphs.statistics().replays == len(graphs._regions) == (2 if modules else 1)
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_the_loop_gets_the_plugins_helper_for_packed_hybrids_only(active):
+    model = new_hybrid()
+    made = active[TRAIN].TECudaGraphHelper
+    assert isinstance(made.__new__(made, [model], model.config), made)
+    model.config.cuda_graph_max_packed_seqs = 4
+    helper = made(model=[model], config=model.config, seq_length=64, micro_batch_size=1, num_microbatches=1)
+    assert type(helper) is PackedCudaGraphHelper and find_decoders([model]) == [model.decoder]
+    helper.delete_cuda_graphs()
+    assert "forward" not in vars(model.decoder)
+
+
+def test_deactivation_drops_the_graphs_and_upstreams_metadata_is_upstreams(active):
+    model = new_hybrid()
+    with graphs_on(model, PACK, **{MODULES: ["mamba"]}):
+        losses_and_gradients(model, PACK)
+        bridge_cg_plugin.deactivate()
+        assert "forward" not in vars(model.decoder)
+        assert not any("forward" in vars(layer) for layer in model.decoder.layers)
+        assert not hasattr(PackedSeqParams.__post_init__, "__wrapped__")
+
+
+def test_metadata_of_a_pack_on_graphs_is_upstreams_to_the_bit(active):
+    """Also with offsets that repeat and with a tail behind them, as Bridge's padded packs have."""
+    cases = [(ends((3, 0, 5)), 8), (ends((3, 5)), 12), (ends((3, 5), repeats=4), 20)]
+
+    def found():
+        return [PackedSeqParams(cu_seqlens_q=offsets, total_tokens=tokens).seq_idx for offsets, tokens in cases]
+
+    upstreams = found()
+    with graphs_on(new_hybrid(), PACK, capture=False):
+        ours = found()
+    for a, b in zip(ours, upstreams, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape
+
+
+@pytest.mark.parametrize("module, name, since", PROVIDERS, ids=lambda p: str(p))
+def test_options_are_fields_of_the_providers(active, module, name, since):
+    if not is_importable(seam(f"{name}.init")):
+        assert not seam(f"{name}.init").expected_in(bridge_release())
+        return
+    provider = getattr(importlib.import_module(module), name)
+    made = provider(num_layers=2, num_attention_heads=4, hidden_size=32, cuda_graph_max_packed_seqs=16)
+    assert made.cuda_graph_max_packed_seqs == 16
+    assert provider().cuda_graph_packed_buckets == "auto" and provider().cuda_graph_max_packed_seqs is None
+
+
+def test_a_packed_hybrids_configuration(active):
+    check_training_config(config_of(hybrid_layer_pattern="M*-M"))
+    check_training_config(config_of(hybrid_layer_pattern="M*-M", cuda_graph_modules=["attn", "mamba"]))
+    with pytest.raises(OptionError, match="attn,moe_router,mamba"):
+        check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8))
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in SEAMS])
+def test_a_broken_seam_refuses_packed_hybrids_only(active, monkeypatch, name):
+    from bridge_cg_plugin.upstream import training_config
+
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it is gone"})
+    with pytest.raises(DriftError, match=f"{name}: it is gone"):
+        check_training_config(config_of(hybrid_layer_pattern="M*-M"))
+    check_training_config(config_of(hybrid_layer_pattern="*-*-"))
+
+
+def test_the_mixers_helper_holds_parameters_under_names_of_the_mixers(active):
+    """What the stand-ins of a recording are put in place by."""
+    mixer = new_hybrid().decoder.layers[0].mixer
+    held = {name: value for name, value in vars(mixer.cp).items() if isinstance(value, torch.nn.Parameter)}
+    assert {"dt_bias_cp1", "A_log_cp1", "D_cp1"} <= set(held)
+    assert all(getattr(mixer, name.removesuffix("_cp1")) is value for name, value in held.items())

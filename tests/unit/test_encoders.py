@@ -1,0 +1,296 @@
+"""Hugging Face's towers on graphs through the reference executor: outputs and gradients are eager's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders import find_encoder
+from bridge_cg_plugin.upstream.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.vision.batch import BatchError
+
+from .hugging_face_towers import (
+    SIDE,
+    draw_images,
+    draw_windows,
+    new_qwen25,
+    new_siglip,
+    results,
+    run_qwen25,
+    run_siglip,
+)
+from .towers import assert_close, graphs_on, loss_of, poison, tower
+
+TOLERANCE = 1e-6
+# Rows of grid_thw: windows are squares of 8 x 8 patches, so frames have 1 to 9 of them.
+WINDOWED = [
+    [[1, 2, 2]],
+    [[1, 8, 8]],
+    [[1, 10, 8]],
+    [[1, 16, 16]],
+    [[1, 2, 34], [1, 6, 10]],
+    [[3, 6, 10]],
+    [[2, 4, 4], [1, 18, 6], [1, 2, 8]],
+    [[1, 2, 2]] * 12,
+    [[12, 2, 4]],
+]
+BUCKETS = (32, 64, 128, 256)
+PATCHES = (SIDE // 14) ** 2
+COUNTS = [1, 2, 3, 5, 8, 4]
+IMAGE_BUCKETS = (PATCHES, 2 * PATCHES, 4 * PATCHES, 8 * PATCHES)
+
+
+class Case:
+    """One encoder with the sizes that it is tried on."""
+
+    def __init__(self, new, run, sizes, options, too_large):
+        self.new, self.run, self.sizes, self.options, self.too_large = new, run, sizes, options, too_large
+
+    def results(self, model, size, seed=0):
+        return results(self.run, model, size, seed)
+
+
+WINDOWS = Case(new_qwen25, run_qwen25, WINDOWED, {"buckets": BUCKETS}, [[1, 16, 16], [1, 2, 2]])
+IMAGES = Case(new_siglip, run_siglip, COUNTS, {"buckets": IMAGE_BUCKETS}, 9)
+CASES = [pytest.param(WINDOWS, id="qwen2.5-vl"), pytest.param(IMAGES, id="siglip")]
+every_encoder = pytest.mark.parametrize("case", CASES)
+
+
+def assert_equal_results(found, expected):
+    assert_close(found[0], expected[0], TOLERANCE)
+    assert_close(found[1], expected[1], 10 * TOLERANCE)
+
+
+@every_encoder
+def test_one_capture_replays_every_size_as_eager(case):
+    model = case.new()
+    expected = [case.results(model, size, seed) for seed, size in enumerate(case.sizes)]
+    with graphs_on(model, **case.options) as graphs:
+        for value in (float("nan"), 1e30):
+            for seed, size in reversed(list(enumerate(case.sizes))):
+                poison(graphs, value)
+                assert_equal_results(case.results(model, size, seed), expected[seed])
+        assert graphs.statistics().fallbacks == {}
+        assert graphs.statistics().replays == 2 * len(case.sizes)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_windows_equal_every_implementation_of_attention(attention):
+    model = new_qwen25(attention=attention)
+    expected = [WINDOWS.results(model, size) for size in WINDOWED]
+    with graphs_on(model, **WINDOWS.options):
+        for size, result in zip(WINDOWED, expected, strict=True):
+            assert_equal_results(WINDOWS.results(model, size), result)
+
+
+side = st.integers(1, 9).map(lambda n: 2 * n)
+batch = st.lists(st.tuples(st.integers(1, 3), side, side).map(list), min_size=1, max_size=4)
+
+
+@settings(max_examples=15)
+@given(st.lists(batch, min_size=1, max_size=3))
+def test_any_sequence_of_windowed_microbatches_equals_eager(sequence):
+    model = new_qwen25()
+    expected = [WINDOWS.results(model, rows, seed) for seed, rows in enumerate(sequence)]
+    with graphs_on(model, **WINDOWS.options) as graphs:
+        for seed, rows in enumerate(sequence):
+            poison(graphs, float("nan"))
+            assert_equal_results(WINDOWS.results(model, rows, seed), expected[seed])
+
+
+def test_windows_of_equal_counts_and_other_bounds_are_told_apart():
+    model, one, other = new_qwen25(), [[1, 8, 16]], [[1, 16, 8]]
+    expected = [WINDOWS.results(model, rows) for rows in (one, other)]
+    assert not torch.allclose(expected[0][0][0], expected[1][0][0])
+    with graphs_on(model, **WINDOWS.options):
+        for rows, result in zip((one, other, one), (*expected, expected[0]), strict=True):
+            assert_equal_results(WINDOWS.results(model, rows), result)
+
+
+@every_encoder
+def test_what_fits_no_bucket_runs_eager_and_is_counted(case):
+    model = case.new()
+    expected = case.results(model, case.too_large)
+    with graphs_on(model, **case.options) as graphs:
+        found = case.results(model, case.too_large)
+        assert graphs.statistics().fallbacks == {"too_many_tokens": 1}
+        assert graphs.statistics().replays == 0
+    assert_close([*found[0], *found[1]], [*expected[0], *expected[1]], 0.0)
+
+
+def test_more_frames_than_recorded_run_eager():
+    with graphs_on(new_qwen25(), **WINDOWS.options, max_frames=4) as graphs:
+        WINDOWS.results(graphs.model, [[5, 2, 2]])
+        assert graphs.statistics().fallbacks == {"too_many_frames": 1}
+
+
+@every_encoder
+def test_a_frozen_encoder_replays_without_gradients(case):
+    model = case.new().requires_grad_(False)
+    expected = case.run(model, case.sizes[2])
+    with graphs_on(model, **case.options) as graphs:
+        poison(graphs, float("nan"))
+        outputs = case.run(model, case.sizes[2])
+        assert_close(outputs, expected, TOLERANCE)
+        assert not any(o.requires_grad for o in outputs)
+        assert graphs.statistics().fallbacks == {} and graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("trained", ["merger", "blocks.1", "patch_embed"])
+def test_parts_of_a_windowed_encoder_are_trained(trained):
+    model = new_qwen25()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith(trained)
+    expected = WINDOWS.results(model, WINDOWED[6])
+    with graphs_on(model, **WINDOWS.options) as graphs:
+        poison(graphs, float("nan"))
+        assert_equal_results(WINDOWS.results(model, WINDOWED[6]), expected)
+
+
+@every_encoder
+def test_evaluation_and_training_after_it(case):
+    model = case.new()
+    trained = case.results(model, case.sizes[1])
+    with torch.no_grad():
+        expected = case.run(model.eval(), case.sizes[2])
+        with graphs_on(model.train(), **case.options) as graphs:
+            poison(graphs, float("nan"))
+            outputs = case.run(model.eval(), case.sizes[2])
+            assert sum(b.evaluations for b in graphs.statistics().buckets.values()) == 1
+            with torch.enable_grad():
+                assert_equal_results(case.results(model.train(), case.sizes[1]), trained)
+    assert_close(outputs, expected, TOLERANCE)
+
+
+@every_encoder
+def test_microbatches_up_to_the_slots_are_in_flight(case):
+    model = case.new()
+    sizes = case.sizes[1:4]
+    expected = [case.results(model, size)[1] for size in sizes]
+    wanted = list(model.parameters())
+    with graphs_on(model, slots=2, **case.options) as graphs:
+        losses = [loss_of(case.run(model, size)) for size in sizes]
+        assert graphs.statistics().fallbacks == {"no_free_slot": 1}
+        for loss, gradients in zip(losses, expected, strict=True):
+            assert_close(torch.autograd.grad(loss, wanted), gradients, 10 * TOLERANCE)
+
+
+@every_encoder
+def test_buckets_come_from_warm_up(case):
+    model = case.new()
+    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
+        for size in case.sizes:
+            case.run(model, size)
+        assert graphs.capture()
+        unit = graphs._adapter.unit
+        assert all(capacity % unit == 0 for capacity in graphs.plan.capacities)
+        for size in case.sizes:
+            case.results(model, size)
+        assert graphs.statistics().fallbacks == {} and graphs.statistics().warmup_microbatches == len(case.sizes)
+
+
+def test_every_number_of_images_that_warm_up_showed_is_a_bucket_of_its_own():
+    model = new_siglip(image_size=8 * 14)  # 64 patches
+    images = torch.randn(5, 3, 112, 112)
+    with graphs_on(model, capture=False, buckets="auto", headroom=1) as graphs:
+        for count in (1, 2, 5):
+            model(images[:count], return_dict=True)
+        graphs.capture()
+        assert graphs.plan.capacities == (64, 128, 192, 256, 320)
+
+
+@every_encoder
+def test_the_run_time_check_passes(case):
+    model = case.new()
+    with graphs_on(model, check_interval=1, check_tolerance=1e-5, check_action="stop", **case.options) as graphs:
+        for size in case.sizes[:3]:
+            graphs.begin_step()
+            case.results(model, size)
+        assert len(graphs.checks) == 3
+
+
+@every_encoder
+def test_a_call_for_more_than_the_usual_result_runs_eager(case):
+    model = case.new()
+    size = case.sizes[1]
+    given = (draw_windows(size)[0], draw_windows(size)[1]) if case is WINDOWS else (draw_images(size),)
+    with graphs_on(model, **case.options) as graphs:
+        assert len(model(*given, output_hidden_states=True).hidden_states) > 1
+        assert isinstance(model(*given, return_dict=False), tuple)
+        assert graphs.statistics().fallbacks == {"call_arguments": 2}
+
+
+def test_a_pooling_head_is_part_of_the_region():
+    model = new_siglip(head=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "k_proj.bias" not in name  # its gradient is zero but for rounding
+    expected = IMAGES.results(model, 3)
+    assert len(expected[0]) == 2
+    with graphs_on(model, **IMAGES.options) as graphs:
+        poison(graphs, float("nan"))
+        assert_equal_results(IMAGES.results(model, 3), expected)
+        assert graphs.statistics().fallbacks == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 28, 28), (2, 3, 28, 14), (2, 1, 28, 28), (3, 28, 28)])
+@pytest.mark.parametrize("capture", [False, True])
+def test_images_of_another_shape_are_refused(shape, capture):
+    refused = pytest.raises(BatchError, match=r"pixel_values has shape .*\(images, 3, 28, 28\)")
+    with graphs_on(new_siglip(), capture=capture, **IMAGES.options) as graphs, refused:
+        graphs.model(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("rows, match", [([[1, 3, 2]], "multiples"), ([[1, 0, 2]], "at least 1")])
+def test_impossible_grids_are_refused(rows, match):
+    with graphs_on(new_qwen25(), **WINDOWS.options) as graphs, pytest.raises(BatchError, match=match):
+        graphs.model(torch.zeros(4, 1176), grid_thw=torch.tensor(rows))
+
+
+@every_encoder
+def test_parts_of_layers_are_refused(case):
+    with (
+        pytest.raises(OptionError, match="vision_cuda_graph_modules=.*empty with"),
+        graphs_on(case.new(), modules=("attn",), **case.options),
+    ):
+        pass
+
+
+@every_encoder
+def test_checkpointed_layers_are_refused(case):
+    model = case.new()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(OptionError, match="gradient_checkpointing_disable"), graphs_on(model, **case.options):
+        pass
+
+
+@every_encoder
+def test_the_tower_is_left_as_it_was(case):
+    model = case.new()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with graphs_on(model, **case.options):
+        case.results(model, case.sizes[1])
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+class Holder(nn.Module):
+    def __init__(self, name, inner):
+        super().__init__()
+        setattr(self, name, inner)
+
+
+def test_towers_are_found_where_bridges_models_hold_them():
+    windowed, fixed, bridges = new_qwen25(), new_siglip(), tower()
+    for attribute, model, family in (
+        ("visual", windowed, QWEN25_VL),
+        ("vision_tower", fixed, SIGLIP),
+        ("vision_model", bridges, None),
+    ):
+        holder = Holder(attribute, model)
+        found = find_encoder([nn.Linear(2, 2), Holder("module", holder)])
+        assert found.model is model and found.holder is holder
+        assert family is None or found.family is family
+        assert find_encoder(model).model is model
+    assert find_encoder(Holder("visual", nn.Linear(2, 2))) is None
+    assert find_encoder([]) is None

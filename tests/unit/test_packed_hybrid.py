@@ -1,0 +1,266 @@
+"""A Mamba-Transformer hybrid on graphs of packed documents, against eager, through the reference executor."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import pack_indices, packed_decoder
+from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
+
+from .hybrids import hybrid_pack, new_hybrid, stand_ins
+from .packs import ends, graphs_on, losses_and_gradients
+from .towers import assert_close, poison
+
+WARMUP = (100, 150, 50)
+PACKS = {
+    "one document": hybrid_pack((300,)),
+    "as many as captured": hybrid_pack((1, 90, 30, 100, 60, 20)),
+    "a document of no tokens": hybrid_pack((40, 0, 250)),
+    "repeated offsets": hybrid_pack((120, 150), repeats=9),
+    "exactly a bucket": hybrid_pack((200, 120)),
+    "the larger bucket": hybrid_pack((321, 100)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    with stand_ins():
+        yield
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no-rotation", "rotation"])
+def model(request):
+    return new_hybrid(rotary=request.param)
+
+
+@pytest.fixture(scope="module")
+def graphs(model):
+    with graphs_on(model, hybrid_pack(WARMUP)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """A model that tests put graphs of their own on."""
+    return new_hybrid()
+
+
+def eager(model, graphs, arguments):
+    with graphs.paused():
+        return losses_and_gradients(model, arguments)
+
+
+def replayed(graphs):
+    return graphs.statistics().replays
+
+
+def assert_replays_are_eagers(model, graphs, arguments):
+    expected = eager(model, graphs, arguments)
+    before = replayed(graphs)
+    found = losses_and_gradients(model, arguments)
+    assert replayed(graphs) == before + len(graphs._regions)
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
+    """What all tests here rest on."""
+    two, one, alone = (hybrid_pack(lengths) | {"labels": None} for lengths in ((150, 150), (300,), (150,)))
+    alone["input_ids"] = two["input_ids"][:, 150:]
+    behind = bare(**alone)
+    assert_close([bare(**two)[:, 150:]], [behind])
+    assert not torch.allclose(bare(**one)[:, 150:], behind, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_losses_and_gradients_are_eagers(model, graphs, name):
+    assert_replays_are_eagers(model, graphs, PACKS[name])
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda n: 257 <= sum(n) <= 400))
+def test_any_pack_from_one_capture(model, graphs, lengths):
+    assert_replays_are_eagers(model, graphs, hybrid_pack(lengths))
+
+
+MODULES = {
+    "mamba": (["mamba"], 2),
+    "mamba and attention": (["attn", "mamba"], 3),
+    "mamba and MLP": (["mlp", "mamba"], 3),
+    "attention": (["attn"], 1),
+    "all parts are one": (["attn", "mlp", "mamba"], 1),
+    "all but Mamba": (["attn", "mlp"], 2),
+}
+
+
+@pytest.mark.parametrize("modules, regions", MODULES.values(), ids=MODULES)
+def test_parts_of_layers(bare, modules, regions):
+    expected = losses_and_gradients(bare, hybrid_pack((30, 180, 77)))
+    with graphs_on(bare, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
+        found = losses_and_gradients(bare, hybrid_pack((30, 180, 77)))
+        assert len(graphs._regions) == replayed(graphs) == regions
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    assert not any("forward" in vars(layer) for layer in bare.decoder.layers)
+
+
+def test_layers_that_are_not_there_are_no_parts(bare):
+    family = packed_decoder.TransformerBlockFamily(bare.decoder)
+    names = [part.name for part in family.layer_parts(["attn", "mlp", "mamba"])]
+    assert names == ["packed_mamba_1", "packed_attention_2", "packed_mlp_3", "packed_mamba_4"]
+    with pytest.raises(OptionError, match="or mamba on one with Mamba layers"):
+        family.parts(["moe_router"])
+
+
+def test_documents_do_not_see_each_other(model, graphs):
+    changed = hybrid_pack((90, 130, 80))
+    changed["input_ids"] = changed["input_ids"].clone()
+    changed["input_ids"][0, 90:220] = changed["input_ids"][0, 90:220].flip(0)
+    before = replayed(graphs)
+    first, second = (model(**p | {"labels": None}).detach() for p in (hybrid_pack((90, 130, 80)), changed))
+    assert replayed(graphs) == before + 2
+    assert torch.equal(first[:, :90], second[:, :90])
+    # The stand-in's decays are differences of one sum over all documents, as the kernel's are inside a chunk.
+    torch.testing.assert_close(first[:, 220:], second[:, 220:])
+    assert not torch.allclose(first[:, 90:220], second[:, 90:220])
+    gc.collect()
+
+
+def test_nothing_of_another_batch_is_left(model, graphs):
+    expected = eager(model, graphs, hybrid_pack((60, 200)))
+    for value in (float("nan"), 1e4):
+        poison(graphs, value)
+        found = losses_and_gradients(model, hybrid_pack((60, 200)))
+        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_documents_with_padding_between_them(bare):
+    batches = [hybrid_pack((90, 191), room=(96, 194)), hybrid_pack((1, 100, 64), room=(8, 104, 200))]
+    expected = [losses_and_gradients(bare, batch) for batch in batches]
+    with graphs_on(bare, batches[0]) as graphs:
+        for batch, (losses, gradients) in zip(batches, expected, strict=True):
+            found = losses_and_gradients(bare, batch)
+            assert_close([found[0], *found[1]], [losses, *gradients])
+        assert replayed(graphs) == len(batches)
+
+
+def test_gradients_are_added_to_main_grad():
+    """Also those of the parameters that a mixer keeps outside of its modules."""
+    model = new_hybrid()
+    with graphs_on(model, hybrid_pack(WARMUP)) as graphs:
+        expected = eager(model, graphs, hybrid_pack((100, 180)))[1]
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    with graphs_on(model, hybrid_pack(WARMUP)):
+        losses = model(**hybrid_pack((100, 180)))
+        (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
+    inside = set(model.decoder.parameters())
+    for parameter, total in zip(model.parameters(), expected, strict=True):
+        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [total])
+    mixer = model.decoder.layers[0].mixer
+    assert all(held in inside for held in vars(mixer.cp).values() if isinstance(held, torch.nn.Parameter))
+
+
+def without_indices(batch):
+    batch["packed_seq_params"].seq_idx = None
+    return batch
+
+
+def of_other_tokens(batch):
+    batch["packed_seq_params"].total_tokens -= 1
+    return batch
+
+
+FALLBACKS = {
+    "too_many_documents": hybrid_pack((50,) * 7),
+    "too_many_tokens": hybrid_pack((513,)),
+    "too_few_tokens": hybrid_pack((60, 40)),
+    "other_layout": hybrid_pack((100, 180), room=(110, 190)),
+    "no_seq_idx": without_indices(hybrid_pack((100, 180))),
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_a_batch_that_no_graph_takes_runs_eager_and_is_counted(model, graphs, reason):
+    expected = eager(model, graphs, FALLBACKS[reason])
+    before = graphs.statistics().fallbacks[reason]
+    losses, gradients = losses_and_gradients(model, FALLBACKS[reason])
+    assert graphs.statistics().fallbacks[reason] == before + 1
+    assert torch.equal(losses, expected[0])
+    assert all(map(torch.equal, gradients, expected[1]))
+
+
+def test_indices_of_another_count_of_tokens_are_none(model, graphs):
+    params = of_other_tokens(hybrid_pack((100, 180)))["packed_seq_params"]
+    hidden = torch.zeros(280, 1, 32)
+    assert graphs.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
+
+
+def test_a_later_pipeline_stage():
+    """Its input is set on the stack before the model is called."""
+    model, arguments = new_hybrid(pre_process=False), hybrid_pack((90, 200))
+    hidden = torch.randn(290, 1, 32, generator=torch.Generator().manual_seed(0))
+
+    def run():
+        leaf = hidden.clone().requires_grad_()
+        model.set_input_tensor(leaf)
+        losses = model(**arguments)
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), [leaf, *model.parameters()])]
+
+    expected = run()
+    with graphs_on(model, arguments) as graphs:
+        found = run()
+        assert replayed(graphs) == 1
+    assert_close(found, expected)
+
+
+def test_detaching_leaves_the_model_as_it_was():
+    fresh = new_hybrid()
+    mixer = fresh.decoder.layers[0].mixer
+    before = [dict(vars(owner)) for owner in (fresh.decoder, fresh.decoder.layers[0], mixer.cp)]
+    with graphs_on(fresh, hybrid_pack(WARMUP), cuda_graph_modules=["mamba"]):
+        assert "forward" in vars(fresh.decoder) and "forward" in vars(fresh.decoder.layers[0])
+    after = [vars(owner) for owner in (fresh.decoder, fresh.decoder.layers[0], mixer.cp)]
+    for was, now in zip(before, after, strict=True):
+        assert now.keys() == was.keys() and all(now[name] is was[name] for name in was)
+
+
+def test_other_mixers_and_spread_sequences_are_refused(bare, monkeypatch):
+    bare.config.cuda_graph_max_packed_seqs = 4
+    mixer = bare.decoder.layers[0].mixer
+    with monkeypatch.context() as changed:
+        changed.setattr(mixer.cp, "cp_size", 2)
+        with pytest.raises(OptionError, match=r"context_parallel_size=2.*Use tensor parallelism"):
+            PackedCudaGraphHelper([bare], bare.config, num_microbatches=1)
+    with monkeypatch.context() as changed:
+        changed.setattr(mixer, "__class__", type("NewMixer", (type(mixer),), {}))
+        with pytest.raises(OptionError, match="NewMixer"):
+            PackedCudaGraphHelper([bare], bare.config, num_microbatches=1)
+
+
+def test_a_step_on_graphs_finds_the_indices_as_upstream_does(bare, monkeypatch):
+    """Without upstream's call that waits for the device; whatever upstream alone can say stays upstream's."""
+    called = []
+    original = torch.repeat_interleave
+    monkeypatch.setattr(torch, "repeat_interleave", lambda *args: called.append(1) or original(*args))
+
+    def found(offsets, tokens, **more):
+        called.clear()
+        return PackedSeqParams(cu_seqlens_q=offsets, total_tokens=tokens, **more).seq_idx, len(called)
+
+    given = [(ends((3, 0, 5)), 8), (ends((3, 5)), 12), (ends((3, 5), repeats=4), 8)]
+    beyond = [(ends((3, 9)), 8), (torch.tensor([0, 5, 3], dtype=torch.int32), 8)]
+    with monkeypatch.context() as changed:
+        changed.setattr(pack_indices, "active_helpers", list)
+        upstreams = [found(*pair) for pair in (*given, *beyond)]
+    assert all(calls == 1 for _, calls in upstreams)
+    with graphs_on(bare, hybrid_pack(WARMUP), capture=False):
+        ours = [found(*pair) for pair in (*given, *beyond)]
+        assert found(ends((3, 5)), 9, cu_seqlens_q_padded=ends((4, 5)))[0].tolist() == [[0] * 4 + [1] * 5]
+        assert found(ends((3, 5)), None) == (None, 0)
+    assert [calls for _, calls in ours] == [0, 0, 0, 1, 1]
+    for (a, _), (b, _) in zip(ours, upstreams, strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
