@@ -49,7 +49,7 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
     tokens = [sum(bucket.tokens for bucket in rank.buckets.values()) for rank in ranks]
     return {
         **total,
-        f"{prefix}/memory_gb": max(rank[f"{prefix}/memory_gb"] for rank in each),
+        **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
