@@ -21,5 +21,8 @@ def announce(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Log a warning with the rank it comes from."""
-    LOGGER.warning("[rank %d] %s", rank(), message)
+    """Log a warning with the rank it comes from.
+
+    As an error: Bridge drops what any logger reports as a warning (`logger.filter_warnings`, on by default).
+    """
+    LOGGER.error("[rank %d] %s", rank(), message)

@@ -24,7 +24,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.hybrid.hybrid_provider": ("provider_fields",),
     "megatron.bridge.models.mamba.mamba_provider": ("provider_fields",),
     "megatron.core.full_cuda_graph": ("full_iteration",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("provider_fields", "virtual_stages"),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("provider_fields",),
@@ -120,7 +120,7 @@ def _patch_module(module: ModuleType) -> None:
             for patch in patches:
                 if patch.module == module.__name__:
                     patch.apply(module)
-                    level = logging.WARNING if patch.state == "broken" else logging.DEBUG
+                    level = logging.ERROR if patch.state == "broken" else logging.DEBUG
                     LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activations
-from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody
+from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
 from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
@@ -72,6 +72,7 @@ class CudaGraphExecutor:
         pre_warmup_hook, post_warmup_hook: Called once before and once after all warm-up passes of a recording. The
             second is called after a pass that failed, too.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
+        launched: Called after each replay with what it was; None where nobody wants to know.
 
     Raises:
         ValueError: An event without a stream.
@@ -84,6 +85,7 @@ class CudaGraphExecutor:
         device: torch.device | None = None,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         isolated: Isolated = nullcontext,
+        launched: Callable[[str], None] | None = None,
         pre_warmup_hook: Hook = _nothing,
         post_warmup_hook: Hook = _nothing,
         cuda_graph_stream: torch.cuda.Stream | None = None,
@@ -91,6 +93,7 @@ class CudaGraphExecutor:
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
+        self._launched = launched
         self._stream = torch.cuda.Stream(self.device)
         self._generators = generators
         self.isolated = isolated
@@ -126,7 +129,8 @@ class CudaGraphExecutor:
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
-        return CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
+        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
+        return made if self._launched is None else ToldRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool) -> int:
         """See `Executor`."""

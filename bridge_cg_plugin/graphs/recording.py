@@ -1,6 +1,6 @@
 """One region at one bucket: the work that is recorded, and its two ways of being run again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -143,6 +143,11 @@ class RegionBody:
         return self.activations.saving((*self._buffers.values(), *aliases.values(), *held))
 
     @property
+    def name(self) -> str:
+        """The program's name."""
+        return self._program.name
+
+    @property
     def has_backward(self) -> bool:
         """Whether gradients are recorded."""
         return self._sinks is not None
@@ -221,3 +226,28 @@ class CudaGraphRecording:
         with self._replay_stream.replaying():
             self._backward.replay()
         return self._gradients
+
+
+class ToldRecording:
+    """A recording that tells of every replay that it has launched.
+
+    Args:
+        recording: The recording.
+        launched: Called after each launch with what was launched.
+        name: Of the recorded program.
+    """
+
+    def __init__(self, recording: Recording, launched: Callable[[str], None], name: str) -> None:
+        self._recording, self._launched, self._name = recording, launched, name
+        self.outputs = recording.outputs
+
+    def forward(self) -> None:
+        """See `Recording`."""
+        self._recording.forward()
+        self._launched(f"replay of the forward of {self._name}")
+
+    def backward(self) -> Gradients:
+        """See `Recording`."""
+        gradients = self._recording.backward()
+        self._launched(f"replay of the backward of {self._name}")
+        return gradients

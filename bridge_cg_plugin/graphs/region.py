@@ -16,7 +16,7 @@ from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
 from .recording import TRAINING, Mode, Recording, RegionBody
 from .replay import BackwardObserver, replay
-from .slot import Slot
+from .slot import SharedInputs, Slot
 from .statistics import BucketStatistics, RegionStatistics
 
 
@@ -31,6 +31,7 @@ class Region:
         evaluation: Also record a forward-only graph for evaluation.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
+        shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
 
     Attributes:
@@ -50,6 +51,7 @@ class Region:
         evaluation: bool = True,
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
+        shared: SharedInputs | None = None,
         offloading: Offloading | None = None,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
@@ -63,7 +65,7 @@ class Region:
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
-        self._reduction = reduction
+        self._reduction, self._shared = reduction, shared
         self._offloading = offloading
         self._slots: list[Slot] = []
         self._looks_once = self._looked = False
@@ -89,7 +91,7 @@ class Region:
         slots: list[Slot] = []
         try:
             for index in range(self.slot_count):
-                slots.append(Slot(index, self.executor.device, self.executor.new_pool()))
+                slots.append(Slot(index, self.executor.device, self.executor.new_pool(), self._shared))
                 self._record_slot(slots[-1])
         except BaseException as error:
             slots.clear()
@@ -108,7 +110,7 @@ class Region:
         for bucket in sorted(self.buckets, reverse=True):
             before = self.executor.pool_bytes(slot.pool)
             specs = self.program.input_specs(bucket)
-            slot.buffers[bucket] = slot.arena.buffers(specs)
+            slot.buffers[bucket] = slot.input_buffers(specs)
             self.program.load_example(slot.buffers[bucket], bucket)
             for mode in self._modes(bucket in forward_only):
                 self._record(slot, bucket, mode)
@@ -193,9 +195,17 @@ class Region:
                 reason = refusal
         return None, reason
 
-    def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
-        """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager."""
-        place = self._place(batch)
+    def run(
+        self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
+
+        Args:
+            batch: The microbatch.
+            observer: Watches its backward.
+            index: The slot to use; None is the first free one.
+        """
+        place = self._place(batch, index)
         if isinstance(place, str):
             self.statistics.fallbacks[place] += 1
             return None
@@ -206,12 +216,21 @@ class Region:
         self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
         return outputs
 
-    def why_not(self, batch: Any) -> str | None:
-        """Return why a batch cannot be replayed now, None if it can. Nothing is counted."""
-        place = self._place(batch)
+    def why_not(self, batch: Any, index: int | None = None) -> str | None:
+        """Return why a batch cannot be replayed now, None if it can; nothing is counted.
+
+        Args:
+            batch: The microbatch.
+            index: The slot that it must use; None is any.
+        """
+        place = self._place(batch, index)
         return place if isinstance(place, str) else None
 
-    def _place(self, batch: Any) -> tuple[Slot, Bucket, Mode] | str:
+    def is_free(self, index: int) -> bool:
+        """Whether no microbatch holds the slot with this number."""
+        return self._slots[index].free
+
+    def _place(self, batch: Any, index: int | None) -> tuple[Slot, Bucket, Mode] | str:
         """Return where the batch is replayed, or why it cannot be."""
         if not self.captured:
             return "not_captured"
@@ -220,7 +239,7 @@ class Region:
         bucket, reason = self.choose(batch, mode)
         if bucket is None:
             return reason
-        slot = self._free_slot(bucket, mode)
+        slot = self._free_slot(bucket, mode, index)
         if slot is None:
             return "no_free_slot"
         if self._parameters_changed():
@@ -246,8 +265,9 @@ class Region:
     def _wants_gradients(self, batch: Any) -> bool:
         return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    def _free_slot(self, bucket: Bucket, mode: Mode) -> Slot | None:
-        return next((s for s in self._slots if s.free and (bucket, mode) in s.recordings), None)
+    def _free_slot(self, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
+        slots = self._slots if index is None else self._slots[index : index + 1]
+        return next((s for s in slots if s.free and (bucket, mode) in s.recordings), None)
 
     def free_slots(self) -> int:
         """Return how many slots no microbatch holds."""

@@ -1,6 +1,8 @@
 """The report of a run's graphs, and the figures that loggers get."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from statistics import fmean
 
 from .statistics import BucketStatistics, RegionStatistics
 
@@ -15,6 +17,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.capture_seconds += part.capture_seconds
         total.static_bytes += part.static_bytes
         total.pinned_bytes += part.pinned_bytes
+        total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
         for bucket, counts in part.buckets.items():
             sums = total.buckets.setdefault(bucket, BucketStatistics())
             sums.replays += counts.replays
@@ -46,15 +49,30 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
     if len(ranks) == 1:
         return total
     each = [metrics(rank, prefix) for rank in ranks]
-    tokens = [sum(bucket.tokens for bucket in rank.buckets.values()) for rank in ranks]
     return {
         **total,
         **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
-        f"{prefix}/token_imbalance": max(tokens) * len(tokens) / sum(tokens) if any(tokens) else 0.0,
+        f"{prefix}/token_imbalance": token_imbalance(ranks),
     }
+
+
+def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
+    """Return how many times the mean tokens of a step the rank with the most has, over the last steps.
+
+    Returns:
+        1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
+    """
+    steps = min(len(rank.step_tokens) for rank in ranks)
+    each = [rank.step_tokens[-steps:] if steps else [_tokens(rank)] for rank in ranks]
+    factors = [max(step) * len(step) / sum(step) for step in zip(*each, strict=True) if any(step)]
+    return fmean(factors) if factors else 0.0
+
+
+def _tokens(rank: RegionStatistics) -> int:
+    return sum(bucket.tokens for bucket in rank.buckets.values())
 
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:

@@ -1,6 +1,6 @@
 """Slots: the memory of one microbatch between its forward and its backward."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -41,12 +41,47 @@ class Arena:
         return sum(flat.nbytes for flat in self._flat.values())
 
 
-class Slot:
-    """Static memory, a pool and the recordings of every bucket, used by one microbatch at a time."""
+class SharedInputs:
+    """Static inputs that several regions hold in common, a set for each slot.
 
-    def __init__(self, index: int, device: torch.device, pool: object) -> None:
+    A microbatch must use the same slot in all of these regions, and one that is free in all of them.
+
+    Args:
+        names: Of the inputs.
+        device: Where they are.
+    """
+
+    def __init__(self, names: Collection[str], device: torch.device) -> None:
+        self.names = frozenset(names)
+        self._device = device
+        self._arenas: dict[int, Arena] = {}
+
+    def arena(self, slot: int) -> Arena:
+        """Return the storages of a slot."""
+        if slot not in self._arenas:
+            self._arenas[slot] = Arena(self._device)
+        return self._arenas[slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+
+class Slot:
+    """Static memory, a pool and the recordings of every bucket, used by one microbatch at a time.
+
+    Args:
+        index: Its number in the region.
+        device: Where its memory is.
+        pool: Memory of its recordings.
+        shared: Inputs that are not the region's own.
+    """
+
+    def __init__(self, index: int, device: torch.device, pool: object, shared: SharedInputs | None = None) -> None:
         self.index = index
         self.arena = Arena(device)
+        self.shared = shared
         self.pool = pool
         self.recordings: dict[tuple[Bucket, Mode], Recording] = {}
         self.buffers: dict[Bucket, Buffers] = {}
@@ -55,6 +90,14 @@ class Slot:
         self._leases = 0
         self._device = device
         self._last_stream: torch.cuda.Stream | None = None
+
+    def input_buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
+        """Return views for all of a bucket's static inputs."""
+        if self.shared is None:
+            return self.arena.buffers(specs)
+        own = {name: spec for name, spec in specs.items() if name not in self.shared.names}
+        others = {name: spec for name, spec in specs.items() if name in self.shared.names}
+        return {**self.arena.buffers(own), **self.shared.arena(self.index).buffers(others)}
 
     @property
     def free(self) -> bool:

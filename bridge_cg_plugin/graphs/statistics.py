@@ -33,6 +33,8 @@ class RegionStatistics:
     Attributes:
         static_bytes: Device memory of static buffers.
         pinned_bytes: Page-locked host memory of offloaded activations.
+        step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
+            counts them.
     """
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class RegionStatistics:
     capture_seconds: float = 0.0
     static_bytes: int = 0
     pinned_bytes: int = 0
+    step_tokens: list[int] = field(default_factory=list)
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""

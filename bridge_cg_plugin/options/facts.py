@@ -21,6 +21,7 @@ class Facts:
     Attributes:
         te_rng_tracker: Whether random states are Transformer Engine's.
         megatron_fsdp: Whether Megatron-FSDP holds the parameters.
+        torch_fsdp: Whether PyTorch's FSDP2 holds them.
         variable_seq_lengths: Whether sequences of different microbatches differ in length.
         nan_check: Whether the loss is checked for NaN inside a step.
         recompute_granularity: None, "selective" or "full".
@@ -37,6 +38,7 @@ class Facts:
         hugging_face_tower: Whether the vision tower is Hugging Face's module.
         pipeline_stages: Stages of pipeline parallelism.
         context_ranks: Ranks of context parallelism.
+        context_exchange: Ways in which they exchange keys and values, by layer; empty is upstream's default, a ring.
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
         multi_token_layers: Layers of multi-token prediction.
         low_precision: The fp8 or fp4 recipe that layers compute in.
@@ -45,6 +47,7 @@ class Facts:
 
     te_rng_tracker: bool | None = None
     megatron_fsdp: bool | None = None
+    torch_fsdp: bool | None = None
     variable_seq_lengths: bool | None = None
     nan_check: bool | None = None
     recompute_granularity: str | None = None
@@ -61,6 +64,7 @@ class Facts:
     hugging_face_tower: bool | None = None
     pipeline_stages: int | None = None
     context_ranks: int | None = None
+    context_exchange: tuple[str, ...] = ()
     in_batch_packing: str | None = None
     multi_token_layers: int | None = None
     low_precision: str | None = None
@@ -81,6 +85,7 @@ def facts_of(written: Written) -> Facts:
     return Facts(
         te_rng_tracker=_te_rng_tracker(settings),
         megatron_fsdp=_flag(settings, "use_megatron_fsdp"),
+        torch_fsdp=_flag(settings, "use_torch_fsdp2"),
         variable_seq_lengths=_flag(settings, "variable_seq_lengths"),
         nan_check=_flag(settings, "check_for_nan_in_loss"),
         recompute_granularity=None if is_unset(granularity) else str(granularity),
@@ -99,6 +104,7 @@ def facts_of(written: Written) -> Facts:
         hugging_face_tower=tower,
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
+        context_exchange=() if is_unset(settings.get("cp_comm_type")) else words(settings["cp_comm_type"]),
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
         multi_token_layers=_count(settings, "mtp_num_layers"),
         low_precision=_low_precision(settings),

@@ -84,6 +84,7 @@ def real_number(allowed: str, accepts: Callable[[float], bool]) -> Callable[[str
 
 
 positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
+part = real_number("a number above 0 and below 1", lambda number: 0 < number < 1)
 factor = real_number("a number of at least 1", lambda number: 1 <= number < float("inf"))
 
 

@@ -7,7 +7,17 @@ from typing import Any, Literal
 from .activations import PARSERS as ACTIVATION_PARSERS
 from .activations import check_region, moves_activations
 from .errors import OptionError
-from .values import factor, is_unset, parse_capacities, parse_choice, parse_flag, positive_number, whole_number, words
+from .values import (
+    factor,
+    is_unset,
+    parse_capacities,
+    parse_choice,
+    parse_flag,
+    part,
+    positive_number,
+    whole_number,
+    words,
+)
 
 IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
@@ -47,6 +57,8 @@ class VisionGraphOptions:
             puts on a parameter fire always; those on its node of the autograd graph need "always".
         cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
+        balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks
+            must save for them to move, in each microbatch; None moves nothing.
         offload: Parts of the encoder whose activations go to page-locked host memory inside the forward's graph and
             come back inside the backward's; None is none of them, or any of them under `memory_target_gb`.
         recompute: What the backward's graph makes again instead of keeping it: outputs of LayerNorm, of GELU, of linear
@@ -76,6 +88,7 @@ class VisionGraphOptions:
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
+    balance: float | None = None
     offload: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
     memory_target_gb: float | None = None
@@ -183,6 +196,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
+    "balance": part,
     **ACTIVATION_PARSERS,
     "evaluation": parse_flag,
     "strict": parse_flag,

@@ -20,13 +20,14 @@ class PackedBatch:
     """A microbatch for the layers of a decoder.
 
     Attributes:
-        hidden: `[tokens, 1, width]`.
+        hidden: `[tokens of this rank, 1, width]`.
         angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token; None without rotation.
         offsets: The `cu_seqlens` that the batch has, by their name, each `[documents + 1]` int32 without the repeated
             offsets at the end.
         lengths: Tokens of every document, with their padding, on the host.
-        tokens: Tokens of the pack on this rank before sequence parallelism splits them.
+        tokens: Tokens of the pack, those that other ranks hold included.
         additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
+        loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
     """
 
     hidden: Tensor
@@ -35,6 +36,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     tokens: int
     additions: tuple[Tensor, ...] = ()
+    loaded: bool = False
 
     @property
     def documents(self) -> int:
@@ -64,21 +66,23 @@ def pack_batch(
     max_seqlens: Mapping[str, int],
     host: Callable[[Tensor], Sequence[int]],
     shards: int = 1,
+    ranks: int = 1,
 ) -> PackedBatch:
     """Check a microbatch's offsets and leave out those that only repeat the last.
 
     Args:
-        hidden: `[tokens / shards, 1, width]`.
+        hidden: `[tokens / (shards * ranks), 1, width]`.
         angles: Rotary angles, if there are any.
         offsets: `cu_seqlens` by name; None where the batch has no padding between documents.
         max_seqlens: Tokens of the longest document by name, as the batch says.
         host: Returns a small tensor's elements.
         shards: Ranks that hold a part of the tokens each.
+        ranks: Ranks that hold two of `2 * ranks` chunks of every document each.
 
     Raises:
         PackedBatchError: An offset has the wrong type, device, order or end; names it, what it holds and what is right.
     """
-    tokens = hidden.shape[0] * shards
+    tokens = hidden.shape[0] * shards * ranks
     given = {name: value for name, value in offsets.items() if value is not None}
     values = {name: check_offsets(name, value, tokens, hidden.device, host) for name, value in given.items()}
     counts = {name: len(value) for name, value in values.items()}
@@ -88,6 +92,9 @@ def pack_batch(
     for short, long in zip(OFFSETS, PADDED_OFFSETS, strict=True):
         _check_pair(short, values.get(short), long, values.get(long))
     physical = {name: values.get(padded, values[name]) for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)}
+    if ranks > 1:
+        for name in physical:
+            _check_chunks(name, physical[name], 2 * ranks)
     for name, longest in max_seqlens.items():
         _check_longest(name, longest, physical[name.replace("max_seqlen", "cu_seqlens")])
     lengths = tuple(max(lengths) for lengths in zip(*map(_lengths, physical.values()), strict=True))
@@ -130,6 +137,15 @@ def _check_pair(short: str, offsets: Sequence[int] | None, long: str, padded: Se
             raise PackedBatchError(
                 f"document {index} has {length} tokens in {short} and room for {room} in {long}: "
                 "a document must fit its padding"
+            )
+
+
+def _check_chunks(name: str, offsets: Sequence[int], chunks: int) -> None:
+    for index, length in enumerate(_lengths(offsets)):
+        if length % chunks:
+            raise PackedBatchError(
+                f"document {index} has {length} tokens in {name}: allowed are multiples of {chunks}, two chunks for "
+                "each rank of context parallelism; pad documents where they are packed"
             )
 
 

@@ -1,5 +1,7 @@
 """A decoder's graphs of packed documents over a training run: observe, plan, capture, replay, fall back, report."""
 
+import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,19 +13,23 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
+from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
+from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
+from ..graphs.slot import SharedInputs
 from ..offload.offloading import RegionOffloading, policy_of
-from ..options import PACKED_FIELDS, PackedOptions
+from ..options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .layout import spread
-from .program import PackedProgram, PackLayout, RecordingKernels, Run
+from .program import SHARED, PackedProgram, PackLayout, RecordingKernels, Run
 
 MOST_EXACT_BUCKETS = 12
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class DecoderCall:
     """What one call of a decoder says.
 
     Attributes:
-        hidden: `[tokens / shards, 1, width]`.
+        hidden: `[tokens / (shards * ranks), 1, width]`.
         angles: Rotary angles; None where nothing is rotated.
         offsets: `cu_seqlens` by name; None where the batch has none.
         max_seqlens: Tokens of the longest document by name.
@@ -100,6 +106,8 @@ class DecoderFamily(Protocol):
     per_position: bool
     absolute: bool
     shards: int
+    ranks: int
+    rank: int
     kernels: RecordingKernels
     known_activations: RecordingKernels
 
@@ -108,6 +116,14 @@ class DecoderFamily(Protocol):
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return the pieces to record; no modules are all layers as one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A batch that all parts of layers replay, and the slot in which they do."""
+
+    batch: PackedBatch
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +160,10 @@ class PackedGraphs(GraphedModule):
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: Data parallelism's reduction of gradients, where there is one.
         host: Host copies of offsets.
+        peers: Ranks that are on graphs together with this one or not at all; all of them see the same packs.
+
+    Raises:
+        OptionError: A bucket that the options name cannot be shared by the ranks.
     """
 
     title = "packed-sequence CUDA graphs"
@@ -165,24 +185,40 @@ class PackedGraphs(GraphedModule):
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         host: HostCopies | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         super().__init__(decoder, executor, options.strict, before_replay)
         self.options, self.modules, self.family = options, tuple(modules), family
         self.slots = slots if options.slots == "auto" else options.slots
         self.host = host or HostCopies()
-        self._reduction = reduction
+        self._reduction, self._peers = reduction, peers
         self.plan: BucketPlan | None = None
         self._observed: list[Observed] = []
         self._installed: list[tuple[nn.Module, str]] = []
         self._followers: list[_FollowerCall] = []
-        self._current: PackedBatch | None = None
+        self._current: Chosen | None = None
+        self._check_buckets()
 
     def _record(self) -> None:
-        """See `GraphedModule`."""
+        """See `GraphedModule`. What can fail on one rank alone is inside an agreement."""
+        if not self._peers.agree(self._digest).same:
+            raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
+        self._peers.agree(self._record_plan)
+
+    def _digest(self) -> float:
+        """Plan; returns a number that stands for the buckets, their order and the slots."""
         if not self._observed:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         self.plan = self._plan()
-        buckets = [Bucket(c, limits) for c in self.plan.capacities for limits in self._limits(c)]
+        made = self.slots, self._kind(), *map(str, self._buckets(self.plan))
+        return float(zlib.crc32(repr(made).encode()))
+
+    def _buckets(self, plan: BucketPlan) -> list[Bucket]:
+        return [Bucket(c, limits) for c in plan.capacities for limits in self._limits(c)]
+
+    def _record_plan(self) -> float:
+        buckets = self._buckets(self.plan or self._plan())
+        shared = SharedInputs(SHARED, self.executor.device)
         for part in self.family.parts(self.modules):
             region = Region(
                 self._program(part),
@@ -192,12 +228,15 @@ class PackedGraphs(GraphedModule):
                 self.options.evaluation,
                 self._before_replay,
                 self._reduction,
-                self._offloading(),
+                shared if part.attribute else None,
+                offloading=self._offloading(),
             )
             region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
+        self._regions[0].statistics.static_bytes += shared.nbytes
+        return 0.0
 
     def _offloading(self) -> RegionOffloading | None:
         """Return what keeps a region's activations, None where they stay in the graphs' memory."""
@@ -219,18 +258,42 @@ class PackedGraphs(GraphedModule):
         if self.family.shards > 1:  # packs cannot be padded: the sizes that come most often
             usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
             return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
-        return plan_buckets(tokens, merge_unit=1, exact_below=EXACT_BELOW)
+        return plan_buckets(tokens, merge_unit=self._unit, exact_below=EXACT_BELOW * self.family.ranks)
+
+    @property
+    def _unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many."""
+        return math.lcm(self.family.shards * self.family.ranks, 2 * self.family.ranks if self.family.ranks > 1 else 1)
+
+    def _check_buckets(self) -> None:
+        if self.options.buckets == "auto":
+            return
+        if wrong := [tokens for tokens in self.options.buckets if tokens % self._unit]:
+            allowed = f"multiples of {self._unit}, which ranks share in equal parts"
+            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
 
     def _limits(self, capacity: int) -> list[tuple[int, int]]:
         longest = min(self.options.max_seqlen or capacity, capacity)
         found = segment_limits(capacity, min(self.options.max_packed_seqs or 1, capacity))
         return list(dict.fromkeys((documents, min(most, longest)) for documents, most in found))
 
+    def _kind(self) -> tuple[tuple[str, ...], int, int, torch.dtype]:
+        """Return what the packs that were seen most often share."""
+        return Counter(seen.kind for seen in self._observed).most_common(1)[0][0]
+
     def _program(self, part: DecoderPart) -> PackedProgram:
-        (offsets, rotated, width, dtype), _ = Counter(seen.kind for seen in self._observed).most_common(1)[0]
+        offsets, rotated, width, dtype = self._kind()
         family = self.family
-        additions = 0 if part.attribute else max(seen.additions for seen in self._observed)
-        layout = PackLayout(offsets, rotated, family.per_position, family.absolute, family.shards, additions)
+        layout = PackLayout(
+            offsets,
+            rotated,
+            family.per_position,
+            family.absolute,
+            family.shards,
+            family.ranks,
+            family.rank,
+            0 if part.attribute else max(seen.additions for seen in self._observed),
+        )
         return PackedProgram(
             part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels
         )
@@ -277,7 +340,8 @@ class PackedGraphs(GraphedModule):
         if not self._installed:
             outputs = self._regions[0].run(batch)
             return self._eager_forward(*args, **kwargs) if outputs is None else outputs[0]
-        self._current = batch if self._all_can_replay(batch) else None
+        slot = self._common_slot(batch)
+        self._current = None if slot is None else Chosen(batch, slot)
         try:
             return self._eager_forward(*args, **kwargs)
         finally:
@@ -289,8 +353,9 @@ class PackedGraphs(GraphedModule):
         call = self.family.read(args, kwargs)
         if isinstance(call, str):
             return call
+        family = self.family
         batch = pack_batch(
-            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, self.family.shards
+            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
         )
         if call.visual is None or self._installed:
             return batch
@@ -316,23 +381,39 @@ class PackedGraphs(GraphedModule):
             self._observed.append(_observed(batch))
         return False
 
-    def _all_can_replay(self, batch: PackedBatch) -> bool:
-        """Whether every part can replay the batch; counts the first part's reason where one cannot."""
-        reason = next((r for r in (region.why_not(batch) for region in self._regions) if r is not None), None)
-        if reason is not None:
-            self._note_eager()
-            self._fallbacks[reason] += 1
-        return reason is None
+    def _common_slot(self, batch: PackedBatch) -> int | None:
+        """Return a slot in which every part can replay the batch; without one, count the first part's reason."""
+        free = (index for index in range(self.slots) if all(region.is_free(index) for region in self._regions))
+        slot = next(free, 0)
+        reason = next((r for r in (region.why_not(batch, slot) for region in self._regions) if r is not None), None)
+        if reason is None:
+            return slot
+        self._note_eager()
+        self._fallbacks[reason] += 1
+        return None
 
     @property
     def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and the attributes of theirs that replay once graphs are captured."""
         return tuple(self._installed) or ((self.model, "forward"),)
 
-    @property
-    def current(self) -> PackedBatch | None:
-        """The batch that parts of layers replay, while the decoder is called with one that they can."""
-        return self._current
+    def run_part(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """Replay a part of a layer, while the decoder is called with a batch that all parts can replay.
+
+        Args:
+            region: The part's.
+            hidden: `[tokens of this rank, 1, width]` that the part is called with.
+
+        Returns:
+            Its outputs; None where it runs eager.
+        """
+        if self._current is None:
+            return None
+        chosen = self._current
+        outputs = region.run(replace(chosen.batch, hidden=hidden), index=chosen.slot)
+        if outputs is not None and not chosen.batch.loaded:
+            self._current = Chosen(replace(chosen.batch, loaded=True), chosen.slot)
+        return outputs
 
     def _warmup_microbatches(self) -> int:
         """See `GraphedModule`."""
@@ -385,11 +466,9 @@ class _PartCall:
         self._followers = followers
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        batch = self._graphs.current
-        if batch is not None:
-            outputs = self._region.run(replace(batch, hidden=hidden_states))
-            if outputs is not None:
-                for follower in self._followers:
-                    follower.outputs = outputs
-                return self._answer(outputs)
-        return self._eager(hidden_states, *args, **kwargs)
+        outputs = self._graphs.run_part(self._region, hidden_states)
+        if outputs is None:
+            return self._eager(hidden_states, *args, **kwargs)
+        for follower in self._followers:
+            follower.outputs = outputs
+        return self._answer(outputs)

@@ -7,18 +7,32 @@ import torch
 from torch import Tensor
 
 
-def token_positions(offsets: Tensor, capacity: int) -> Tensor:
-    """Return every token's position in its document, `[capacity]` int64; 0 for tokens behind the last offset.
+def token_positions(offsets: Tensor, rows: int, ranks: int = 1, rank: int = 0) -> Tensor:
+    """Return every token's position in its document, `[rows]` int64; 0 for tokens behind the last offset.
 
     Args:
         offsets: `[documents + 1]` int32, ascending from 0; documents may have no tokens.
-        capacity: Tokens of the padded pack.
+        rows: Tokens of the padded pack on this rank.
+        ranks: Ranks of context parallelism. Each holds two of `2 * ranks` equal chunks of every document: the one with
+            its number, counted from the front, and the one with its number, counted from the back.
+        rank: Which of them this is.
     """
-    token = torch.arange(capacity, device=offsets.device)
-    ends = offsets[1:].long()
-    document = torch.searchsorted(ends, token, right=True)
-    start = offsets.long()[document]
-    return torch.where(token < ends[-1], token - start, 0)
+    document, place = _places(offsets, rows, ranks)
+    if ranks > 1:
+        chunk = torch.cat((offsets.long().diff(), offsets.new_zeros(1)))[document] // (2 * ranks)
+        place = torch.where(place < chunk, rank * chunk + place, (2 * ranks - rank - 2) * chunk + place)
+    return torch.where(document < offsets.shape[0] - 1, place, 0)
+
+
+def _places(offsets: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return every token's document, and its place in what this rank holds of it, each `[rows]` int64.
+
+    Tokens behind the last offset have a document of their own, behind all others.
+    """
+    token = torch.arange(rows, device=offsets.device)
+    starts = offsets.long() // ranks
+    document = torch.searchsorted(starts[1:], token, right=True)
+    return document, token - starts[document]
 
 
 def document_indices(offsets: Tensor, tokens: int) -> Tensor:
@@ -51,20 +65,18 @@ def spread(mask: Tensor, rows: Tensor) -> Tensor:
     return torch.where(marked[:, None], rows[place], 0)[:, None]
 
 
-def token_angles(table: Tensor, rows: Tensor, offsets: Tensor, absolute: bool) -> Tensor:
-    """Return every token's rotary angles, `[capacity, 1, 1, width]`, from a table with one row per position.
+def token_angles(table: Tensor, by_place: Tensor, offsets: Tensor, ranks: int = 1, rank: int = 0) -> Tensor:
+    """Return every token's rotary angles, `[capacity / ranks, 1, 1, width]`, from a table with one row per position.
 
     Args:
         table: `[capacity, 1, 1, width]` angles; rows that the batch's own table did not have are zero.
-        rows: `[1]` int64, rows of the batch's own table.
+        by_place: `[1]` bool, whether the table goes by the place in the pack; a document's position counts otherwise.
         offsets: `[documents + 1]` int32 of documents with their padding.
-        absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack, as
-            megatron-core takes it without its fused kernel; a document's position counts otherwise.
+        ranks: Ranks of context parallelism.
+        rank: Which of them this is.
     """
-    capacity = table.shape[0]
-    positions = token_positions(offsets, capacity)
-    if absolute:
-        token = torch.arange(capacity, device=offsets.device)
-        inside = token < offsets[-1]
-        positions = torch.where((rows == offsets[-1]) & inside, token, positions)
-    return table[positions]
+    rows = table.shape[0] // ranks
+    positions = token_positions(offsets, rows, ranks, rank)
+    document, _ = _places(offsets, rows, ranks)
+    starts = torch.where(document < offsets.shape[0] - 1, offsets.long()[document], 0)
+    return table[positions + torch.where(by_place, starts, 0)]

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
-from ..graphs.segments import fill_one_segment, write_offsets
-from .batch import PADDED_OFFSETS, PackedBatch
+from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
+from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
 # Runs the recorded piece: hidden states, rotary angles if there are any, `cu_seqlens` by name, tokens of the longest
 # document, and what is added behind the first layers. Every output has as many rows as the hidden states.
 Run = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
+# Inputs that say how a pack is made: the same for all parts of a decoder's layers.
+SHARED = ("angles", "by_place", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -29,6 +31,8 @@ class PackLayout:
         per_position: Whether angles come with a row per position in a document; else with a row per token.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
         shards: Ranks that hold a part of the tokens each (sequence parallelism).
+        ranks: Ranks that hold two chunks of every document each (context parallelism).
+        rank: Which of them this is.
         additions: Behind how many of the first layers something is added to the hidden states.
     """
 
@@ -37,6 +41,8 @@ class PackLayout:
     per_position: bool = True
     absolute: bool = False
     shards: int = 1
+    ranks: int = 1
+    rank: int = 0
     additions: int = 0
 
 
@@ -44,6 +50,7 @@ class PackedProgram:
     """A piece of a decoder whose inputs are hidden states and packed documents.
 
     Buckets have the limits (documents, tokens of the longest document). Padding tokens lie behind the last offset.
+    Under context parallelism, where attention must know every token's document, they are one more document.
 
     Args:
         name: Of the region.
@@ -53,7 +60,7 @@ class PackedProgram:
         layout: What all packs of the recordings share.
         run: The piece.
         outputs: How many tensors it gives.
-        exact_below: Packs of up to this many tokens must fill a bucket exactly.
+        exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
         kernels: Entered around recorded work.
     """
 
@@ -81,12 +88,14 @@ class PackedProgram:
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         documents, layout = bucket.limits[0], self.layout
-        rows = TensorSpec((bucket.tokens // layout.shards, 1, self._width), self._dtype, differentiable=True)
+        tokens = bucket.tokens // (layout.shards * layout.ranks)
+        rows = TensorSpec((tokens, 1, self._width), self._dtype, differentiable=True)
+        count = documents + 1 + (layout.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
             **self._angle_specs(bucket.tokens),
-            **{name: TensorSpec((documents + 1,), torch.int32) for name in layout.offsets},
+            **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
         }
 
     def size(self, batch: PackedBatch) -> int:
@@ -101,40 +110,57 @@ class PackedProgram:
             return "other_layout"
         if batch.documents > documents:
             return "too_many_documents"
-        if batch.longest > longest:
+        padding = bucket.tokens - sum(batch.lengths) if self.layout.ranks > 1 else 0
+        if max(batch.longest, padding) > longest:
             return "document_too_long"
         if batch.tokens != bucket.tokens:
             if self.layout.shards > 1:
                 return "sharded_tokens"
-            if batch.tokens <= self._exact_below:
+            if batch.tokens <= self._exact_below * self.layout.ranks:
                 return "too_few_tokens"
         return None
 
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
-        """See `RegionProgram`."""
+        """See `RegionProgram`. What parts of layers share is written with the first of them."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
+        if batch.loaded:
+            return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
-            buffers["rows"].fill_(batch.angles.shape[0])
+            buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
         for name in self.layout.offsets:
-            write_offsets(buffers[name], batch.offsets[name])
+            write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["hidden"].shape[0]))
+
+    def _end(self, name: str, rows: int) -> int | None:
+        """Return where a last document of padding ends; None where padding is in no document."""
+        capacity = rows * self.layout.shards * self.layout.ranks
+        return capacity if self.layout.ranks > 1 and name in self._physical else None
+
+    @property
+    def _physical(self) -> tuple[str, ...]:
+        """Names of the offsets that say where documents lie."""
+        return PADDED_OFFSETS if PADDED_OFFSETS[0] in self.layout.offsets else OFFSETS
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
         for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
             buffers[name].zero_()
+        longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:
-            fill_one_segment(buffers[name], min(bucket.tokens, bucket.limits[1]))
+            if self.layout.ranks > 1:
+                fill_segments(buffers[name], bucket.tokens, longest // chunks * chunks)
+            else:
+                fill_one_segment(buffers[name], longest)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Outputs have `tokens / shards` rows."""
+        """See `RegionProgram`. Outputs have `tokens / (shards * ranks)` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
         angles = buffers.get("angles")
         if angles is not None and self.layout.per_position:
-            physical = offsets.get(PADDED_OFFSETS[0], buffers["cu_seqlens_q"])
-            angles = token_angles(angles, buffers["rows"], physical, self.layout.absolute)
+            physical = offsets[self._physical[0]]
+            angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
         additions = [buffers[name] for name in self._additions]
         return self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions)
 
@@ -154,7 +180,7 @@ class PackedProgram:
         if not self.layout.rotated:
             return {}
         angles = TensorSpec((tokens, 1, 1, self.layout.rotated), torch.float32)
-        return {"angles": angles, "rows": TensorSpec((1,), torch.int64)}
+        return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 
     @property
     def _additions(self) -> tuple[str, ...]:

@@ -98,10 +98,8 @@ def plan_packs(packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | No
     """
     if not packs:
         raise PlanError("there are no packs to plan from: the data holds fewer documents than one microbatch takes")
-    counts = [len(pack) for pack in packs]
-    bounds = sorted({sorted(counts)[_rank(share, len(counts))] for share in SHARES} | _powers(max(counts)))
-    capacities = _bucket_sets([sum(pack) for pack in packs])
-    alike = Counter(packs)
+    bounds, capacities = candidates(packs)
+    counts, alike = [len(pack) for pack in packs], Counter(packs)
     choices = []
     for bound in bounds:
         found = [expect(alike, cost, bound, buckets) for buckets in capacities]
@@ -125,21 +123,28 @@ def plan_packs(packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | No
     )
 
 
+def candidates(packs: Sequence[Pack]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return the document bounds, ascending, and the bucket lists, from few to many, that plans are chosen from."""
+    counts = sorted(len(pack) for pack in packs)
+    bounds = {counts[_rank(share, len(counts))] for share in SHARES} | _powers(counts[-1])
+    return sorted(bounds), _bucket_sets([sum(pack) for pack in packs])
+
+
 def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int, ...]) -> Choice:
     """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it."""
-    limits = [(c, most, longest) for c in buckets for most, longest in segment_limits(c, min(bound, c))]
+    limits = limits_of(bound, buckets)
     total = replayed = real = padded = 0.0
     fallbacks: Counter[str] = Counter()
     for pack, count in packs.items():
-        place = _place(pack, limits)
-        if isinstance(place, str):
-            fallbacks[place] += count
+        found = place(pack, limits)
+        if isinstance(found, str):
+            fallbacks[found] += count
             total += count * cost.eager_ms(pack)
             continue
         replayed += count
         real += count * sum(pack)
-        padded += count * place[0]
-        total += count * cost.graph_ms(place[0], pack, place[1], place[2])
+        padded += count * found[0]
+        total += count * cost.graph_ms(found[0], pack, found[1], found[2])
     everything = packs.total()
     return Choice(
         max_packed_seqs=bound,
@@ -152,7 +157,13 @@ def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int
     )
 
 
-def _place(pack: Pack, limits: Sequence[tuple[int, int, int]]) -> tuple[int, int, int] | str:
+def limits_of(bound: int, buckets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return what is recorded for a document bound and buckets: (capacity, documents, tokens of the longest)."""
+    return [(c, most, longest) for c in buckets for most, longest in segment_limits(c, min(bound, c))]
+
+
+def place(pack: Pack, limits: Sequence[tuple[int, int, int]]) -> tuple[int, int, int] | str:
+    """Return the first recording that takes a pack, or why none does."""
     tokens, documents, longest, reason = sum(pack), len(pack), max(pack), "too_many_tokens"
     for limit in limits:
         capacity, most, largest = limit

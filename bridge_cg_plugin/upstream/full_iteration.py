@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..announce import announce
@@ -22,6 +21,7 @@ from .graph_helper import default_executor
 from .language_model import LENGTH_PATCH
 from .patches import Patch
 from .qwen3_vl import holders
+from .random_states import random_states
 from .registry import seam
 from .replaced import replaced
 from .transformer_engine import forget_attention_selection, fused_accumulation
@@ -91,13 +91,6 @@ def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
     parts = ("vision_model", "language_model")
     found = (m for m in holders(chunks) if all(isinstance(getattr(m, part, None), nn.Module) for part in parts))
     return next(found, None)
-
-
-def random_states() -> tuple[torch.Generator, ...]:
-    """Return the generators of megatron-core's tracker, which draws dropout's numbers."""
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-
-    return tuple(state for state in get_all_rng_states().values() if isinstance(state, torch.Generator))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ..graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceEx
 from ..graphs.graphed_module import GraphedModule
 from ..options import PROVIDER_FIELDS
 from .failures import named_failure
+from .stalls import STALLS
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
 
@@ -29,7 +30,7 @@ class GraphHelper:
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict."""
         if self.graphs is not None:
-            with named_failure("capture"):
+            with named_failure("capture"), STALLS.during("capture"):
                 self.graphs.capture()
 
     def graphs_created(self) -> bool:
@@ -65,46 +66,20 @@ def release_module(module: nn.Module) -> None:
 
 
 def default_executor(
-    generators: Callable[[], Sequence[torch.Generator]] = tuple, isolated: Isolated = nullcontext
+    generators: Callable[[], Sequence[torch.Generator]] = tuple,
+    isolated: Isolated = nullcontext,
+    launched: Callable[[str], None] | None = None,
 ) -> Executor:
     """Return what can record on this machine.
 
     Args:
         generators: Returns what recorded work may draw random numbers from.
         isolated: Entered around passes whose values nobody reads.
+        launched: Called after each replay of a graph with what it was.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
-    return CudaGraphExecutor(generators=generators, isolated=isolated)
-
-
-def stages_of(config: Any) -> int:
-    """Return the pipeline's stages."""
-    return getattr(config, "pipeline_model_parallel_size", None) or 1
-
-
-def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
-    """Return how many microbatches the first pipeline stage holds between forward and backward under 1F1B.
-
-    Args:
-        config: Has the pipeline's stages.
-        num_microbatches: Microbatches of a step now; the run's largest step counts.
-    """
-    stages = stages_of(config)
-    interleaved = (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1) > 1
-    return max(1, min(stages * (2 if interleaved and stages > 1 else 1), most_microbatches(num_microbatches)))
-
-
-def most_microbatches(num_microbatches: int) -> int:
-    """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer."""
-    from megatron.core import num_microbatches_calculator
-
-    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    samples = getattr(calculator, "micro_batch_times_data_parallel_size", None)
-    if samples is None:  # every step has as many
-        return num_microbatches
-    batches = [batch for _, batch in getattr(calculator, "schedule", ())]
-    return max(num_microbatches, *(batch // samples for batch in (calculator.global_batch_size, *batches)))
+    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=launched)
 
 
 def asks_for_graphs(config: Any) -> bool:

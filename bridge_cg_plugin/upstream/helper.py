@@ -4,16 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ..graphs.executor import Executor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
+from .balance import ImagelessMicrobatches, image_exchange
 from .data_parallel import gradient_reduction, parameter_gather
 from .encoders import check_modules, find_encoder
 from .environment import check_process
-from .graph_helper import GraphHelper, default_executor, microbatches_in_flight, release_module, stages_of
-from .process_groups import peers_of, shared_group, tensor_group, without_reductions
+from .graph_helper import GraphHelper, default_executor, release_module
+from .process_groups import peers_of, shared_group, tensor_group, without_messages
+from .schedules import microbatches_in_flight, stages_of
+from .stalls import STALLS
 
 GRIDS = HostGrids()
 
@@ -34,6 +38,8 @@ class VisionTECudaGraphHelper(GraphHelper):
     Raises:
         OptionError: An option cannot work.
     """
+
+    _imageless: ImagelessMicrobatches | None = None
 
     def __init__(
         self,
@@ -61,20 +67,35 @@ class VisionTECudaGraphHelper(GraphHelper):
         release_module(vision_model)
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
-        self._take(
-            VisionGraphs(
-                vision_model,
-                self.options,
-                family,
-                executor or default_executor(isolated=without_reductions(tensor)),
-                slots=microbatches_in_flight(source, num_microbatches),
-                before_replay=parameter_gather(chunks, vision_model),
-                reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
-                grids=GRIDS,
-                peers=peers_of(shared_group(vision_model)),
-                twins=peers_of(tensor),
-            )
+        exchange = image_exchange(vision_model, family, self.options.balance)
+        graphs = VisionGraphs(
+            vision_model,
+            self.options,
+            family,
+            executor or _executor(tensor),
+            slots=microbatches_in_flight(source, num_microbatches),
+            before_replay=parameter_gather(chunks, vision_model),
+            reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
+            grids=GRIDS,
+            peers=peers_of(shared_group(vision_model)),
+            twins=peers_of(tensor),
+            exchange=exchange,
         )
+        if exchange is not None:
+            self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
+        self._take(graphs)
+
+    def delete_cuda_graphs(self) -> None:
+        """See `GraphHelper`; images stay on their ranks from now on."""
+        if self._imageless is not None:
+            self._imageless.remove()
+            self._imageless = None
+        super().delete_cuda_graphs()
+
+
+def _executor(tensor: ProcessGroup | None) -> Executor:
+    """Return what records an encoder whose layers a group of ranks shares; None where one rank has them."""
+    return default_executor(isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -11,6 +11,7 @@ from ..graphs.modules import every_module
 from ..options import OptionError
 from ..vision.adapter import EncoderFamily
 from ..vision.fixed_size import SiglipAdapter
+from ..vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ..vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from ..vision.qwen25_vl import Qwen25VLAdapter
 from .activations import known_activations
@@ -47,6 +48,20 @@ def _packed_forward(
     query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
     context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
     return attention.proj(context.reshape(tokens, -1))
+
+
+@contextmanager
+def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let linear layers of odd widths multiply matrices of aligned ones in their backward, while work is recorded."""
+    with ExitStack() as stack:
+        for module in every_module(modules):
+            if type(module) is nn.Linear and is_misaligned(module):
+                stack.enter_context(replaced(module, "forward", partial(_aligned_forward, module)))
+        yield
+
+
+def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    return aligned_linear(x, linear.weight, linear.bias)
 
 
 def adapt_qwen25_vl(model: nn.Module) -> Qwen25VLAdapter:
@@ -102,6 +117,7 @@ QWEN25_VL = EncoderFamily(
     name="Qwen2.5-VL",
     adapt=adapt_qwen25_vl,
     kernels=packed_window_attention,
+    reordering_kernels=aligned_backward,
     known_activations=known_activations,
 )
 SIGLIP = EncoderFamily(name="SigLIP", adapt=adapt_siglip, known_activations=known_activations)

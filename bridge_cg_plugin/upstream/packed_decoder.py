@@ -53,6 +53,8 @@ class TransformerBlockFamily:
         per_position: Whether rotary angles come with a row per position.
         absolute: Whether a table with a row per token is taken by the place in the pack.
         shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
 
     Raises:
         OptionError: A layer is of a kind that was not looked at.
@@ -63,6 +65,8 @@ class TransformerBlockFamily:
         self._forward = decoder.forward
         config = decoder.config
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = decoder.pg_collection.cp
+        self.ranks, self.rank = context.size(), context.rank()
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
         self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
         for layer in self._mamba:

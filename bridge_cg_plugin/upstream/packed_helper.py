@@ -14,17 +14,13 @@ from ..options.sources import collect
 from ..packed.decoder import PackedGraphs
 from .data_parallel import gradient_reduction, parameter_gather
 from .environment import check_process
-from .graph_helper import (
-    GraphHelper,
-    default_executor,
-    microbatches_in_flight,
-    release_module,
-    stages_of,
-    unwrapped,
-)
+from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
+from .process_groups import peers_of, shared_group, sharing_groups, without_messages
+from .random_states import random_states
 from .registry import seam
+from .schedules import microbatches_in_flight, stages_of
 
 PACK_OFFSETS = HostCopies()
 
@@ -70,7 +66,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
-                executor or default_executor(),
+                executor or default_executor(random_states, without_messages(*sharing_groups(decoder))),
             )
             for decoder in find_decoders(model)
         ]
@@ -127,6 +123,7 @@ class DecoderHelper(GraphHelper):
                 before_replay=parameter_gather(chunks, decoder),
                 reduction=gradient_reduction(chunks, decoder, pipelined=stages_of(decoder.config) > 1),
                 host=PACK_OFFSETS,
+                peers=peers_of(shared_group(decoder)),
             )
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.adapter import EncoderFamily, OtherAttention
-from ..vision.qwen3_vl import Qwen3VLAdapter
+from ..vision.qwen3_vl import Qwen3VLAdapter, movable_images
 from .activations import known_activations
 from .direct_attention import (
     direct_attention,
@@ -83,6 +83,7 @@ QWEN3_VL = EncoderFamily(
     fused_accumulation=fused_accumulation,
     before_eager=accumulate_from_now_on,
     pack_segments=pack_segments,
+    movable=movable_images,
     driven_by_bridge=True,
     known_activations=known_activations,
 )

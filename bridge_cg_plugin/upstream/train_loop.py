@@ -17,6 +17,7 @@ from .patches import Patch
 from .ranks import phase_of, statistics_of_ranks
 from .registry import seam
 from .registry.training import TRAIN
+from .stalls import STALLS, timeout_s
 
 OWN_LOOP = OwnLoop()
 
@@ -36,7 +37,9 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
-                stack.enter_context(named_failure(f"step {state.train_state.step + 1}, {phase_of(helpers)}"))
+                doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
+                stack.enter_context(named_failure(doing))
+                stack.enter_context(STALLS.during(doing, timeout_s(state.cfg)))
             for helper in helpers:
                 stack.enter_context(helper.graphs.step())
             return old(*args, **kwargs)

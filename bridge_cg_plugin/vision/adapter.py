@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..graphs.program import RegionProgram
+from .exchange import MovableImages
 from .grids import HostGrids
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
@@ -123,6 +124,7 @@ class EncoderFamily:
         known_activations: Entered like kernels where activations leave the device: notes what they are.
         pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
             `model.decoder` as a region of its own; None where the encoder has no such layers.
+        movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
         driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
     """
 
@@ -136,4 +138,5 @@ class EncoderFamily:
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
     pack_segments: PackSegments | None = None
+    movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False

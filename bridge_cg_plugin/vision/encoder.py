@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,11 +25,13 @@ from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
+from ..graphs.statistics import RegionStatistics
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import EncoderBatch, EncoderCall, EncoderFamily
+from .adapter import NO_OTHER_ATTENTION, EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
+from .exchange import ImageExchange
 from .grids import HostGrids
 from .layers import LayerBatch, layer_parts
 from .memory import measure_memory
@@ -40,6 +43,8 @@ MEMORY_MARGIN = 0.8
 LIMIT_ATTEMPTS = 4
 MAX_FRAMES_STEP = 16
 ALONE = Alone()
+# Training steps whose tokens are kept, to see how far ranks are apart.
+LAST_STEPS = 100
 
 
 class VisionGraphs(GraphedModule):
@@ -58,6 +63,7 @@ class VisionGraphs(GraphedModule):
         grids: Host copies of grids.
         peers: Ranks that are on graphs together with this one or not at all.
         twins: Those of them that share the encoder's layers, and so its buckets.
+        exchange: Levels the work of data-parallel ranks, where it was asked for.
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
     """
 
@@ -81,6 +87,7 @@ class VisionGraphs(GraphedModule):
         grids: HostGrids | None = None,
         peers: Peers = ALONE,
         twins: Peers = ALONE,
+        exchange: ImageExchange | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(model, executor, options.strict, before_replay)
@@ -92,8 +99,9 @@ class VisionGraphs(GraphedModule):
         self._reduction = reduction if options.gradient_hooks == "awaited" else None
         self._observed_tokens: list[int] = []
         self._observed_frames = 0
+        self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._checked_step = 0
-        self._peers, self._twins = peers, twins
+        self._peers, self._twins, self._exchange = peers, twins, exchange
         self._adapter = family.adapt(model)
         self._layers: list[tuple[nn.Module, str]] = []
         self._costs = self._measured_costs(clock)
@@ -148,7 +156,8 @@ class VisionGraphs(GraphedModule):
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
             instead = "called directly" if self._attends_directly else "called by Transformer Engine"
-            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays cuDNN's, {instead}")
+            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else f"cuDNN's, {instead}"
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
     def attention(self) -> str:
@@ -295,7 +304,7 @@ class VisionGraphs(GraphedModule):
                 self.options.evaluation,
                 self._before_replay,
                 self._reduction,
-                self._offloading(),
+                offloading=self._offloading(),
             )
             for p in programs
         ]
@@ -326,6 +335,33 @@ class VisionGraphs(GraphedModule):
             BatchError: The pixels do not fit what describes them, or the encoder.
         """
         call = self._adapter.read(self.grids, *args, **kwargs)
+        if self._exchange is None or not call.usual:
+            return self._encode(call, partial(self._eager_forward, *args, **kwargs))
+        return self._adapter.returned(self._exchange.encode(call.batch, self._encode_batch))
+
+    def without_images(self) -> Tensor | None:
+        """Take part in the exchange of a microbatch in which this rank has no image; see `ImageExchange`."""
+        return self._exchange.without_images(self._encode_batch) if self._exchange is not None else None
+
+    def begin_step(self) -> None:
+        """See `GraphedModule`."""
+        super().begin_step()
+        self._step_tokens.append(0)
+
+    def statistics(self) -> RegionStatistics:
+        """See `GraphedModule`."""
+        total = super().statistics()
+        total.step_tokens = list(self._step_tokens)
+        return total
+
+    def _encode_batch(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        """Encode a batch that did not come as a call of the encoder's forward."""
+        call = EncoderCall(batch, usual=True)
+        return self._adapter.outputs(self._encode(call, partial(self._adapter.run, self._eager_forward, batch)))
+
+    def _encode(self, call: EncoderCall, eager: Callable[[], Any]) -> Any:
+        if self._step_tokens and self.model.training:
+            self._step_tokens[-1] += call.batch.tokens
         outputs = None
         if self._may_replay(call):
             outputs = self._replay(call.batch)
@@ -336,7 +372,7 @@ class VisionGraphs(GraphedModule):
         if self.captured:
             self.family.before_eager((self.model,))
         timing = self._costs.time_eager(call.batch) if self._may_time() else None
-        returned = self._eager_forward(*args, **kwargs)
+        returned = eager()
         if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
             watch_backward(timing, first)
@@ -427,6 +463,9 @@ class VisionGraphs(GraphedModule):
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
+        if self._exchange is not None:
+            told = self._exchange
+            notes["balance"] = f"{told.moved} images of all ranks were moved, in {told.microbatches} microbatches"
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes

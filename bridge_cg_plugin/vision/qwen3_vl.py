@@ -10,6 +10,7 @@ from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ..graphs.program import Bucket, Buffers
 from .adapter import EncoderCall, PackSegments, RecordingKernels
 from .batch import VisionBatch, check_batch
+from .exchange import MovableImages
 from .grid_program import GridProgram
 from .grids import HostGrids
 from .layout import rotary_angles, segment_offsets, token_positions
@@ -114,3 +115,15 @@ class Qwen3VLAdapter:
     def program(self, exact_below: int, kernels: RecordingKernels) -> Qwen3VLEncoder:
         """See `EncoderAdapter`."""
         return Qwen3VLEncoder(self._model, self._pack_segments, exact_below, kernels)
+
+
+def movable_images(model: nn.Module) -> MovableImages:
+    """Return what of a vision model's images travels to other ranks: patches; embeddings with deepstack features."""
+    config = model.config
+    outputs = 1 + len(model.decoder.deepstack_merger_list)
+    return MovableImages(
+        unit=config.spatial_merge_size**2,
+        patch_width=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+        widths=(config.out_hidden_size,) * outputs,
+        weight=model.patch_embed.proj.weight,
+    )

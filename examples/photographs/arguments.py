@@ -31,6 +31,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--load", help="checkpoint folder to resume from")
     for name, what in LAYOUT.items():
         parser.add_argument(f"--{name}-parallel", type=int, default=1, metavar="N", help=what)
+    parser.add_argument(
+        "--pipeline-chunks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="model chunks of each stage; more than one is an interleaved schedule",
+    )
     parser.add_argument("--global-batch", type=int, help="samples of an optimizer step, 4 without it")
     parser.add_argument(
         "--loader-workers", type=int, help="processes that load data of each GPU, 4 without it, none with --small"
@@ -61,9 +68,9 @@ def layout_of(args: argparse.Namespace) -> Layout:
     """Return the layout over GPUs that a command line says.
 
     Raises:
-        ValueError: A size below 1.
+        ValueError: A size below 1, or several chunks without a pipeline.
     """
-    return Layout(**{name: getattr(args, f"{name}_parallel") for name in LAYOUT})
+    return Layout(chunks=args.pipeline_chunks, **{name: getattr(args, f"{name}_parallel") for name in LAYOUT})
 
 
 def layout_in(words: Sequence[str]) -> Layout:

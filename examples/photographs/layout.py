@@ -14,15 +14,17 @@ class Layout:
     Attributes:
         tensor: Tensor parallelism, with sequence parallelism in the language model.
         pipeline: Pipeline stages; the first holds the vision encoder.
+        chunks: Model chunks of each pipeline stage; with more than one the schedule is interleaved.
         context: Context parallelism.
         data: Data parallelism.
 
     Raises:
-        ValueError: A size below 1.
+        ValueError: A size below 1, or several chunks without a pipeline.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    chunks: int = 1
     context: int = 1
     data: int = 1
 
@@ -30,6 +32,10 @@ class Layout:
         for name, size in self.sizes().items():
             if size < 1:
                 raise ValueError(f"--{name}-parallel {size}: allowed is 1 or more")
+        if self.chunks < 1 or (self.chunks > 1 and self.pipeline == 1):
+            raise ValueError(
+                f"--pipeline-chunks {self.chunks}: allowed is 1, and more with --pipeline-parallel of 2 or more"
+            )
 
     def sizes(self) -> dict[str, int]:
         """Return all sizes by name."""
@@ -43,11 +49,33 @@ class Layout:
     def __str__(self) -> str:
         letters = {"data": "DP", "tensor": "TP", "pipeline": "PP", "context": "CP"}
         parts = [f"{letters[name]}{size}" for name, size in self.sizes().items() if size > 1]
-        return "x".join(parts) or "one GPU"
+        chunks = f"VP{self.chunks}" if self.interleaved else ""
+        return "x".join(parts) + chunks or "one GPU"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pipeline stages hold several chunks of the model."""
+        return self.chunks > 1
 
     def words(self) -> list[str]:
         """Return the words of a command line that say this layout."""
-        return [word for name, size in self.sizes().items() if size > 1 for word in (f"--{name}-parallel", str(size))]
+        words = [word for name, size in self.sizes().items() if size > 1 for word in (f"--{name}-parallel", str(size))]
+        return [*words, "--pipeline-chunks", str(self.chunks)] if self.interleaved else words
+
+    @property
+    def first_stage_layers(self) -> int:
+        """Layers of the language model on the first stage: each of its chunks is as deep."""
+        return FIRST_STAGE_LAYERS * self.chunks
+
+    def fitting_layers(self, layers: int) -> int:
+        """Return a depth of the language model that can be spread over the stages: `layers` where that can.
+
+        The first stage takes its layers, the others share the rest evenly between all their chunks.
+        """
+        if self.pipeline == 1:
+            return layers
+        others = (self.pipeline - 1) * self.chunks
+        return self.first_stage_layers + others * max((layers - self.first_stage_layers) // others, 1)
 
     def check_processes(self, started: str | None) -> None:
         """Refuse another number of processes than the layout has GPUs.
@@ -68,16 +96,16 @@ class Layout:
         """Refuse a language model that cannot be spread over the stages.
 
         Raises:
-            ValueError: The first stage, which takes 3 layers, leaves none for another, or others get unequal shares.
+            ValueError: The first stage, which takes 3 layers a chunk, leaves none for another, or others get unequal
+                shares.
         """
-        if self.pipeline == 1:
-            return
-        rest, stages = layers - FIRST_STAGE_LAYERS, self.pipeline - 1
-        if rest < stages or rest % stages:
+        fitting = self.fitting_layers(layers)
+        if fitting != layers:
+            chunks = f" --pipeline-chunks {self.chunks}" if self.interleaved else ""
             raise ValueError(
-                f"--pipeline-parallel {self.pipeline} with {layers} layers: the first stage takes "
-                f"{FIRST_STAGE_LAYERS}, allowed is that and a multiple of {stages}; write --language-model "
-                f"{FIRST_STAGE_LAYERS + stages * max(rest // stages, 1)}x2048, say"
+                f"--pipeline-parallel {self.pipeline}{chunks} with {layers} layers: the first stage takes "
+                f"{self.first_stage_layers}, allowed is that and a multiple of {(self.pipeline - 1) * self.chunks}; "
+                f"write --language-model {fitting}x2048, say"
             )
 
     def model_fields(self) -> dict[str, Any]:
@@ -86,6 +114,17 @@ class Layout:
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,
             "pipeline_model_parallel_size": self.pipeline,
-            "num_layers_in_first_pipeline_stage": FIRST_STAGE_LAYERS if self.pipeline > 1 else None,
+            "num_layers_in_first_pipeline_stage": self.first_stage_layers if self.pipeline > 1 else None,
+            **self._interleaving(),
             "context_parallel_size": self.context,
+        }
+
+    def _interleaving(self) -> dict[str, Any]:
+        if not self.interleaved:
+            return {}
+        # Between two stages a chunk's input and another's output are under way at once: each is a message of its own.
+        return {
+            "virtual_pipeline_model_parallel_size": self.chunks,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
         }

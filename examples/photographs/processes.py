@@ -15,6 +15,7 @@ from typing import Any
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
+LAST_WRITTEN = 8000  # characters of a failed process's output that a message shows
 FIRST_PORT, PORTS = 20_000, 10_000
 # Processes that ask at the same time, with neighbouring numbers, start as far apart.
 CALLS_EACH = 97
@@ -22,7 +23,19 @@ _CALLS = itertools.count()
 
 
 class TrainingFailed(RuntimeError):
-    """A training process ended with an error; the message ends with what it wrote, where that was kept."""
+    """A training process ended with an error; the message ends with the last that it wrote, where that was kept.
+
+    Args:
+        message: Which process, how it ended and what it was doing.
+        written: All that it wrote.
+
+    Attributes:
+        written: All that it wrote.
+    """
+
+    def __init__(self, message: str, written: str = "") -> None:
+        super().__init__(f"{message}\n{written[-LAST_WRITTEN:]}")
+        self.written = written
 
 
 class TrainingProcess:
@@ -115,9 +128,9 @@ class TrainingProcess:
                 rank.process.join(GRACE_S)
         named = next((rank for rank in self._ranks if rank.first), None)
         named = named or next((rank for rank in self._ranks if rank.process.exitcode), self._ranks[0])
-        written = named.log.read_text()[-8000:] if named.log is not None else ""
         raise TrainingFailed(
-            f"process {named.rank} of {len(self._ranks)} ended with status {named.process.exitcode}: {doing}\n{written}"
+            f"process {named.rank} of {len(self._ranks)} ended with status {named.process.exitcode}: {doing}",
+            named.log.read_text() if named.log is not None else "",
         )
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 
@@ -57,18 +58,21 @@ class SegmentAttention(nn.Module):
         return torch.where(inside, context.reshape(len(token), -1), 0)
 
 
-def vision_config(layers: int = 4, width: int = 64, heads: int = 4, out: int = 96, **changes: object):
-    """Return a small vision configuration in Hugging Face's terms."""
+def vision_config(
+    layers: int = 4, width: int = 64, heads: int = 4, out: int = 96, deepstack: bool = True, **changes: object
+):
+    """Return a small vision configuration in Hugging Face's terms: Qwen3-VL's, or Qwen3.5-VL's without deepstack."""
+    features = {"deepstack_visual_indexes": [0, layers // 2]} if deepstack else {}
     settings = {
         "depth": layers,
         "hidden_size": width,
         "num_heads": heads,
         "intermediate_size": 2 * width,
         "out_hidden_size": out,
-        "deepstack_visual_indexes": [0, layers // 2],
         "num_position_embeddings": 256,
+        **features,
     }
-    return Qwen3VLVisionConfig(**{**settings, **changes})
+    return (Qwen3VLVisionConfig if deepstack else Qwen3_5VisionConfig)(**{**settings, **changes})
 
 
 def build_tower(seed: int = 0, **changes: object) -> Qwen3VLVisionModel:

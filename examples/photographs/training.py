@@ -216,7 +216,13 @@ def training_config(run: Run) -> ConfigContainer:
         ),
         logger=LoggerConfig(log_interval=min(10, run.steps)),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
-        checkpoint=CheckpointConfig(save=run.save, load=run.load, save_interval=None, ckpt_format="torch_dist"),
+        checkpoint=CheckpointConfig(
+            save=run.save,
+            load=run.load,
+            save_interval=None,
+            ckpt_format="torch_dist",
+            dist_ckpt_optim_fully_reshardable=True,  # another layout may read it
+        ),
         rng=RNGConfig(seed=1234, te_rng_tracker=True),
         # Bridge allows no check of the loss under full_iteration; eager runs beside it go without it as well.
         rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=not asks_for_full_iteration(run)),

@@ -3,8 +3,8 @@
     python scripts/performance/bench_encoders.py
     python scripts/performance/bench_encoders.py --encoders siglip --layers 4
 
-Gradients are accumulated into fp32 `main_grad`; buckets are of exactly a case's size, kernels as eager's rounding asks
-for. Records go to docs/benchmarks/encoders.jsonl.
+Gradients are accumulated into fp32 `main_grad`; buckets are of exactly a case's size. Kernels round as eager's do, and
+again as by default ("plugin_fast") where that differs. Records go to docs/benchmarks/encoders.jsonl.
 """
 
 import argparse
@@ -65,33 +65,34 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
     grads = tower.MainGrads(model)
     for case, size in encoder.sizes.items():
         batch = encoder.make_batch(model, size, 1)
-        first, eager = _run(encoder, model, grads, batch)
-        again, noise = _run(encoder, model, grads, batch)
+        eager = _run(encoder, model, grads, batch)
+        noise = _differences(_run(encoder, model, grads, batch), eager)
         common = {"case": f"{name}_{case}_{layers}layers", "tokens": batch.tokens, "images": batch.images}
         eager_ms, fields = _times(encoder, model, batch, repeats)
         yield {**common, "mode": "eager", "ratio": 1.0, **fields}
-        helper = _graphs(model, batch)
-        outputs, gradients = _run(encoder, model, grads, batch)
-        ms, fields = _times(encoder, model, batch, repeats)
-        statistics = helper.graphs.statistics()
-        yield {
-            **common,
-            "mode": "plugin",
-            "ratio": ms / eager_ms,
-            "forward_rel": tower.largest_relative(outputs, first),
-            "forward_noise": tower.largest_relative(again, first),
-            "bit_equal": tower.largest_relative(outputs, first) == 0.0,
-            "grad_rel": tower.largest_relative(gradients, eager),
-            "grad_noise": tower.largest_relative(noise, eager),
-            "memory_gb": statistics.memory_bytes / GIB,
-            "capture_s": statistics.capture_seconds,
-            "fallbacks": dict(statistics.fallbacks),
-            **fields,
-        }
-        helper.delete_cuda_graphs()
+        for mode in encoder.modes:
+            helper = _graphs(model, batch, "fast" if mode == "plugin_fast" else "exact")
+            found = _differences(_run(encoder, model, grads, batch), eager)
+            ms, fields = _times(encoder, model, batch, repeats)
+            statistics = helper.graphs.statistics()
+            yield {
+                **common,
+                "mode": mode,
+                "ratio": ms / eager_ms,
+                "forward_rel": found[0],
+                "forward_noise": noise[0],
+                "bit_equal": found[0] == 0.0,
+                "grad_rel": found[1],
+                "grad_noise": noise[1],
+                "memory_gb": statistics.memory_bytes / GIB,
+                "capture_s": statistics.capture_seconds,
+                "fallbacks": dict(statistics.fallbacks),
+                **fields,
+            }
+            helper.delete_cuda_graphs()
 
 
-def _graphs(model: Any, batch: Batch) -> Any:
+def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
     """Capture one bucket of exactly the batch's size; returns the helper."""
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
@@ -99,7 +100,7 @@ def _graphs(model: Any, batch: Batch) -> Any:
     options = VisionGraphOptions(
         impl="transformer_engine",
         buckets=(batch.tokens,),
-        kernels="exact",
+        kernels=kernels,
         evaluation=False,
         strict=True,
         cost_fallback=False,
@@ -110,9 +111,17 @@ def _graphs(model: Any, batch: Batch) -> Any:
 
 
 def _run(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list, list]:
+    """Run one step; returns the outputs and the gradients that say anything."""
     grads.zero()
     outputs = step(encoder, model, batch)
-    return outputs, grads.copy()
+    return outputs, [g for g, said in zip(grads.copy(), encoder.compared(model), strict=True) if said]
+
+
+def _differences(found: tuple[list, list], expected: tuple[list, list]) -> tuple[float, float]:
+    """Return the largest relative L2 difference of an output, and of a gradient."""
+    from scripts.performance.tower import largest_relative
+
+    return largest_relative(found[0], expected[0]), largest_relative(found[1], expected[1])
 
 
 def _times(encoder: Encoder, model: Any, batch: Batch, repeats: int) -> tuple[float, dict[str, Any]]:
@@ -128,7 +137,7 @@ def _times(encoder: Encoder, model: Any, batch: Batch, repeats: int) -> tuple[fl
 
 def print_record(r: dict[str, Any]) -> None:
     """Print one record as a line."""
-    line = f"{r['case']:28} {r['mode']:7} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
+    line = f"{r['case']:28} {r['mode']:11} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
     line += f"busy {r['gpu_busy_ms']:.1f} ms, {r['kernels']} kernels"
     if "forward_rel" in r:
         line += f"; outputs {r['forward_rel']:.1e} (two eager runs {r['forward_noise']:.1e}), "

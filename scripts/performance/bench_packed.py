@@ -1,16 +1,21 @@
-"""Times of packed language models, forward plus backward: eager and the plugin's graphs, in one process.
+"""Times of packed language models, forward plus backward: eager and the plugin's graphs.
 
-python scripts/performance/bench_packed.py --out docs/benchmarks/packed.jsonl --cost-model docs/benchmarks/costs.json
+python scripts/performance/bench_packed.py --out docs/benchmarks/packed.jsonl
+python scripts/performance/bench_packed.py --models "" --plans --cost-model docs/benchmarks/costs.json
 
-Measures every model at every pack, graphs of every layer's parts, graphs that allow four times the documents there are,
-and, for the cost model, dense packs of other shapes. `--plans` also measures what the planner predicts, for three
-distributions. A record is written as soon as it is measured; after `--seconds` no further case begins.
+Measures every model at every pack, graphs of every layer's parts, and graphs that allow four times the documents there
+are, each case in a process of its own; they import side by side and have the GPU one after the other. `--cost-model`
+fits the planner's cost model, `--plans` also measures what the planner predicts, for three distributions. A record is
+written as soon as it is measured; after `--seconds` no further case begins.
 """
 
 import argparse
+import importlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError  # noqa: E402
+from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
+from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
+from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
+from scripts.performance.packed_plans import records_of as plan_records  # noqa: E402
 from scripts.performance.results import first_line, output_path, provenance, put_record  # noqa: E402
 
+MODULE = "scripts.performance.bench_packed"
 TOKENS = (2048, 4096, 8192)
 DOCUMENTS = 5
 # Wanted: eager's time over graphs' time, by model, at each of TOKENS.
@@ -31,26 +41,27 @@ WANTED = {
 }
 # mamba needs packages that are compiled.
 DEFAULT_MODELS = ("dense", "moe", "large")
+STACK = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_model",
+    "bridge_cg_plugin.upstream.packed_helper",
+)
+# The model that the planner's predictions are measured with, and the case that measures them.
+PLANNED, PLANS = "planned", "plans"
 # Parts of layers that a model's graphs have; all layers as one region where none are named.
 MODULES = {"moe": ("attn", "moe_router")}
 # Those that become a region each, where all layers could be one.
 LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
 USUAL_LAYER_MODULES = ("attn", "mlp")
 MOST_PADDING_COST = 1.03
-# Eager runs that say what eager differs from itself by; graphs may differ by this much more, which is 0 for 0.
+# Eager runs that say what eager differs from itself by; graphs may differ from the nearest of them by this much more.
 NOISE_RUNS = 3
 NOISE = 1.5
+# Runs on graphs; the nearest to an eager run counts: attention's backward adds up in an order that timing decides.
+GRAPH_RUNS = 3
 # Packs of other shapes, that tell the parts of the cost model apart: (tokens, documents).
 SHAPES = ((1024, 1), (2048, 1), (2048, 32), (4096, 1), (4096, 64), (8192, 1), (8192, 16), (8192, 128))
 COST_REPEATS = 5
-DISTRIBUTIONS = {
-    "mixed": ([50, 200, 700, 2500], [4, 6, 3, 1]),
-    "long": ([700, 1500, 3000], [2, 3, 1]),
-    "short": ([20, 60, 120, 300], [3, 5, 4, 1]),
-}
-PACK_SIZE = 4096
-MEASURED_PACKS = 16
-MEASURED_CHOICES = 4
 PLAN_REPEATS = 3
 
 Records = list[dict[str, Any]]
@@ -63,31 +74,91 @@ def main() -> int:
     parser.add_argument("--cost-model", type=Path, help="write the fitted cost model here")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=600.0, help="no further case begins after this long")
-    parser.add_argument("--models", default=",".join(DEFAULT_MODELS), help=f"comma-separated, of {', '.join(WANTED)}")
+    models = f"comma-separated, of {', '.join(WANTED)}, or empty"
+    parser.add_argument("--models", default=",".join(DEFAULT_MODELS), help=models)
     parser.add_argument("--fused-rope", action="store_true", help="eager rotates with Transformer Engine's kernel")
-    parser.add_argument("--no-packs", action="store_true", help="only the cost model, and plans where asked for")
     parser.add_argument("--plans", action="store_true", help="measure the planner's predictions, too")
     args = parser.parse_args()
-    out, end = output_path(args.out, "packed.jsonl"), time.monotonic() + args.seconds
+    out = output_path(args.out, "packed.jsonl").resolve()
+    words = ["--records", str(out), "--repeats", str(args.repeats), *(["--fused-rope"] * args.fused_rope)]
+    cases = [f"{model}_{tokens}" for model in args.models.split(",") if model for tokens in TOKENS]
+    if args.plans or args.cost_model:
+        cases.append(PLANS)
+        words += ["--plans"] * args.plans
+        words += ["--cost-model", str(args.cost_model.resolve())] if args.cost_model else []
+    records, missed = run_cases(cases, words, args.seconds)
+    missed = [*failures(records), *missed]
+    print("\n".join(missed) or f"all {len(records)} records inside their limits")
+    return 1 if missed else 0
+
+
+def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tuple[Records, list[str]]:
+    """Run every case in a process of its own; returns the records, and why cases have none.
+
+    Args:
+        cases: Their names.
+        words: Further words of every process's command line.
+        seconds: No further case begins after this long.
+    """
+    records: Records = []
+    missed = []
+    with ExitStack() as stack:
+        processes = {}
+        for case in cases:
+            processes[case] = TrainingProcess(prepare=f"{MODULE}:import_stack", module=MODULE)
+            stack.callback(processes[case].close)
+        end = time.monotonic() + seconds
+        for case, process in processes.items():
+            if time.monotonic() > end:
+                missed.append(f"{case}: not measured, --seconds were over")
+                continue
+            try:
+                process.wait_until_ready()
+                records += process.train("graphs", ["--case", case, *words])["records"]
+            except TrainingFailed as error:
+                missed.append(f"{case}: {first_line(error)}")
+    return records, missed
+
+
+def import_stack() -> None:
+    """Import what a case needs, before its turn."""
+    for name in STACK:
+        importlib.import_module(name)
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Measure one case in this process: write its records, and all of them to `--out`."""
+    parser = argparse.ArgumentParser(prog="bench_packed", description=__doc__.splitlines()[0])
+    parser.add_argument("--train", choices=("graphs",), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--fused-rope", action="store_true")
+    parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--cost-model", type=Path)
+    args = parser.parse_args(words)
 
     from scripts.performance import tower
 
     tower.start_process()
-    records: Records = []
-    skipped = []
-    for name in args.models.split(","):
-        bench = Bench(name, args.repeats, args.fused_rope)
-        for label, measure in bench.cases(not args.no_packs, args.cost_model, args.plans):
-            if time.monotonic() > end:
-                skipped.append(label)
-                continue
-            for record in measure():
-                put_record(out, record)
-                records.append(record)
-        bench.close()
-    missed = [*failures(records), *(f"{label}: not measured, --seconds were over" for label in skipped)]
-    print("\n".join(missed) or f"all {len(records)} records inside their limits")
-    return 1 if missed else 0
+    records = []
+    for record in measured(args):
+        put_record(args.records, record)
+        records.append(record)
+    args.out.write_text(json.dumps({"records": records}))
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the records of the case that a command line names."""
+    model, _, tokens = args.case.partition("_")
+    if args.case != PLANS:
+        yield from Bench(model, args.repeats, args.fused_rope).pack(int(tokens))
+        return
+    bench = Bench(PLANNED, args.repeats, args.fused_rope)
+    cost = bench.fit_costs(args.cost_model)
+    for name in DISTRIBUTIONS if args.plans else ():
+        yield from bench.plan(Distribution(name, cost))
 
 
 class Bench:
@@ -110,30 +181,6 @@ class Bench:
         self.model = language_model.build_model(shape)
         self.grads = tower.MainGrads(self.model)
         self.modules = MODULES.get(name, ())
-        self.cost: Any = None
-
-    def close(self) -> None:
-        """Free the model's memory."""
-        import gc
-
-        import torch
-
-        del self.model, self.grads
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def cases(
-        self, packs: bool, cost_model: Path | None, plans: bool
-    ) -> Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]:
-        """Yield what to measure, by name, in the order of its worth."""
-        if packs:
-            for tokens in TOKENS:
-                yield f"{self.name}_{tokens}", lambda tokens=tokens: self.pack(tokens)
-        if self.name == "dense" and (cost_model is not None or plans):
-            yield "cost model", lambda: self.fit_costs(cost_model)
-        if self.name == "dense" and plans:
-            for case in DISTRIBUTIONS:
-                yield f"plan_{case}", lambda case=case: self.plans(case)
 
     def pack(self, tokens: int) -> Iterator[dict[str, Any]]:
         """Measure a pack eager, on graphs, on graphs for four times its documents and on those of layers' parts."""
@@ -142,8 +189,6 @@ class Bench:
         pack = self.lm.make_pack(self.lm.split(tokens, DOCUMENTS))
         runs = [self._results(pack) for _ in range(NOISE_RUNS)]
         forward_noise, grad_noise = self.parity.noise_of(runs)
-        expected, gradients = runs[0]
-        del runs
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
         self._step(pack)
@@ -166,7 +211,8 @@ class Bench:
             except CaptureError as error:
                 yield self._failed(pack, mode, error)
                 continue
-            losses, found = self._results(pack)
+            far = [self.parity.nearest(self._results(pack), runs) for _ in range(GRAPH_RUNS)]
+            losses, gradients = min(far, key=lambda pair: pair[::-1])
             timed = self._timed(pack, mode)
             statistics = helper.graphs.statistics()
             helper.delete_cuda_graphs()
@@ -177,8 +223,8 @@ class Bench:
                 "max_packed_seqs": most,
                 "slots": 1,
                 "ratio": timed["ms"] / eager["ms"],
-                "forward_rel": self.tower.relative(losses, expected),
-                "grad_rel": self.tower.largest_relative(found, gradients),
+                "forward_rel": losses,
+                "grad_rel": gradients,
                 "memory_gb": statistics.memory_bytes / 2**30,
                 "capture_s": statistics.capture_seconds,
                 "fallbacks": dict(statistics.fallbacks),
@@ -193,8 +239,8 @@ class Bench:
         if not self.modules:
             yield "plugin_layers", DOCUMENTS, None
 
-    def fit_costs(self, out: Path | None) -> Iterator[dict[str, Any]]:
-        """Fit the cost model to packs of several shapes, eager and on graphs, and write it; yields no record."""
+    def fit_costs(self, out: Path | None) -> Any:
+        """Return the cost model that fits packs of several shapes, eager and on graphs, and write it."""
         from bridge_cg_plugin.planner.cost import save_cost_model
         from scripts.performance.packed_costs import fit
 
@@ -202,84 +248,97 @@ class Bench:
         packs = [self._measured(self.lm.make_pack(self.lm.split(tokens, count))) for tokens, count in shapes]
         made = provenance(COST_REPEATS, 0)
         origin = f"bench_packed.py, {self.name}, {made['gpu']}, {made['date']}, commit {made['versions']['commit']}"
-        self.cost = fit(packs, origin)
+        cost = fit(packs, origin)
         for pack in packs:
             found = f"eager {pack.eager_ms:.1f} ms (GPU {pack.busy_ms:.1f}), graphs {pack.graphs_ms:.1f} ms"
-            fitted = f"eager {self.cost.eager_ms(pack.lengths):.1f} ms, graphs "
-            fitted += f"{self.cost.graph_ms(pack.tokens, pack.lengths, *pack.limits):.1f} ms"
+            fitted = f"eager {cost.eager_ms(pack.lengths):.1f} ms, graphs "
+            fitted += f"{cost.graph_ms(pack.tokens, pack.lengths, *pack.limits):.1f} ms"
             print(f"{pack.tokens} tokens, {len(pack.lengths)} documents: {found}; fitted {fitted}", flush=True)
-        print(f"cost model: {self.cost}", flush=True)
+        print(f"cost model: {cost}", flush=True)
         if out is not None:
-            save_cost_model(out, "packed", self.cost)
-        yield from ()
+            save_cost_model(out, "packed", cost)
+        return cost
 
     def _measured(self, pack: Any) -> Any:
+        from bridge_cg_plugin.planner.plan import limits_of, place
         from scripts.performance.packed_costs import Measured
 
         eager = self._times(pack, COST_REPEATS).ms
         busy = self.measure.profile(lambda: self._step(pack)).busy_ms
-        helper = self._helper(pack, pack.tokens, len(pack.lengths), self.modules)
+        most = len(pack.lengths)
+        _, *limits = place(pack.lengths, limits_of(most, (pack.tokens,)))
+        helper = self._new_helper(
+            pack,
+            limits={pack.tokens: [tuple(limits)]},
+            cuda_graph_max_packed_seqs=most,
+            cuda_graph_packed_buckets=[pack.tokens],
+        )
         graphs = self._times(pack, COST_REPEATS).ms
         statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
-        limits = next(bucket.limits for bucket, counts in statistics.buckets.items() if counts.replays)
-        return Measured(pack.lengths, limits, eager, busy, graphs, statistics.memory_bytes / 2**20)
+        assert statistics.replays and not statistics.fallbacks, statistics
+        return Measured(pack.lengths, tuple(limits), eager, busy, graphs, statistics.memory_bytes / 2**20)
 
-    def plans(self, case: str) -> Iterator[dict[str, Any]]:
-        """Plan for a distribution; measure the recommended choice and some others on the same packs."""
-        import random
+    def plan(self, found: Distribution) -> Iterator[dict[str, Any]]:
+        """Measure the recommended choice alone, and every choice that the planner could have made."""
+        packs = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(found.drawn)]
+        case = f"plan_{found.name}"
+        options = {
+            "cuda_graph_max_packed_seqs": found.best.max_packed_seqs,
+            "cuda_graph_packed_buckets": list(found.best.buckets),
+        }
+        helper = self._new_helper(packs[0], **options)
+        alone = sum(self._times(pack, PLAN_REPEATS, warmup=1).ms for pack in packs) / len(packs)
+        fallbacks = dict(helper.graphs.statistics().fallbacks)
+        helper.delete_cuda_graphs()
+        choices = self._exhaustive(found, packs)
+        origin = provenance(PLAN_REPEATS, 0)
+        for record in plan_records(case, found, alone, choices):
+            if record["mode"] == "plugin":
+                record["fallbacks"] = fallbacks
+            said = f"predicted {record['predicted_ms']:.1f} ms, measured {record['ms']:.1f} ms"
+            print(f"{case} {record['mode']}: up to {record['max_packed_seqs']} documents, {said}", flush=True)
+            yield {**record, **origin}
 
-        from bridge_cg_plugin.planner.packing import first_fit_shuffle
-        from bridge_cg_plugin.planner.plan import plan_packs
+    def _exhaustive(self, found: Distribution, packs: Sequence[Any]) -> dict[Any, float]:
+        """Return the time of every choice, from one capture of all recordings that one of them needs."""
+        from bridge_cg_plugin.graphs.program import Bucket
 
-        if self.cost is None:
-            print(f"plan_{case}: there is no cost model")
-            return
-        lengths = random.Random(0).choices(*DISTRIBUTIONS[case], k=4000)
-        packs = first_fit_shuffle(lengths, PACK_SIZE)
-        plan = plan_packs(packs, self.cost)
-        drawn = random.Random(1).sample(packs, MEASURED_PACKS)
-        sample = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(drawn)]
-        for choice in measured_choices(plan):
-            expected = plan_packs_time(drawn, self.cost, choice)
-            helper = self.lm.new_helper(
-                self.model,
-                sample[0],
-                modules=self.modules,
-                cuda_graph_max_packed_seqs=choice.max_packed_seqs,
-                cuda_graph_packed_buckets=list(choice.buckets),
-                cuda_graph_packed_slots=1,
-                cuda_graph_packed_evaluation=False,
-            )
-            measured = [self._times(pack, PLAN_REPEATS, warmup=1).ms for pack in sample]
-            fallbacks = dict(helper.graphs.statistics().fallbacks)
-            helper.delete_cuda_graphs()
-            record = {
-                "case": f"plan_{case}",
-                "mode": f"plugin_{choice.max_packed_seqs}",
-                "tokens": PACK_SIZE,
-                "max_packed_seqs": choice.max_packed_seqs,
-                "ms": sum(measured) / len(measured),
-                "predicted_ms": expected,
-                "chosen": choice is plan.best,
-                "fallbacks": fallbacks,
-                **provenance(PLAN_REPEATS, 0),
-            }
-            found = f"predicted {expected:.1f} ms, measured {record['ms']:.1f} ms"
-            print(f"plan {case}: up to {choice.max_packed_seqs} documents, {found}", flush=True)
-            yield record
+        needed = sorted({each for row in found.places().values() for each in row if each is not None})
+        limits: dict[int, list[tuple[int, int]]] = {}
+        for capacity, documents, longest in needed:
+            limits.setdefault(capacity, []).append((documents, longest))
+        options = {
+            "cuda_graph_max_packed_seqs": max(documents for _, documents, _ in needed),
+            "cuda_graph_packed_buckets": sorted(limits),
+        }
+        helper = self._new_helper(packs[0], limits=limits, **options)
+        (region,) = helper.graphs._regions
+
+        def run(number: int, each: Any) -> float:
+            if each is None:
+                with helper.graphs.paused():
+                    return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+            region.buckets = (Bucket(each[0], each[1:]),)
+            return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+
+        choices = found.measured(run)
+        assert not helper.graphs.statistics().fallbacks, helper.graphs.statistics().fallbacks
+        helper.delete_cuda_graphs()
+        return choices
 
     def _helper(self, pack: Any, tokens: int, most: int, modules: Sequence[str] | None) -> Any:
-        return self.lm.new_helper(
-            self.model,
+        return self._new_helper(
             pack,
             modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
             by_layer=modules is None,
             cuda_graph_max_packed_seqs=most,
             cuda_graph_packed_buckets=[tokens],
-            cuda_graph_packed_slots=1,
-            cuda_graph_packed_evaluation=False,
         )
+
+    def _new_helper(self, pack: Any, **options: Any) -> Any:
+        once = {"cuda_graph_packed_slots": 1, "cuda_graph_packed_evaluation": False}
+        return self.lm.new_helper(self.model, pack, **once, **options)
 
     def _step(self, pack: Any, between: Callable[[], object] | None = None) -> Any:
         return self.lm.step(self.model, pack, between)
@@ -329,29 +388,12 @@ class Bench:
         print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra}", flush=True)
 
 
-def measured_choices(plan: Any) -> list[Any]:
-    """Return the recommended choice and others around it: the next smaller and larger bounds, and the smallest."""
-    place = plan.choices.index(plan.best)
-    order = [place, place - 1, place + 1, 0, *range(len(plan.choices))]
-    valid = dict.fromkeys(i for i in order if 0 <= i < len(plan.choices))
-    return [plan.choices[i] for i in valid][:MEASURED_CHOICES]
-
-
-def plan_packs_time(packs: Sequence[tuple[int, ...]], cost: Any, choice: Any) -> float:
-    """Return what the planner expects of a choice for these packs, in milliseconds a microbatch."""
-    from collections import Counter
-
-    from bridge_cg_plugin.planner.plan import expect
-
-    return expect(Counter(packs), cost, choice.max_packed_seqs, choice.buckets).step_ms
-
-
 def failures(records: Records) -> list[str]:
     """Return what misses what is wanted."""
     measured = {(r["case"], r["mode"]): r for r in records if not r["case"].startswith("plan_")}
     missed = [miss for r in measured.values() if r["mode"] != "eager" for miss in _misses(r, measured)]
     for case in dict.fromkeys(r["case"] for r in records if r["case"].startswith("plan_")):
-        missed += _plan_misses(case, [r for r in records if r["case"] == case])
+        missed += plan_misses(case, [r for r in records if r["case"] == case])
     return missed
 
 
@@ -372,17 +414,6 @@ def _misses(r: dict[str, Any], measured: dict[tuple[str, str], dict[str, Any]]) 
     plugin = measured.get((case, "plugin"), r)
     if mode == "plugin_4x" and r["ms"] > MOST_PADDING_COST * plugin.get("ms", r["ms"]):
         yield f"{case}: four times the documents cost more than 3 %: {r['ms']:.1f} ms"
-
-
-def _plan_misses(case: str, plans: Records) -> Iterator[str]:
-    chosen = next((r for r in plans if r["chosen"]), None)
-    if chosen is None:
-        yield f"{case}: the recommended choice was not measured"
-        return
-    if abs(chosen["predicted_ms"] / chosen["ms"] - 1) > 0.15:
-        yield f"{case}: predicted {chosen['predicted_ms']:.1f} ms, measured {chosen['ms']:.1f} ms"
-    if chosen["ms"] > 1.05 * min(r["ms"] for r in plans):
-        yield f"{case}: the choice takes {chosen['ms']:.1f} ms, the best {min(r['ms'] for r in plans):.1f}"
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class Encoder:
         make_batch: Makes a batch of a size (rows of grid_thw, or a number of images) from a seed.
         outputs: Takes the tensors out of what its forward returns.
         sizes: What the benchmark measures, by name.
+        modes: The plugin's: "plugin" with kernels as eager's rounding asks for, "plugin_fast" where there are others.
+        noise: Parameters whose gradient is zero but for rounding, by the end of their names.
     """
 
     layers: int
@@ -53,6 +55,13 @@ class Encoder:
     make_batch: Callable[[nn.Module, Any, int], Batch]
     outputs: Callable[[Any], list[Tensor]]
     sizes: dict[str, Any]
+    modes: tuple[str, ...] = ("plugin", "plugin_fast")
+    noise: tuple[str, ...] = ()
+
+    def compared(self, model: nn.Module) -> list[bool]:
+        """Return of each trainable parameter, in the model's order, whether its gradient says anything."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return [not name.endswith(self.noise) for name, _ in named] if self.noise else [True] * len(named)
 
 
 def forward(encoder: Encoder, model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -210,5 +219,7 @@ ENCODERS = {
         siglip_batch,
         lambda returned: [returned.last_hidden_state],
         {"1_image": 1, "2_images": 2, "4_images": 4},
+        modes=("plugin",),
+        noise=("k_proj.bias",),  # softmax does not change with it
     ),
 }

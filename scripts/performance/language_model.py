@@ -1,8 +1,8 @@
 """A GPT model or Mamba hybrid on a GPU with packed documents, as Bridge builds and calls one, and benchmarks' packs."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ SHAPES = {
     "dense": Shape(),
     "moe": Shape(ffn=768, experts=32),
     "large": Shape(layers=8, hidden=5120, heads=40, ffn=17408),
+    "planned": Shape(layers=8),
     "mamba": Shape(pattern="M-M-M*-M-M-M*-M-"),
 }
 
@@ -196,6 +197,33 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     return Pack(arguments, places, weights)
 
 
+def held(lengths: Sequence[int], ranks: int, rank: int) -> list[int]:
+    """Return the places in a pack of the tokens that a context-parallel rank holds, in its order.
+
+    Args:
+        lengths: Tokens of every document with its padding, multiples of `2 * ranks`.
+        ranks: Ranks of context parallelism; each holds two of `2 * ranks` chunks of every document.
+        rank: Which of them.
+    """
+    places: list[int] = []
+    start = 0
+    for length in lengths:
+        chunk = length // (2 * ranks)
+        for number in (rank, 2 * ranks - rank - 1):
+            places += range(start + number * chunk, start + (number + 1) * chunk)
+        start += length
+    return places
+
+
+def part_of(pack: Pack, ranks: int, rank: int) -> Pack:
+    """Return what a context-parallel rank is given of a pack; its offsets and lengths stay those of all."""
+    if ranks == 1:
+        return pack
+    places = held(pack.lengths, ranks, rank)
+    parts = {name: pack.arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}
+    return replace(pack, arguments={**pack.arguments, **parts}, weights=pack.weights[:, places])
+
+
 def step(model: nn.Module, pack: Pack, between: Callable[[], object] | None = None) -> Tensor:
     """Run forward and backward; returns the per-token losses, `[1, tokens]`. `between` is called between both."""
     losses = model(**pack.arguments)
@@ -222,7 +250,13 @@ def draw(tokens: int, documents: int, seed: int) -> tuple[int, ...]:
 
 
 def new_helper(
-    model: nn.Module, *warmup: Pack, modules: Sequence[str] = (), by_layer: bool = False, **options: Any
+    model: nn.Module,
+    *warmup: Pack,
+    modules: Sequence[str] = (),
+    by_layer: bool = False,
+    capture: bool = True,
+    limits: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    **options: Any,
 ) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
 
@@ -231,6 +265,8 @@ def new_helper(
         warmup: Packs of the eager passes; their layout is that of all packs.
         modules: Parts of layers to capture; none are all layers as one region.
         by_layer: Whether parts stay regions of their own where they could be one.
+        capture: Whether to capture at once.
+        limits: Bounds (documents, tokens of the longest) to record by capacity; None is what options give.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
@@ -242,8 +278,11 @@ def new_helper(
     if by_layer:
         family = helper.chunks[0].graphs.family
         family.parts = family.layer_parts
+    if limits is not None:
+        helper.chunks[0].graphs._limits = limits.__getitem__
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)
-    helper.create_cudagraphs()
+    if capture:
+        helper.create_cudagraphs()
     return helper.chunks[0]

@@ -53,17 +53,18 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
         stack.enter_context(graphs.paused())
         for owner, attribute in graphs.replaced:
             upstreams = getattr(type(owner), attribute).__get__(owner)
-            stack.enter_context(replaced(owner, attribute, _at_rows(upstreams, rows)))
+            parts = graphs.family.shards * graphs.family.ranks
+            stack.enter_context(replaced(owner, attribute, _at_rows(upstreams, rows, parts)))
         yield
 
 
-def _at_rows(call: Callable[..., Any], rows: int) -> Callable[..., Any]:
+def _at_rows(call: Callable[..., Any], rows: int, parts: int) -> Callable[..., Any]:
     def padded(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.pop("hidden_states")
         params = kwargs.get("packed_seq_params")
         if params is not None:
-            kwargs["packed_seq_params"] = padded_params(params, hidden.shape[0], rows)
-        outputs = call(pad(hidden, (0, 0, 0, 0, 0, rows - hidden.shape[0])), *args[1:], **kwargs)
+            kwargs["packed_seq_params"] = padded_params(params, hidden.shape[0] * parts, rows)
+        outputs = call(pad(hidden, (0, 0, 0, 0, 0, rows // parts - hidden.shape[0])), *args[1:], **kwargs)
         if isinstance(outputs, tuple):
             return tuple(None if output is None else output[: hidden.shape[0]] for output in outputs)
         return outputs[: hidden.shape[0]]

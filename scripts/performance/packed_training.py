@@ -1,7 +1,8 @@
 """One run of Bridge's `pretrain()` on packed documents; writes its losses and times.
 
-A dense model or a Mamba hybrid of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's
-in-batch packing.
+`dense` is a model of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's in-batch
+packing. `qwen3_vl` is Qwen3-VL in small, on photographs with captions; a microbatch is 2 samples, which Bridge's step
+for that model pads to one length and joins.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import (
@@ -41,15 +43,20 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 from bridge_cg_plugin.upstream.graph_helper import active_helpers
-from examples.photographs.training import Recorder, skip_helper_build
+from examples.photographs import training as photographs
+from examples.photographs.photographs import PhotographDataset, PhotographProvider
+from examples.photographs.training import Recorder, Run, skip_helper_build
 
 VOCABULARY = 32_768
 SEQUENCE = 1024
 DOCUMENTS = 4
 MICROBATCHES = 4
+# Of the photographs: cuDNN plans attention anew for every shape that it has not met, so there are few sizes.
+SAMPLES, PHOTOGRAPH_MICROBATCHES = 2, 2
+PHOTOGRAPH_SIZES = [(448, 448), (256, 384)]
 SEED = 1234
-# Providers by name, and what is theirs alone.
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+# Providers of language models by name, and what is theirs alone.
+LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "dense": (GPTModelProvider, {"num_layers": 8, "qk_layernorm": True, "position_embedding_type": "rope"}),
     "mamba": (
         HybridModelProvider,
@@ -63,6 +70,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }
+MODELS = (*LANGUAGE_MODELS, "qwen3_vl")
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -70,12 +78,12 @@ def train_words(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="packed_training", description=__doc__.splitlines()[0])
     parser.add_argument("--train", choices=("eager", "graphs"), required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--model", choices=tuple(MODELS), default="dense")
+    parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--modules", default="", help="parts of layers to capture; all layers as one region without")
     parser.add_argument("--rows", type=int, default=1, help="packs are padded to a multiple of this many tokens")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
-    args.out.write_text(json.dumps(train(args.train, args.steps, args.modules, args.rows, args.model)))
+    args.out.write_text(json.dumps(train(args.train, args.steps, args.model, args.modules, args.rows)))
 
 
 class StatisticsKeeper(Callback):
@@ -90,12 +98,16 @@ class StatisticsKeeper(Callback):
             self.value = helper.graphs.statistics().as_dict()
 
 
-def train(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = "dense") -> dict[str, Any]:
+def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: int = 1) -> dict[str, Any]:
     """Train in this process; returns losses, gradient norms, step times and the graphs' statistics."""
     bridge_cg_plugin.activate()
     skip_helper_build()
     recorder, keeper = Recorder(), StatisticsKeeper()
-    pretrain(training_config(mode, steps, modules, rows, model), forward_step, callbacks=[recorder, keeper])
+    if model in LANGUAGE_MODELS:
+        config, step = training_config(mode, steps, modules, rows, model), forward_step
+    else:
+        config, step = photograph_config(mode, steps, modules, rows), qwen3_vl_step.forward_step
+    pretrain(config, step, callbacks=[recorder, keeper])
     return {
         "losses": recorder.losses,
         "grad_norms": recorder.grad_norms,
@@ -106,7 +118,7 @@ def train(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = 
 
 
 def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, model: str = "dense") -> ConfigContainer:
-    """Return Bridge's whole configuration."""
+    """Return Bridge's whole configuration of a language model."""
     optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
         lr_warmup_iters=5, lr_decay_iters=max(steps, 10), max_lr=1e-4, min_lr=1e-5
     )
@@ -142,7 +154,7 @@ def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, mod
 
 def model_provider(mode: str, modules: str, model: str = "dense") -> Any:
     """Return the provider of a model of 8 layers of 2048, with graphs of up to 8 documents or without."""
-    kind, own = MODELS[model]
+    kind, own = LANGUAGE_MODELS[model]
     provider = kind(
         **own,
         hidden_size=2048,
@@ -165,15 +177,75 @@ def model_provider(mode: str, modules: str, model: str = "dense") -> Any:
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    if mode == "graphs":
-        wanted = {
-            "cuda_graph_impl": "transformer_engine",
-            "cuda_graph_modules": modules,
-            "cuda_graph_max_packed_seqs": 2 * DOCUMENTS,
-            "cuda_graph_packed_strict": True,
-        }
-        apply_options(graph_options(provider, wanted), provider)
+    put_graphs(provider, mode, modules, DOCUMENTS)
     return provider
+
+
+def put_graphs(provider: Any, mode: str, modules: str, documents: int) -> None:
+    """Ask for graphs of packs with up to twice as many documents as there are, unless the run is eager."""
+    if mode != "graphs":
+        return
+    wanted = {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": modules,
+        "cuda_graph_max_packed_seqs": 2 * documents,
+        "cuda_graph_packed_strict": True,
+    }
+    apply_options(graph_options(provider, wanted), provider)
+
+
+def photograph_config(mode: str, steps: int, modules: str = "", rows: int = 1) -> ConfigContainer:
+    """Return Bridge's configuration of the example's small Qwen3-VL, with microbatches of several samples packed."""
+    config = photographs.training_config(Run(steps=steps, small=True, global_batch=PHOTOGRAPH_MICROBATCHES * SAMPLES))
+    config.train.micro_batch_size = SAMPLES
+    given = config.dataset
+    config.dataset = PackedPhotographProvider(
+        dataloader_type="single",
+        num_workers=given.num_workers,
+        seq_length=given.seq_length,
+        most_images=given.most_images,
+        sizes=PHOTOGRAPH_SIZES,
+        rows=rows,
+        enable_in_batch_packing=True,
+    )
+    put_graphs(config.model, mode, modules, SAMPLES)
+    return config
+
+
+class PackedPhotographs(PhotographDataset):
+    """Photographs with captions, whose microbatches are as long as their longest sample.
+
+    Attributes:
+        rows: Samples are padded to a multiple of this many tokens.
+    """
+
+    rows = 1
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stack a microbatch and cut what is padding in all of its samples."""
+        batch = super().collate_fn(items)
+        longest = int((batch["tokens"] != 0).nonzero()[:, 1].max()) + 1
+        length = min(-(-longest // self.rows) * self.rows, batch["tokens"].shape[1])
+        kept = {name: batch[name][:, :length] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        return {**batch, **kept}
+
+
+@dataclass
+class PackedPhotographProvider(PhotographProvider):
+    """Bridge dataset provider over `PackedPhotographs`."""
+
+    rows: int = 1
+
+    def build_datasets(self, context: Any) -> tuple[Dataset, Dataset, Dataset]:
+        """Build train, validation and test sets of the sizes that training asks for."""
+        counts = (context.train_samples, context.valid_samples, context.test_samples)
+        made = []
+        for index, count in enumerate(counts):
+            sizes = self.seq_length, self.most_images, tuple(self.sizes), self.seed + index, self.text_only_every
+            data = PackedPhotographs(max(count, 1), *sizes)
+            data.rows = self.rows
+            made.append(data)
+        return tuple(made)
 
 
 class Documents(Dataset):

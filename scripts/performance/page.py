@@ -163,6 +163,24 @@ def memory(records: Records) -> str:
     return table([*header, "beside kernels", "outputs bit-equal"], rows) if rows else ""
 
 
+def encoders(records: Records) -> str:
+    """Return times of the encoders beside Qwen3-VL's, with parity."""
+    eager, exact, fast = (by_case(records, mode) for mode in ("eager", "plugin", "plugin_fast"))
+    rows = []
+    for case, r in exact.items():
+        name, _, layers = case.rpartition("_")
+        f = fast.get(case)
+        rows.append(
+            [name, layers.removesuffix("layers"), r["tokens"], number(eager.get(case), "ms"), number(r, "ms")]
+            + [f"**{r['ratio']:.2f}**", f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
+            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if f else ["", ""])
+            + [number(r, "memory_gb")]
+        )
+    header = ["case", "layers", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
+    header += ["two eager runs", "fast kernels ms (ratio)", "their gradients", "slot GiB"]
+    return table(header, rows) if rows else ""
+
+
 def picture(folder: Path, name: str, text: str) -> str:
     """Return a plot as Markdown, nothing where it was not drawn."""
     return f"![{text}](benchmarks/{name})" if (folder / name).exists() else ""
@@ -170,9 +188,12 @@ def picture(folder: Path, name: str, text: str) -> str:
 
 def page_parts(folder: Path) -> dict[str, str]:
     """Return what stands between each pair of marks of docs/performance.md."""
-    bench, profile, coco, step, fp32, moved = (
+    bench, profile, coco, step, fp32, others, moved = (
         read_records(folder / f"{name}.jsonl")
-        for name in ("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision", "offload")
+        for name in (
+            *("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision"),
+            *("encoders", "offload"),
+        )
     )
     return {
         "goals": with_origin(goals(bench), bench),
@@ -185,6 +206,7 @@ def page_parts(folder: Path) -> dict[str, str]:
         "precision": with_origin(precision(fp32), fp32),
         "memory": with_origin(memory(moved), moved),
         "memory-plot": picture(folder, "memory.svg", "device memory against time, offloading and recompute"),
+        "encoders": with_origin(encoders(others), others),
         "sizes": with_origin(sizes(coco), coco),
         "steps": with_origin(steps(step), step),
         "steps-plot": picture(folder, "steps.svg", "optimizer steps of pretrain()"),

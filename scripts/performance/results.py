@@ -58,6 +58,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "wrong": str,
     "ms": (*NUMBER, type(None)),
     "ratio": NUMBER,
+    "weak_scaling": NUMBER,
     "repeats": int,
     "seed": int,
     "date": str,

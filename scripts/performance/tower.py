@@ -46,13 +46,12 @@ def build_tower(
         layers: Transformer layers.
         impl: `vision_cuda_graph_impl` as upstream would see it.
         dtype: Of the weights.
-        deepstack: Whether layers give further features, as in Qwen3-VL; Qwen3.5-VL's give none.
+        deepstack: Whether layers give further features, as Qwen3-VL's do; without it the configuration is Qwen3.5-VL's.
     """
     if not on_gpu():
         from examples.photographs.tower import build_tower as build_small
 
-        changes = {} if deepstack else {"deepstack_visual_indexes": []}
-        return build_small(seed, layers=3, width=32, heads=2, out=24, **changes)
+        return build_small(seed, layers=3, width=32, heads=2, out=24, deepstack=deepstack)
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import get_vision_model_config
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerSubmodules
@@ -61,13 +60,16 @@ def build_tower(
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
     torch.manual_seed(seed)
     base = TransformerConfig(num_layers=1, hidden_size=1152, num_attention_heads=16)
     base.vision_cuda_graph_impl, base.vision_cuda_graph_scope = impl, []
-    indexes = ([8, 16, 24] if layers >= 25 else [0, layers // 2]) if deepstack else []
-    hf = Qwen3VLVisionConfig(depth=layers, out_hidden_size=4096, deepstack_visual_indexes=indexes)
+    hf = Qwen3_5VisionConfig(depth=layers, out_hidden_size=4096)
+    if deepstack:
+        indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
+        hf = Qwen3VLVisionConfig(depth=layers, out_hidden_size=4096, deepstack_visual_indexes=indexes)
     config = get_vision_model_config(hf, megatron_config=base)
     config.params_dtype, config.bf16, config.gradient_accumulation_fusion = dtype, dtype is torch.bfloat16, False
     spec = get_vit_layer_with_transformer_engine_spec()

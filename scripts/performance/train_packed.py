@@ -1,6 +1,8 @@
 """Bridge's `pretrain()` on packed documents: eager several times and on packed-sequence graphs, losses side by side.
 
 python scripts/performance/train_packed.py --steps 50 --out docs/benchmarks/packed_training.jsonl
+python scripts/performance/train_packed.py --steps 50 --model qwen3_vl
+python scripts/performance/train_packed.py --steps 50 --model mamba
 
 Eager does not agree with itself on other numbers of rows, where matrix libraries choose other kernels. So the spread is
 that of eager runs whose packs are as they are, twice, and padded to a multiple of 64 and of 256 tokens. Processes
@@ -24,6 +26,8 @@ from examples.photographs.processes import TrainingProcess  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
 MODULE = "scripts.performance.packed_training"
+# Case of the records by model.
+CASES = {"dense": "in_batch", "mamba": "mamba_in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
 # Runs by name, with the multiple of tokens that packs are padded to.
 EAGER_RUNS = {"eager": 1, "eager_again": 1, "eager_64": 64, "eager_256": 256}
 # Steps whose times do not count: warm-up, capture, the first replays.
@@ -34,18 +38,18 @@ def main() -> int:
     """Train all and compare; non-zero if graphs train another model or nothing was replayed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--model", choices=("dense", "mamba"), default="dense")
+    parser.add_argument("--model", choices=CASES, default="dense")
     parser.add_argument("--modules", default="", help="parts of layers to capture; all layers as one region without")
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed_training.jsonl if left out")
     args = parser.parse_args()
     out = output_path(args.out, "packed_training.jsonl")
-    return compare(train_all(args.steps, args.modules, args.model), args.steps, out, args.model)
+    return compare(train_all(args.steps, args.model, args.modules), args.steps, out, CASES[args.model])
 
 
-def train_all(steps: int, modules: str, model: str) -> dict[str, dict[str, Any]]:
+def train_all(steps: int, model: str, modules: str) -> dict[str, dict[str, Any]]:
     """Do every run in a process of its own and return their figures by name."""
-    shared = ["--steps", str(steps), "--model", model]
-    words = {name: [*shared, "--rows", str(rows)] for name, rows in EAGER_RUNS.items()}
+    all_words = ["--steps", str(steps), "--model", model]
+    words = {name: [*all_words, "--rows", str(rows)] for name, rows in EAGER_RUNS.items()}
     first, *others = words
     with ExitStack() as stack:
         processes = {name: TrainingProcess(module=MODULE) for name in (*words, "plugin")}
@@ -54,14 +58,14 @@ def train_all(steps: int, modules: str, model: str) -> dict[str, dict[str, Any]]
         for process in processes.values():
             process.wait_until_ready()
         runs = {first: processes[first].train("eager", words[first])}
-        plugin = processes["plugin"].train("graphs", [*shared, "--modules", modules])
+        plugin = processes["plugin"].train("graphs", [*all_words, "--modules", modules])
         with ThreadPoolExecutor(len(others)) as pool:
             found = pool.map(lambda name: processes[name].train("eager", words[name]), others)
             runs |= {name: {**run, "step_ms": None} for name, run in zip(others, found, strict=True)}
     return {**runs, "plugin": plugin}
 
 
-def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path, model: str = "dense") -> int:
+def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path, case: str = CASES["dense"]) -> int:
     """Print and write the comparison; non-zero if graphs train another model or nothing was replayed."""
     *eager, graphs = runs.values()
     spreads = {name: compare_to_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")}
@@ -70,7 +74,7 @@ def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path, model: str =
     same = all(spread.inside for spread in spreads.values()) and graphs["packed_graphs"]["replays"] > 0
     for name, figures in runs.items():
         record = {
-            "case": "in_batch" if model == "dense" else f"in_batch_{model}",
+            "case": case,
             "mode": name,
             "ms": times[name],
             "inside_spread": same if name == "plugin" else None,

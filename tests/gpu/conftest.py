@@ -126,7 +126,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 SCRIPTS = ("test_benchmarks", "test_compare")
 TIMED = (*SCRIPTS, "test_costs")
 # Runs over several GPUs.
-PARALLEL = "test_parallel"
+PARALLEL = ("test_parallel", "test_packed_parallel")
 
 
 def is_timed(item: pytest.Item) -> bool:
@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if item.path.stem in SCRIPTS:
             item.add_marker(pytest.mark.scripts)
-        parallel = item.path.stem == PARALLEL
+        parallel = item.path.stem in PARALLEL
         if parallel:
             item.add_marker(pytest.mark.parallel)
         found, needed = torch.cuda.device_count(), gpus_needed(item) if parallel else 1

@@ -12,6 +12,9 @@ MAX_SEQS = 24
 BUCKETS = [1024, 2048]
 # Two runs show whether algorithms that should be deterministic are.
 EAGER_RUNS = 2
+# With other algorithms eager runs say what eager differs from itself by; graphs may differ by this much more.
+NOISY_RUNS, GRAPH_RUNS = 4, 2
+NOISE = 1.5
 
 
 class Trained:
@@ -46,7 +49,8 @@ def poison(graphs):
     """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
     for region in graphs._regions:
         for slot in region._slots:
-            for flat in slot.arena._flat.values():
+            shared = [] if slot.shared is None else [slot.shared.arena(slot.index)]
+            for flat in (flat for arena in (slot.arena, *shared) for flat in arena._flat.values()):
                 if flat.is_floating_point():
                     flat.fill_(torch.nan)
 
@@ -67,6 +71,30 @@ def assert_eagers(trained, graphs, pack, name):
     assert replays == regions, f"{name}: {replays} replays of {regions} regions, {graphs.statistics().fallbacks}"
     assert_same(found, runs, trained.names, name)
     return found
+
+
+def assert_differs_as_eager_does(trained):
+    """Thirty packs from one capture differ from eager as eager does from itself, measured over all of them together."""
+    noises, found = [], {}
+    with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
+        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
+            pack = lm.make_pack(lengths, seed)
+            with parity.eager_at(graphs, rows_of(pack)):
+                runs = [trained.results(pack) for _ in range(NOISY_RUNS)]
+            noises.append(parity.noise_of(runs))
+            found[name] = [parity.nearest(trained.results(pack), runs) for _ in range(GRAPH_RUNS)]
+        statistics = graphs.statistics()
+        assert statistics.replays == parity.PACKS * GRAPH_RUNS and not statistics.fallbacks, statistics
+    losses, gradients = map(max, zip(*noises, strict=True))
+    worst = max(far[1] for results in found.values() for far in results)
+    print(
+        f"eager differs from itself by up to {losses:.2e} in losses, {gradients:.2e} in a gradient, graphs {worst:.2e}"
+    )
+    for name, results in found.items():
+        for far in results:
+            assert far[0] <= NOISE * losses and far[1] <= NOISE * gradients, (
+                f"{name}: losses {far[0]:.2e} (eager {losses:.2e}), a gradient {far[1]:.2e} (eager {gradients:.2e})"
+            )
 
 
 def assert_same(found, runs, names, name):

@@ -1,6 +1,10 @@
 """What tests make go wrong in the processes of a run; each is called in every process before it trains."""
 
+import functools
 import os
+import signal
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -51,3 +55,40 @@ def stale_weights_are_nan() -> None:
                         shard.fill_(torch.nan)
 
     DistributedOptimizer._copy_main_params_to_model_params = copy_main_params_to_model_params
+
+
+# Steps before the fault: three of warm-up, then two on graphs.
+GOOD_STEPS = 5
+TIMEOUT_MINUTES = 0.5
+
+
+def second_rank_stops() -> None:
+    """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers."""
+    from examples.photographs import training
+
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"  # a minute for what is written to a file at the end
+    training.DistributedInitConfig = functools.partial(
+        training.DistributedInitConfig, distributed_timeout_minutes=TIMEOUT_MINUTES
+    )
+    _second_rank_does(lambda: time.sleep(3600))
+
+
+def second_rank_is_killed() -> None:
+    """End rank 1 in a step on graphs as the system does, without a word."""
+    _second_rank_does(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _second_rank_does(act: Callable[[], None]) -> None:
+    """Call a function on rank 1 when it would begin the step after the good ones."""
+    from megatron.bridge.training import train
+
+    original, steps = train.train_step, []
+
+    @functools.wraps(original)
+    def train_step(*args, **kwargs):
+        steps.append(None)
+        if os.environ["RANK"] == "1" and len(steps) > GOOD_STEPS:
+            act()
+        return original(*args, **kwargs)
+
+    train.train_step = train_step

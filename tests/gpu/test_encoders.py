@@ -44,7 +44,8 @@ class Encoder:
     def run(self, batch):
         self.grads.zero()
         outputs = step(self.kind, self.model, batch)
-        return outputs, self.grads.copy()
+        said = self.kind.compared(self.model)
+        return outputs, [g for g, each in zip(self.grads.copy(), said, strict=True) if each]
 
     def differ(self, actual, expected):
         return self.tower.largest_relative(actual, expected)
@@ -91,10 +92,11 @@ def test_replays_equal_eager_to_the_bit(encoder):
 
 
 @encoders("qwen25_vl")
-def test_replays_are_as_near_to_fp32_as_eager(encoder):
-    """Eager attends window by window in whatever kernel PyTorch prefers, graphs in its packed flash kernel."""
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
+    """Eager attends frame by frame, and flash attention splits small frames, but not where they are packed."""
     reference = Fp32Copy(encoder.kind, encoder.model)
-    helper = encoder.on_graphs()
+    helper = encoder.on_graphs(kernels=kernels)
     for name, size in encoder.sizes.items():
         batch = encoder.batch(size, seed=len(name))
         exact, exact_gradients = reference.step(batch)
@@ -237,7 +239,9 @@ def records(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, kind in ENCODERS.items() for case in kind.sizes])
 def test_times_are_recorded_beside_eagers(records, name, case):
-    eager, plugin = (records[f"{name}_{case}_{LAYERS}layers", mode] for mode in ("eager", "plugin"))
-    assert plugin["ratio"] == plugin["ms"] / eager["ms"] and plugin["ratio"] < 1.1
-    assert plugin["host_ms"] < eager["host_ms"]
-    assert not plugin["fallbacks"] and plugin["kernels"] > 50
+    eager = records[f"{name}_{case}_{LAYERS}layers", "eager"]
+    for mode in ENCODERS[name].modes:
+        plugin = records[f"{name}_{case}_{LAYERS}layers", mode]
+        assert plugin["ratio"] == plugin["ms"] / eager["ms"] and plugin["ratio"] < 1.1
+        assert plugin["host_ms"] < eager["host_ms"]
+        assert not plugin["fallbacks"] and plugin["kernels"] > 50

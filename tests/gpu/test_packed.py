@@ -1,9 +1,9 @@
 """Packed documents on real graphs of a GPT model's layers: losses and gradients against eager, to the bit.
 
-Attention's backward adds up in an order that timing decides, so eager and graphs run with deterministic algorithms here;
-test_packed_default.py is about the others. Where a pack is padded, eager runs on the bucket's rows too: another number of
-rows lets a matrix library choose another kernel, whose rounding is neither better nor worse. What that means is measured
-against fp32.
+Attention's backward adds up in an order that timing decides, so eager and graphs run with deterministic algorithms
+here; test_packed_default.py is about the others. Where a pack is padded, eager runs on the bucket's rows too: another
+number of rows lets a matrix library choose another kernel, whose rounding is neither better nor worse. What that means
+is measured against fp32.
 """
 
 import gc

@@ -15,15 +15,22 @@ from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 from scripts.performance.tower import relative
 
-from .packs import BUCKETS, MAX_SEQS, Trained, assert_eagers, assert_same, graphs_on, rows_of
+from .packs import (
+    BUCKETS,
+    MAX_SEQS,
+    Trained,
+    assert_differs_as_eager_does,
+    assert_eagers,
+    assert_same,
+    graphs_on,
+    rows_of,
+)
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"{', '.join(MISSING)} not installed: docs/packed.md says how to build them"
 )
 SHAPE = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
-NOISE = 1.5
-EAGER_RUNS, GRAPH_RUNS = 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +56,8 @@ def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms
 
 
 def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
-    """With default algorithms; what eager differs from itself by is measured over all packs together."""
-    trained = Trained(lm.build_model(SHAPE))
-    noises, found = [], {}
-    with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
-        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
-            pack = lm.make_pack(lengths, seed)
-            with parity.eager_at(graphs, rows_of(pack)):
-                runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
-            noises.append(parity.noise_of(runs))
-            found[name] = [parity.nearest(trained.results(pack), runs) for _ in range(GRAPH_RUNS)]
-        statistics = graphs.statistics()
-        assert statistics.replays == parity.PACKS * GRAPH_RUNS and not statistics.fallbacks, statistics
-    losses, gradients = map(max, zip(*noises, strict=True))
-    worst = max(far[1] for results in found.values() for far in results)
-    print(
-        f"eager differs from itself by up to {losses:.2e} in losses, {gradients:.2e} in a gradient, graphs {worst:.2e}"
-    )
-    for name, results in found.items():
-        for far in results:
-            assert far[0] <= NOISE * losses and far[1] <= NOISE * gradients, (
-                f"{name}: losses {far[0]:.2e} (eager {losses:.2e}), a gradient {far[1]:.2e} (eager {gradients:.2e})"
-            )
+    """With default algorithms."""
+    assert_differs_as_eager_does(Trained(lm.build_model(SHAPE)))
 
 
 @pytest.mark.parametrize("modules", [("mamba",), ("attn", "mamba"), ("mlp", "mamba"), ("attn", "mlp")], ids=",".join)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from examples.photographs.arguments import layout_in
+from examples.photographs.processes import TrainingFailed
 from tests.gpu.conftest import Training
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
@@ -17,10 +18,13 @@ BUCKETS = (
 WARMUP_STEPS = 3
 DP2, DP4 = ("--data-parallel", "2"), ("--data-parallel", "4")
 TP2, PP2, CP2 = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2"), ("--context-parallel", "2")
+INTERLEAVED = (*PP2, "--pipeline-chunks", "2", "--language-model", "8x2048")
 LAYOUTS = {
     "DP2": DP2,
+    "DP2, images moved": (*DP2, "vision_cuda_graph_balance=0.05"),
     "TP2": TP2,
     "PP2": PP2,
+    "PP2VP2": INTERLEAVED,
     "CP2": CP2,
     "CP2, images split": (*CP2, "vision_dp_when_cp=true", "--no-overlap"),  # a rank may have no image
     "TP2xPP2": (*TP2, *PP2),
@@ -77,12 +81,17 @@ def test_tensor_parallel_ranks_replay_the_same_buckets(trained, run):
     assert len(counts) == 2 and counts[0] == counts[1]
 
 
-def four_stages(samples):
-    words = ("--pipeline-parallel", "4", "--language-model", "6x2048", "--loader-workers", "0", *BUCKETS)
-    return Training("graphs", (*words, "--global-batch", str(samples)), steps=5)
+PP4 = ("--pipeline-parallel", "4", "--language-model", "6x2048")
 
 
-@pytest.mark.parametrize("few, many", [(four_stages(8), four_stages(32))], ids=["PP4"])
+def stages(words, samples):
+    words = (*words, "--loader-workers", "0", *BUCKETS, "--global-batch", str(samples))
+    return Training("graphs", words, steps=5)
+
+
+@pytest.mark.parametrize(
+    "few, many", [(stages(words, 8), stages(words, 32)) for words in (PP2, PP4)], ids=["PP2", "PP4"]
+)
 def test_slots_and_their_memory_do_not_grow_with_the_microbatches(trained, few, many):
     (small,), (large,) = encoders(trained(few), few), encoders(trained(many), many)
     assert small["memory_bytes"] == pytest.approx(large["memory_bytes"], rel=0.02) and large["memory_bytes"] > 0
@@ -96,6 +105,58 @@ FAULTS = "tests.gpu.parallel_faults"
 def faulty(fault, *words):
     loose = [word.replace("strict=true", "strict=false") for word in BUCKETS]
     return Training("graphs", (*SMALL, *loose, *words), prepare=f"{FAULTS}:{fault}")
+
+
+def stopped(fault, *words):
+    return Training("graphs", (*SMALL, *BUCKETS, *words), steps=8, prepare=f"{FAULTS}:{fault}")
+
+
+@pytest.mark.parametrize("run", [stopped("second_rank_stops", *TP2)], ids=["TP2"])
+def test_a_replay_that_waits_for_a_rank_ends_within_the_time_out(trained, run):
+    with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status 1") as caught:
+        trained(run)
+    said = caught.value.written
+    assert "[rank 0] this rank ends in step 6, with graphs: the replay of the" in said
+    assert "has not ended for 30 s" in said
+
+
+@pytest.mark.parametrize("run", [stopped("second_rank_stops", *DP2)], ids=["DP2"])
+def test_nccls_time_out_is_preceded_by_rank_and_step(trained, run):
+    with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status -6") as caught:
+        trained(run)
+    said = caught.value.written
+    assert "[rank 0] this rank has been in step 6, with graphs for" in said
+    assert "collective operation timeout" in said
+
+
+@pytest.mark.parametrize("run", [stopped("second_rank_is_killed", *TP2)], ids=["TP2"])
+def test_a_rank_that_dies_ends_the_job(trained, run):
+    with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status -9"):
+        trained(run)
+
+
+SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures anew
+WHOLE = Training("eager", (*SMALL, *DP2), steps=7)
+
+
+def written_and_read(saved, read):
+    folder = "{folder}/" + saved[0].strip("-")
+    first = Training("graphs", (*SMALL, *SOON, *saved, "--save", folder), steps=4)
+    return first, Training("graphs", (*SMALL, *SOON, *read, "--load", folder), steps=WHOLE.steps, after=first), WHOLE
+
+
+@pytest.mark.parametrize(
+    "saved, read, whole",
+    [written_and_read(TP2, DP2), written_and_read(DP2, PP2)],
+    ids=["TP2 to DP2", "DP2 to PP2"],
+)
+def test_a_checkpoint_of_one_layout_is_read_at_another(trained, saved, read, whole):
+    before, after = trained(saved), trained(read)
+    assert [len(part["losses"]) for part in (before, after)] == [4, 3]
+    assert [*before["losses"], *after["losses"]] == pytest.approx(trained(whole)["losses"], rel=1e-2)
+    for run, part, steps in ((saved, before, 3), (read, after, 2)):
+        replays = steps * 8 // layout_in(run.words).data
+        assert all(graph["fallbacks"] == {} and graph["replays"] == replays for graph in encoders(part, run))
 
 
 def poisoned(run):

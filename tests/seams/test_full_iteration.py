@@ -13,9 +13,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.language.program import dense_order
-from bridge_cg_plugin.upstream import full_iteration
 from bridge_cg_plugin.upstream.full_iteration import CURRENT, find_model
 from bridge_cg_plugin.upstream.language_model import replays_one_length
+from bridge_cg_plugin.upstream.random_states import random_states
 
 from ..unit.towers import assert_close, graphs_on
 from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper
@@ -219,7 +219,7 @@ def test_a_capture_knows_the_trackers_generators_only():
     generator = torch.Generator()
     states = {"model-parallel-rng": generator, "other": torch.zeros(3)}
     with mock.patch("megatron.core.tensor_parallel.random.get_all_rng_states", lambda: states):
-        assert full_iteration.random_states() == (generator,)
+        assert random_states() == (generator,)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,21 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
         assert hasattr(PackedCudaGraphHelper, name), name
 
 
+def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
+    """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
+    from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+    from bridge_cg_plugin.upstream import packed_helper
+    from bridge_cg_plugin.upstream.random_states import random_states
+
+    given = []
+    monkeypatch.setattr(packed_helper, "default_executor", lambda *args: given.append(args) or ReferenceExecutor())
+    model = new_model()
+    model.config.cuda_graph_max_packed_seqs = 4
+    PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
+    ((generators, _),) = given
+    assert generators is random_states
+
+
 def test_steps_and_the_end_of_training_reach_the_decoder(active):
     model = new_model()
     with graphs_on(model, pack((300,))) as graphs:

@@ -32,6 +32,7 @@ VALUES = {
     "gradient_accumulation_fusion": False,
     "gradient_hooks": "always",
     "cost_fallback": False,
+    "balance": 0.25,
     "offload": ["attention", "mlp"],
     "recompute": ["gelu"],
     "memory_target_gb": 6.5,

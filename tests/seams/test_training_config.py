@@ -37,9 +37,15 @@ def test_a_missing_random_state_tracker(config):
     refused(config, "rng.te_rng_tracker")
 
 
-def test_megatron_fsdp(config):
-    config.ddp.use_megatron_fsdp = True
+@pytest.mark.parametrize("section", ["ddp", "dist"])
+def test_megatron_fsdp_wherever_bridge_reads_it(config, section):
+    getattr(config, section).use_megatron_fsdp = True
     refused(config, "ddp.use_megatron_fsdp")
+
+
+def test_torch_fsdp2(config):
+    config.dist.use_torch_fsdp2 = True
+    refused(config, "dist.use_torch_fsdp2")
 
 
 @pytest.mark.parametrize(

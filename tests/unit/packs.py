@@ -15,12 +15,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
 from examples.photographs.tower import start_single_process
+from scripts.performance.language_model import held
 
 bridge_cg_plugin.activate()
 
@@ -33,17 +35,48 @@ DEFAULTS = {
 }
 
 
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors, one behind the other; the gradient of each is the sum of what all ranks have for it."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        whole = torch.zeros(group.size() * tensor.shape[0], *tensor.shape[1:])
+        distributed.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        distributed.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
 class CausalSegments(torch.nn.Module):
     """Causal attention inside the documents of a pack, as attention kernels do it: by dense masks from `cu_seqlens`.
 
-    Documents lie where the padded offsets say; tokens outside every document give zero.
+    Documents lie where the padded offsets say; tokens outside every document give zero. Context-parallel ranks gather
+    the whole pack; a token behind the last offset is an error there, as it is for Transformer Engine's kernels.
     """
 
-    def __init__(self, config, **unused):
+    def __init__(self, config, pg_collection=None, **unused):
         super().__init__()
         self.config = config
+        self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params=None, **unused):
+        if self._group is None:
+            return self._attend(query, key, value, packed_seq_params)
+        params, size, rank = packed_seq_params, self._group.size(), self._group.rank()
+        padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        lengths = padded.diff().tolist()
+        places = torch.tensor([p for each in range(size) for p in held(lengths, size, each)])
+        order = torch.empty_like(places)
+        order[places] = torch.arange(len(places))
+        whole = (_Gather.apply(t, self._group)[order] for t in (query, key, value))
+        return self._attend(*whole, params)[held(lengths, size, rank)]
+
+    def _attend(self, query, key, value, packed_seq_params):
         alone = packed_seq_params is None
         if alone:
             ends = torch.tensor([0, query.shape[0]], dtype=torch.int32)
@@ -199,6 +232,14 @@ def ends(lengths, repeats=0):
     """Return `cu_seqlens` of these lengths."""
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return torch.cat((offsets, offsets[-1:].expand(repeats)))
+
+
+def part_of(arguments, ranks, rank):
+    """Return what of a pack one context-parallel rank is given."""
+    params = arguments["packed_seq_params"]
+    padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    places = held(padded.diff().tolist(), ranks, rank)
+    return {**arguments, **{name: arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}}
 
 
 def unpacked(tokens=16):

@@ -1,17 +1,18 @@
 """What the benchmark of packed documents makes of its measurements."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bridge_cg_plugin.graphs.buckets import scan_cost
 from bridge_cg_plugin.planner.cost import DEFAULTS
-from scripts.performance import bench_packed
-from scripts.performance.bench_packed import DISTRIBUTIONS, WANTED, failures, measured_choices, plan_packs_time
+from bridge_cg_plugin.planner.plan import limits_of, place
+from examples.photographs.processes import TrainingFailed
+from scripts.performance import bench_packed, packed_plans
+from scripts.performance.bench_packed import PLANNED, PLANS, WANTED, failures
 from scripts.performance.language_model import SHAPES, draw, split
 from scripts.performance.packed_costs import Measured, fit, non_negative
-from scripts.performance.results import check_record, provenance
+from scripts.performance.results import check_record, provenance, put_record, read_records
 
 
 def record(case="dense_2048", mode="plugin", **changes):
@@ -34,22 +35,24 @@ def record(case="dense_2048", mode="plugin", **changes):
     return made
 
 
-def plan(ms, predicted, chosen, bound):
-    return record("plan_short", f"plugin_{bound}", ms=ms, predicted_ms=predicted, chosen=chosen, max_packed_seqs=bound)
+def plan(mode, ms, predicted, bound=16):
+    changes = {"predicted_ms": predicted, "chosen": bound == 16, "max_packed_seqs": bound, "bucket": "4096"}
+    return record("plan_short", mode, ms=ms, **changes)
 
 
 GOOD = [
     record(mode="eager", ms=100.0, ratio=1.0),
     record(),
     record(mode="plugin_4x", ms=30.5, ratio=0.305, max_packed_seqs=20),
-    plan(50.0, 52.0, True, 16),
-    plan(49.0, 70.0, False, 32),
+    plan("plugin", 50.0, 52.0),
+    plan("exhaustive_chosen", 50.5, 52.0),
+    plan("exhaustive_32", 49.0, 70.0, 32),
 ]
 
 
 def test_what_is_wanted_passes():
     assert failures(GOOD) == []
-    assert set(WANTED) == set(SHAPES)
+    assert {*WANTED, PLANNED} == set(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +65,9 @@ def test_what_is_wanted_passes():
         (1, {"forward_rel": 1e-6}, "losses differ by 1.00e-06, eager runs by 0.00e+00"),
         (2, {"ms": 31.0}, "cost more than 3 %"),
         (3, {"predicted_ms": 60.0}, "predicted 60.0 ms, measured 50.0 ms"),
-        (4, {"ms": 40.0}, "the choice takes 50.0 ms, the best 40.0"),
+        (5, {"ms": 40.0}, "the choice takes 50.5 ms, the best 40.0 (32 documents, 4096)"),
         (2, {"error": "CaptureError: no memory"}, "dense_2048, plugin_4x: CaptureError: no memory"),
-        (3, {"chosen": False}, "the recommended choice was not measured"),
+        (3, {"mode": "exhaustive_16"}, "the recommended choice was not measured"),
     ],
 )
 def test_what_misses_it_is_named(index, changes, message):
@@ -98,39 +101,46 @@ def test_a_cost_model_is_found_again():
     assert found.per_row_ms == pytest.approx(known.per_row_ms) and scan_cost(*packs[0].limits) > 0
 
 
-@pytest.mark.parametrize("best, expected", [(3, [3, 2, 4, 0]), (0, [0, 1, 2, 3]), (5, [5, 4, 0, 1])])
-def test_the_choices_around_the_recommended_one_are_measured(best, expected):
-    choices = list(range(6))
-    assert measured_choices(SimpleNamespace(choices=choices, best=best)) == expected
+class FakeProcess:
+    """Measures nothing, in no time; one case ends with an error."""
 
+    def __init__(self, prepare, module):
+        assert prepare == f"{module}:import_stack" and module == bench_packed.MODULE
 
-class FakeBench:
-    """Measures nothing, in no time."""
+    wait_until_ready = close = lambda self: None
 
-    def __init__(self, name, repeats, fused_rope):
-        self.name = name
-
-    def cases(self, packs, cost_model, plans):
-        for tokens in bench_packed.TOKENS:
-            yield f"{self.name}_{tokens}", lambda tokens=tokens: iter([record(f"{self.name}_{tokens}", tokens=tokens)])
-
-    def close(self):
-        pass
+    def train(self, mode, words):
+        case = words[words.index("--case") + 1]
+        if case == "moe_4096":
+            raise TrainingFailed("process 0 of 1 ended with status 1: made to fail")
+        made = GOOD[3:] if case == PLANS else [record(case, tokens=int(case.partition("_")[2]), ratio=0.2)]
+        for one in made:
+            put_record(Path(words[words.index("--records") + 1]), one)
+        return {"records": made}
 
 
 def run(monkeypatch, tmp_path, *words):
-    from scripts.performance import tower
-
-    monkeypatch.setattr(tower, "start_process", lambda: None)
-    monkeypatch.setattr(bench_packed, "Bench", FakeBench)
+    monkeypatch.setattr(bench_packed, "TrainingProcess", FakeProcess)
     monkeypatch.setattr("sys.argv", ["bench_packed.py", "--out", str(tmp_path / "r.jsonl"), *words])
     return bench_packed.main()
 
 
-def test_records_are_written_as_they_come(monkeypatch, tmp_path, capsys):
-    assert run(monkeypatch, tmp_path, "--models", "dense") == 0
-    assert len(Path(tmp_path / "r.jsonl").read_text().splitlines()) == 3
-    assert "all 3 records inside their limits" in capsys.readouterr().out
+def test_every_case_has_a_process_and_records(monkeypatch, tmp_path, capsys):
+    assert run(monkeypatch, tmp_path, "--models", "dense,large", "--plans") == 0
+    cases = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
+    assert cases == [f"{m}_{n}" for m in ("dense", "large") for n in (2048, 4096, 8192)] + ["plan_short"] * 3
+    assert "all 9 records inside their limits" in capsys.readouterr().out
+
+
+def test_plans_go_without_models(monkeypatch, tmp_path):
+    assert run(monkeypatch, tmp_path, "--models", "", "--cost-model", str(tmp_path / "c.json")) == 0
+    assert {one["case"] for one in read_records(tmp_path / "r.jsonl")} == {"plan_short"}
+
+
+def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    assert run(monkeypatch, tmp_path, "--models", "moe") == 1
+    assert "moe_4096: TrainingFailed: process 0 of 1 ended with status 1" in capsys.readouterr().out
+    assert [one["case"] for one in read_records(tmp_path / "r.jsonl")] == ["moe_2048", "moe_8192"]
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch, tmp_path, capsys):
@@ -145,14 +155,45 @@ def test_lengths_add_up():
         assert sum(lengths) == 1500 and len(lengths) == documents and min(lengths) >= 1
 
 
-def test_distributions_can_be_planned():
-    import random
+@pytest.fixture(scope="module", params=packed_plans.DISTRIBUTIONS)
+def distribution(request):
+    return packed_plans.Distribution(request.param, DEFAULTS["packed"])
 
-    from bridge_cg_plugin.planner.cost import DEFAULTS
-    from bridge_cg_plugin.planner.packing import first_fit_shuffle
-    from bridge_cg_plugin.planner.plan import plan_packs
 
-    for values, weights in DISTRIBUTIONS.values():
-        packs = first_fit_shuffle(random.Random(0).choices(values, weights, k=400), 4096)
-        made = plan_packs(packs, DEFAULTS["packed"])
-        assert plan_packs_time(packs, DEFAULTS["packed"], made.best) == pytest.approx(made.best.step_ms)
+def test_every_choice_that_the_planner_has_is_measured(distribution):
+    best = min(distribution.candidates, key=distribution.predicted_ms)
+    assert distribution.chosen in distribution.candidates
+    assert distribution.predicted_ms(distribution.chosen) <= 1.1 * distribution.predicted_ms(best)
+
+
+def test_recordings_take_the_packs_that_run_on_them(distribution):
+    places = distribution.places()
+    assert list(places) == distribution.candidates
+    for candidate, row in places.items():
+        limits = limits_of(candidate.bound, candidate.buckets)
+        for pack, recording in zip(distribution.drawn, row, strict=True):
+            found = place(pack, limits)
+            assert isinstance(found, str) is (recording is None)
+            if recording is not None:
+                capacity, documents, longest = recording
+                assert capacity == found[0] and len(pack) <= documents and max(pack) <= longest
+                assert scan_cost(documents, longest) == scan_cost(*found[1:])
+
+
+def test_a_choices_time_is_that_of_its_packs(distribution):
+    runs = []
+
+    def run(number, recording):
+        runs.append((number, recording))
+        return 100.0 if recording is None else recording[0] / 100
+
+    found = distribution.measured(run)
+    assert len(runs) == len(set(runs))
+    for candidate, row in distribution.places().items():
+        expected = sum(100.0 if each is None else each[0] / 100 for each in row) / len(row)
+        assert found[candidate] == pytest.approx(expected)
+    made = packed_plans.records_of("plan_x", distribution, 40.0, found)
+    for one in made:
+        check_record({**one, **provenance(3, 0)})
+    assert [one["mode"] for one in made[:2]] == ["plugin", "exhaustive_chosen"] and made[0]["ms"] == 40.0
+    assert min(one["ms"] for one in made[1:]) == pytest.approx(min(found.values()))

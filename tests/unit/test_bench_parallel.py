@@ -1,6 +1,8 @@
 """bench_parallel.py without a GPU: what runs where, and what is recorded."""
 
 import threading
+import time
+from collections import Counter
 
 import pytest
 
@@ -23,8 +25,8 @@ def test_layouts_go_side_by_side(sizes, gpus, expected):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Processes that train nothing; the list of (mode, words, devices) they were asked for, and who fails."""
-    asked, lock, busy = [], threading.Lock(), set()
+    """Processes that train nothing; the list of (mode, words, devices, others beside it), after who fails."""
+    asked, lock, busy = [], threading.Lock(), Counter()
     failing = []
 
     class Process:
@@ -35,20 +37,21 @@ def started(monkeypatch):
         def wait_until_ready(self):
             pass
 
-        def train(self, mode, words):
+        def train(self, mode, words, limit_s=None):
             with lock:
-                assert not busy & set(self._devices), "two runs share a GPU"
+                beside = max(busy[device] for device in self._devices)
                 busy.update(self._devices)
-                asked.append((mode, tuple(words), self._devices))
+                asked.append((mode, tuple(words), self._devices, beside))
+            time.sleep(0.02)
+            with lock:
+                busy.subtract(self._devices)
             if "--tensor-parallel" in words and failing:
-                busy.difference_update(self._devices)
-                raise TrainingFailed("process 1 of 2 ended with status 1: no\nRuntimeError: out of memory")
+                raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
             steps = int(words[words.index("--steps") + 1])
             ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": None} for i in self._devices]
             graphs = {"replays": 4} if mode == "graphs" else None
-            with lock:
-                busy.difference_update(self._devices)
-            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [5.0] * steps}
+            ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
+            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [ms] * steps}
             return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
 
         def close(self):
@@ -69,15 +72,35 @@ def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     found = {(r["case"], r["mode"]) for r in records}
     assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "plugin")}
     plugin = next(r for r in records if (r["case"], r["mode"]) == ("TP2_small", "plugin"))
-    assert (plugin["ratio"], plugin["inside_spread"], plugin["rank_peak_gb"]) == (1.0, True, [1.0, 2.0])
-    assert all("--loader-workers" in w for _, w, _ in started[1:])
+    assert (plugin["ratio"], plugin["inside_spread"], len(plugin["rank_peak_gb"])) == (6.25 / 8.0, True, 2)
+    assert all("--loader-workers" in w for _, w, *_ in started[1:])
 
 
-def test_weak_scaling_has_as_many_samples_for_each_gpu(started, tmp_path):
-    words = ["--gpus", "4", "--out", str(tmp_path / "r.jsonl"), "--per-gpu-batch", "2", "--layouts", "one GPU", "DP4"]
-    bench_parallel.main(words)
-    samples = {len(devices): w[w.index("--global-batch") + 1] for _, w, devices in started[1:]}
-    assert samples == {1: "2", 4: "8"}
+def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
+    out = tmp_path / "r.jsonl"
+    words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--microbatches", "3", "--layouts", "DP2", "one GPU"]
+    assert bench_parallel.main([*words, "PP2"]) == 0
+    samples = {(len(d), "--data-parallel" in w): w[w.index("--global-batch") + 1] for _, w, d, _ in started[1:]}
+    assert samples == {(1, False): "3", (2, True): "6", (2, False): "3"}
+    records = {(r["case"], r["mode"]): r for r in read_records(out)}
+    scaling = {key: record["weak_scaling"] for key, record in records.items() if "weak_scaling" in record}
+    assert scaling == {
+        ("one_GPU", "eager1"): 1.0,
+        ("one_GPU", "plugin"): 1.0,
+        ("DP2", "eager1"): 5.0 / 8.0,
+        ("DP2", "plugin"): 5.0 / 6.25,
+    }
+    assert {record["microbatches"] for record in records.values()} == {3}
+
+
+def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
+    words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "TP2", "PP2", "CP2"]
+    assert bench_parallel.main(words) == 0
+    times = {(r["case"], r["mode"]): r["ms"] for r in read_records(tmp_path / "r.jsonl")}
+    assert {key for key, ms in times.items() if ms is None} == {(c, "eager2") for c in ("DP2", "TP2", "PP2", "CP2")}
+    assert all(beside == 0 for mode, _, _, beside in started[1:] if mode == "graphs")
+    assert sum(beside > 0 for *_, beside in started[1:]) <= 3
+    assert len(started[1:]) == 12
 
 
 def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):

@@ -286,6 +286,14 @@ def sample():
     leaving = [record("1x2048", mode, tokens=16384, **less) for mode in ("offload", "mixed_40")]
     unmet = record("1x2048", "mixed_10", error="CaptureError: too little", slots=1)
     del unmet["ms"]
+    noise = {"forward_rel": 0.0, "grad_rel": 0.02, "grad_noise": 0.03}
+    others = [
+        record("siglip_2_images_27layers", "eager", tokens=8192, ms=135.0),
+        record("siglip_2_images_27layers", "plugin", tokens=8192, ms=134.0, ratio=0.99, memory_gb=7.9, **noise),
+        record("qwen25_vl_8mix_32layers", "eager", tokens=6720, ms=600.0),
+        record("qwen25_vl_8mix_32layers", "plugin", tokens=6720, ms=180.0, ratio=0.3, memory_gb=14.1, **noise),
+        record("qwen25_vl_8mix_32layers", "plugin_fast", tokens=6720, ms=120.0, ratio=0.2, **noise),
+    ]
     broken = record("mixed_28x2560", "eager", error="out of memory: x")
     del broken["ms"]
     return {
@@ -295,6 +303,7 @@ def sample():
         "steps": [*steps, broken],
         "vision_precision": precise,
         "offload": [record("1x2048", "none", tokens=16384, **moved), *leaving, unmet],
+        "encoders": others,
     }
 
 
@@ -325,6 +334,10 @@ def test_tables_of_the_page(folder):
     assert lines(parts["precision"], "| 1x448 | 27 | plugin_fast |")[0].endswith(
         "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
     )
+    assert lines(parts["encoders"], "| qwen25_vl_8mix | 32 | 6720 |")[0].endswith(
+        "| 600.0 | 180.0 | **0.30** | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
+    )
+    assert lines(parts["encoders"], "| siglip_2_images | 27 |")[0].endswith("| 3.0e-02 |  |  | 7.9 |")
     assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
     assert lines(parts["memory"], "| 1x2048 | 1 | mixed 40 |")[0].endswith(

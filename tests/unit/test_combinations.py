@@ -100,9 +100,17 @@ REFUSED = {
         f"{VISION} ddp.use_megatron_fsdp=true",
         "ddp.use_megatron_fsdp",
     ),
+    "PyTorch's FSDP2 with vision graphs, or with `full_iteration` on a model that takes images": (
+        f"{VISION} dist.use_torch_fsdp2=true",
+        "dist.use_torch_fsdp2",
+    ),
     "vision graphs with recompute that reaches the vision encoder": (
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
+    ),
+    "images that move between ranks, with context parallelism": (
+        f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
+        "vision_cuda_graph_balance",
     ),
     "the run-time check with graphs of parts of layers": (
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
@@ -125,8 +133,16 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",
     ),
-    "packed-sequence graphs with context parallelism": (
-        f"{TE} {PACKED} context_parallel_size=2",
+    "packed-sequence graphs with context parallelism in another way than `p2p`": (
+        f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
+        "model.cp_comm_type",
+    ),
+    "packed-sequence graphs of a model with Mamba layers with context parallelism": (
+        f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2",
+        "model.context_parallel_size",
+    ),
+    "packed-sequence graphs with context parallelism on a model that takes images": (
+        f"{TE} {PACKED} {VISION} context_parallel_size=2",
         "model.context_parallel_size",
     ),
     "packed-sequence graphs with recompute": (
@@ -244,6 +260,9 @@ ACCEPTED = [
     f"{TE} {VISION} cuda_graph_modules=attn,mlp",
     f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
     f"{TE} {PACKED}",
+    f"{TE} {PACKED} context_parallel_size=2",
+    f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=p2p",
+    f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=a2a",
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",

@@ -10,6 +10,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import find_encoder
 from bridge_cg_plugin.upstream.hugging_face import QWEN25_VL, SIGLIP
 from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 
 from .hugging_face_towers import (
     SIDE,
@@ -74,6 +75,35 @@ def test_one_capture_replays_every_size_as_eager(case):
                 assert_equal_results(case.results(model, size, seed), expected[seed])
         assert graphs.statistics().fallbacks == {}
         assert graphs.statistics().replays == 2 * len(case.sizes)
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+def test_layers_of_odd_widths_equal_eager(kernels):
+    """7B's MLP is 3420 wide: fast kernels multiply aligned matrices in its backward."""
+    model = new_qwen25(intermediate_size=50)
+    expected = [WINDOWS.results(model, size) for size in WINDOWED]
+    with graphs_on(model, kernels=kernels, **WINDOWS.options):
+        for size, result in zip(WINDOWED, expected, strict=True):
+            assert_equal_results(WINDOWS.results(model, size), result)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(50, 32), (32, 50), (13, 7), (16, 24)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_aligned_backward_is_the_linear_layers(outputs, inputs, bias):
+    linear, x = nn.Linear(inputs, outputs, bias=bias), torch.randn(20, inputs, requires_grad=True)
+    assert is_misaligned(linear) == (outputs % 8 != 0 or inputs % 8 != 0)
+    found, expected = aligned_linear(x, linear.weight, linear.bias), linear(x)
+    assert torch.equal(found, expected)
+    wanted, weight = [x, *linear.parameters()], torch.randn(20, outputs)
+    gradients = [torch.autograd.grad((y * weight).sum(), wanted) for y in (found, expected)]
+    assert_close(*gradients, TOLERANCE)
+
+
+def test_an_aligned_backward_computes_what_is_asked_for():
+    linear, x = nn.Linear(7, 13), torch.randn(4, 7)
+    linear.weight.requires_grad = False
+    aligned_linear(x, linear.weight, linear.bias).sum().backward()
+    assert linear.weight.grad is None and torch.equal(linear.bias.grad, torch.full((13,), 4.0))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -255,6 +285,15 @@ def test_parts_of_layers_are_refused(case):
         graphs_on(case.new(), modules=("attn",), **case.options),
     ):
         pass
+
+
+@every_encoder
+@pytest.mark.parametrize("attention", ["cudnn", "flash"])
+def test_attention_that_the_encoder_does_not_have_is_said_to_be_so(case, attention, capsys):
+    with graphs_on(case.new(), attention=attention, **case.options):
+        pass
+    said = f"vision_cuda_graph_attention={attention}: this encoder's attention is not Transformer Engine's"
+    assert f"{said}; attention stays as it is" in capsys.readouterr().out
 
 
 @every_encoder

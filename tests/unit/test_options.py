@@ -119,6 +119,7 @@ ACCEPTED = [
     ("memory_target_gb", "6.5", 6.5),
     ("offload_min_bytes", "65536", 65536),
     ("offload_host_gb", 32, 32.0),
+    ("balance", "0.1", 0.1),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -205,6 +206,8 @@ REFUSED = [
     ("offload_min_bytes", -1),
     ("offload_min_bytes", 0.5),
     ("offload_host_gb", float("inf")),
+    ("balance", 0),
+    ("balance", 1),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -294,6 +297,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
         "offload": tuple, "recompute": tuple, "memory_target_gb": float, "offload_min_bytes": int,
         "offload_host_gb": float,
+        "balance": float,
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

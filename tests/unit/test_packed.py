@@ -1,6 +1,7 @@
 """A GPT model's decoder on graphs of packed documents, against eager, through the reference executor."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.segments import write_offsets
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.packed.batch import PackedBatchError
+from bridge_cg_plugin.packed import program
+from bridge_cg_plugin.packed.batch import OFFSETS, PackedBatchError
 
 from .packs import ON_CPU, ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
 from .towers import assert_close, poison
@@ -98,6 +101,73 @@ def test_a_choice_holds_for_all_parts_of_layers(bare):
         assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
         del first, second
         gc.collect()
+
+
+PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)
+
+
+def on_parts(model, modules, **options):
+    """Put graphs of parts of layers on a model, each a region of its own."""
+
+    @contextmanager
+    def made():
+        values = {"capture": False, "cuda_graph_modules": modules, **options}
+        with graphs_on(model, pack(WARMUP), **values) as graphs:
+            graphs.family.parts = graphs.family.layer_parts
+            graphs.capture()
+            yield graphs
+
+    return made()
+
+
+@PARTS
+def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch):
+    written = []
+    monkeypatch.setattr(program, "write_offsets", lambda buffer, *args: written.append(write_offsets(buffer, *args)))
+    with on_parts(bare, modules) as graphs:
+        del written[:]
+        for lengths in ((30, 180, 77), (200, 120)):
+            expected = eager(bare, graphs, pack(lengths))
+            found = losses_and_gradients(bare, pack(lengths))
+            assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert len(written) == 2 * len(OFFSETS) and replayed(graphs) == 2 * len(graphs._regions)
+        for name in (*OFFSETS, "angles"):
+            addresses = {
+                buffers[name].data_ptr() for region in graphs._regions for buffers in region._slots[0].buffers.values()
+            }
+            assert len(addresses) == 1, name
+
+
+@PARTS
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
+    batches = [pack((30, 180, 77)), pack((250, 40), seed=1)]
+    wanted = [p for p in bare.parameters() if p.requires_grad]
+
+    def run():
+        losses = [bare(**batch).sum() for batch in batches]
+        return [torch.autograd.grad(losses[i], wanted) for i in order]
+
+    expected = run()
+    with on_parts(bare, modules, cuda_graph_packed_slots=2) as graphs:
+        for _ in range(2):
+            for found, right in zip(run(), expected, strict=True):
+                assert_close(found, right)
+        assert not graphs.statistics().fallbacks and replayed(graphs) == 4 * len(graphs._regions)
+
+
+def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
+    """Where another microbatch still holds a slot in one part, no part uses it."""
+    with on_parts(bare, ["attn"], cuda_graph_packed_slots=2) as graphs:
+        held = graphs._regions[1]._slots[0].take()
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        expected = eager(bare, graphs, pack((30, 180, 77)))
+        assert_close(found[1], expected[1])
+        other = graphs._regions[0]._slots[1].take()
+        losses_and_gradients(bare, pack((30, 180, 77)))
+        assert graphs.statistics().fallbacks == {"no_free_slot": 1} and replayed(graphs) == len(graphs._regions)
+        held.release()
+        other.release()
 
 
 @settings(max_examples=30)

@@ -15,13 +15,13 @@ def offsets_of(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
-def packed(offsets=None, tokens=TOKENS, kv=None, padded=None, longest=TOKENS, shards=1):
+def packed(offsets=None, tokens=TOKENS, kv=None, padded=None, longest=TOKENS, shards=1, ranks=1):
     offsets = offsets_of(0, 5, TOKENS) if offsets is None else offsets
     values = dict(zip(OFFSETS, (offsets, offsets if kv is None else kv), strict=True))
     values |= dict.fromkeys(PADDED_OFFSETS, padded)
-    hidden = torch.zeros(tokens // shards, 1, 4)
+    hidden = torch.zeros(tokens // (shards * ranks), 1, 4)
     longest = {} if longest is None else {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-    return pack_batch(hidden, torch.zeros(tokens, 1, 1, 2), values, longest, HostCopies().values, shards)
+    return pack_batch(hidden, torch.zeros(tokens, 1, 1, 2), values, longest, HostCopies().values, shards, ranks)
 
 
 BAD = {
@@ -37,6 +37,7 @@ BAD = {
     "padding": (packed, {"padded": offsets_of(0, 4, 12)}, "document 0 has 5 tokens in cu_seqlens_q and room for 4"),
     "padded too long": (packed, {"padded": offsets_of(0, 6, 14)}, "cu_seqlens_q_padded ends at 14"),
     "bound": (packed, {"longest": 6}, "max_seqlen_q=6, a document has 7 tokens"),
+    "chunks": (packed, {"ranks": 2}, "document 0 has 5 tokens in cu_seqlens_q: allowed are multiples of 4"),
     "padded bound": (
         packed,
         {"offsets": offsets_of(0, 5, 10), "padded": offsets_of(0, 5, 12), "longest": 6},
@@ -78,6 +79,11 @@ def test_tokens_are_counted_before_they_are_sharded():
     assert packed(shards=2).tokens == TOKENS
     with pytest.raises(PackedBatchError, match="the pack has 6 tokens"):
         packed(tokens=6)
+
+
+def test_documents_are_counted_before_ranks_share_them():
+    batch = packed(offsets_of(0, 3, 8), padded=offsets_of(0, 4, 12), ranks=2)
+    assert (batch.hidden.shape[0], batch.tokens, batch.lengths) == (6, TOKENS, (4, 8))
 
 
 def test_offsets_that_were_announced_are_not_read_from_the_device():

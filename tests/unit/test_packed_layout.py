@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bridge_cg_plugin.graphs.segments import fill_one_segment, write_offsets
+from bridge_cg_plugin.graphs.segments import fill_one_segment, fill_segments, write_offsets
 from bridge_cg_plugin.packed.layout import document_indices, spread, token_angles, token_positions
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
@@ -21,14 +21,20 @@ def angles_table(rows):
     return (torch.arange(rows)[:, None] * torch.tensor([1.0, 0.3, 0.05] * 2))[:, None, None, :]
 
 
-class OneRank:
-    """A context-parallel group of one rank."""
+class Group:
+    """A context-parallel group as one of its ranks sees it."""
+
+    def __init__(self, size=1, rank=0):
+        self._size, self._rank = size, rank
 
     def size(self):
-        return 1
+        return self._size
 
     def rank(self):
-        return 0
+        return self._rank
+
+
+ranks_of = st.sampled_from([(size, rank) for size in (1, 2, 3) for rank in range(size)])
 
 
 @given(documents, st.integers(0, 9), st.integers(0, 40))
@@ -60,32 +66,58 @@ def test_offsets_are_the_batchs_then_documents_of_no_tokens(lengths, room):
     assert buffer.tolist() == offsets.tolist() + [sum(lengths)] * room
 
 
+@given(documents, st.integers(0, 9), st.integers(0, 40))
+def test_a_last_document_reaches_the_end(lengths, room, padding):
+    offsets, end = offsets_of(lengths), sum(lengths) + padding
+    buffer = torch.full((len(offsets) + 1 + room,), -7, dtype=torch.int32)
+    write_offsets(buffer, offsets, end)
+    assert buffer.tolist() == [*offsets.tolist(), *[end] * (room + 1)]
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 9))
+def test_example_documents_fill_the_tokens(tokens, largest, more):
+    count = -(-tokens // largest) + more
+    buffer = torch.full((count,), -7, dtype=torch.int32)
+    fill_segments(buffer, tokens, largest)
+    lengths = buffer.diff().tolist()
+    assert buffer[0] == 0 and buffer[-1] == tokens and min(lengths) >= 0 and max(lengths) <= largest
+
+
 def test_example_offsets_are_one_document():
     buffer = torch.full((5,), -7, dtype=torch.int32)
     fill_one_segment(buffer, 64)
     assert buffer.tolist() == [0, 64, 64, 64, 64]
 
 
-@given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60))
-def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows):
+@given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60), ranks_of)
+def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows, group):
     """Also where the table has exactly as many rows as the pack has tokens, which upstream takes in another way."""
+    (size, rank), unit = group, 2 * group[0] if group[0] > 1 else 1
+    lengths = [unit * n for n in lengths]
     tokens, rows = sum(lengths), max(lengths) + more_rows
+    here, by_place = tokens // size, torch.tensor([rows == tokens])
     generator = torch.Generator().manual_seed(tokens)
-    t = torch.randn(tokens, 2, WIDTH, generator=generator).to(torch.bfloat16)
-    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=OneRank())
-    capacity = tokens + padding
+    t = torch.randn(here, 2, WIDTH, generator=generator).to(torch.bfloat16)
+    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=Group(size, rank))
+    capacity = tokens + unit * padding
     table = torch.zeros(capacity, 1, 1, WIDTH)
     table[: min(rows, capacity)] = angles_table(rows)[:capacity]
-    found = token_angles(table, torch.tensor([rows]), offsets_of(lengths, repeats), absolute=True)
-    assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:tokens])[:, 0], expected)
-    assert not found[tokens:].any()
+    found = token_angles(table, by_place, offsets_of(lengths, repeats), size, rank)
+    assert found.shape[0] == capacity // size
+    assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:here])[:, 0], expected)
+    assert not found[here:].any()
 
 
-@pytest.mark.parametrize("absolute, expected", [(True, [0, 1, 2, 3, 4]), (False, [0, 1, 0, 1, 2])])
-def test_a_table_of_as_many_rows_as_tokens(absolute, expected):
+@pytest.mark.parametrize("by_place, expected", [(True, [0, 1, 2, 3, 4]), (False, [0, 1, 0, 1, 2])])
+def test_a_table_of_as_many_rows_as_tokens(by_place, expected):
     table = torch.arange(5.0)[:, None, None, None]
-    found = token_angles(table, torch.tensor([5]), offsets_of([2, 3]), absolute)
+    found = token_angles(table, torch.tensor([by_place]), offsets_of([2, 3]))
     assert found.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("rank, expected", [(0, [0, 3, 0, 1, 6, 7]), (1, [1, 2, 2, 3, 4, 5])])
+def test_each_rank_holds_a_chunk_from_the_front_and_one_from_the_back(rank, expected):
+    assert token_positions(offsets_of([4, 8]), 6, 2, rank).tolist() == expected
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))

@@ -20,6 +20,7 @@ from examples.photographs.processes import TrainingFailed, TrainingProcess
         (["--tensor-parallel", "2"], 2, "TP2"),
         (["--tensor-parallel", "2", "--pipeline-parallel", "2"], 4, "TP2xPP2"),
         (["--data-parallel", "2", "--context-parallel", "2"], 4, "DP2xCP2"),
+        (["--data-parallel", "2", "--pipeline-parallel", "2", "--pipeline-chunks", "3"], 4, "DP2xPP2VP3"),
     ],
 )
 def test_a_command_line_says_a_layout(words, gpus, name):
@@ -38,15 +39,23 @@ def test_sizes_below_one_are_refused(size):
 
 
 @pytest.mark.parametrize(
-    "stages, layers, fits", [(1, 1, True), (2, 4, True), (2, 3, False), (4, 6, True), (4, 8, False)]
+    "stages, chunks, layers, fitting",
+    [(1, 1, 1, 1), (2, 1, 4, 4), (2, 1, 3, 4), (4, 1, 6, 6), (4, 1, 8, 6), (2, 2, 8, 8), (2, 2, 11, 10), (4, 2, 4, 12)],
 )
-def test_layers_of_the_stages(stages, layers, fits):
-    layout = Layout(pipeline=stages)
-    if fits:
-        layout.check_layers(layers)
+def test_layers_of_the_stages(stages, chunks, layers, fitting):
+    layout = Layout(pipeline=stages, chunks=chunks)
+    assert layout.fitting_layers(layers) == fitting
+    layout.check_layers(fitting)
+    if fitting == layers:
         return
-    with pytest.raises(ValueError, match=f"--pipeline-parallel {stages} with {layers} layers"):
+    with pytest.raises(ValueError, match=f"--pipeline-parallel {stages}.* with {layers} layers.*{fitting}x2048"):
         layout.check_layers(layers)
+
+
+@pytest.mark.parametrize("words", [["--pipeline-chunks", "0"], ["--pipeline-chunks", "2"]])
+def test_chunks_without_a_pipeline_are_refused(words):
+    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: allowed is 1, and more with"):
+        command.layout_of(command.parse(words))
 
 
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
@@ -62,11 +71,16 @@ def test_the_case_names_the_layout():
     assert gpu.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(context=2), Layout(data=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, chunks=2), Layout(context=2), Layout(data=2)],
+    ids=str,
+)
 def test_bridge_accepts_the_configuration_of_a_layout(layout):
     from examples.photographs import training
 
-    config = training.training_config(training.Run(layout=layout, small=True))
+    depth = layout.fitting_layers(4)
+    config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
     config.model.finalize()
     assert config.model.sequence_parallel is (layout.tensor > 1)
     assert config.ddp.average_in_collective is (layout.context == 1)

@@ -7,11 +7,12 @@ import pytest
 from torch import distributed
 
 from bridge_cg_plugin.graphs.program import Bucket
-from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks
+from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream import train_loop
 from bridge_cg_plugin.upstream.failures import named_failure
-from bridge_cg_plugin.upstream.graph_helper import most_microbatches
+from bridge_cg_plugin.upstream.schedules import most_microbatches
+from bridge_cg_plugin.vision.grids import token_count
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
@@ -47,6 +48,29 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
     )
 
 
+def test_ranks_are_as_far_apart_as_in_a_step_not_as_over_the_run():
+    first, second = RegionStatistics(step_tokens=[5, 9, 3, 4, 0]), RegionStatistics(step_tokens=[3, 9, 4, 0])
+    assert token_imbalance([first, second]) == pytest.approx((1.5 + 1.5 + 1.0) / 3)
+    assert token_imbalance([RegionStatistics(step_tokens=[0]), RegionStatistics(step_tokens=[0])]) == 0
+
+
+def test_patches_of_each_training_step_are_counted_replayed_or_not():
+    model = new_tower()
+    helper = helper_on(model)
+    for rows in (IMAGES, IMAGES):
+        with helper.graphs.step():
+            results(model, rows)
+    helper.create_cudagraphs()
+    with helper.graphs.step():
+        results(model, TOO_MANY_TOKENS)
+        results(model, IMAGES)
+    model.eval()
+    results(model, IMAGES)
+    images, many = token_count(IMAGES), token_count(TOO_MANY_TOKENS)
+    assert helper.graphs.statistics().step_tokens == [images, images, many + images]
+    helper.delete_cuda_graphs()
+
+
 def test_figures_of_one_rank_are_its_own():
     one = statistics(30, 10, 2**30)
     assert metrics_of_ranks([one], "v") == metrics(one, "v")
@@ -69,7 +93,11 @@ def state_of(rank, step, impl="transformer_engine"):
     board = Board() if rank == distributed.get_world_size() - 1 else None
     return SimpleNamespace(
         train_state=SimpleNamespace(step=step),
-        cfg=SimpleNamespace(logger=SimpleNamespace(log_interval=5), model=SimpleNamespace(vision_cuda_graph_impl=impl)),
+        cfg=SimpleNamespace(
+            logger=SimpleNamespace(log_interval=5),
+            model=SimpleNamespace(vision_cuda_graph_impl=impl),
+            dist=SimpleNamespace(distributed_timeout_minutes=10),
+        ),
         tensorboard_logger=board,
         wandb_logger=None,
     )

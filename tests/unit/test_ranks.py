@@ -9,7 +9,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, PeerFailed
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group, without_reductions
+from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group, without_messages
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -44,7 +44,7 @@ def replay_mixes():
 
 def test_one_rank_leaves_no_reduction_out():
     original = distributed.all_reduce
-    with without_reductions(None)():
+    with without_messages(None)():
         assert distributed.all_reduce is original
 
 

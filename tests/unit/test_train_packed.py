@@ -1,6 +1,7 @@
 """The training runs on packed documents: their data and configuration, and what is made of their results."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -28,16 +29,42 @@ def test_padding_is_a_document_that_no_loss_counts():
         assert padded["max_seqlen_q"] >= torch.diff(padded["cu_seqlens_q"]).max()
 
 
-@pytest.mark.parametrize("model", packed_training.MODELS)
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_bridge_takes_the_configuration(mode, model):
+@pytest.mark.parametrize(
+    "make, documents",
+    [
+        (packed_training.training_config, 8),
+        (partial(packed_training.training_config, model="mamba"), 8),
+        (packed_training.photograph_config, 4),
+    ],
+    ids=["dense", "mamba", "vl"],
+)
+def test_bridge_takes_the_configuration(mode, make, documents):
     from megatron.bridge.training.config import runtime_config_update
 
-    config = packed_training.training_config(mode, 50, "attn", model=model)
+    config = make(mode, 50, "attn")
     runtime_config_update(config)
     config.validate()
     graphs = (config.model.cuda_graph_impl, config.model.cuda_graph_max_packed_seqs)
-    assert graphs == (("transformer_engine", 8) if mode == "graphs" else ("none", None))
+    assert graphs == (("transformer_engine", documents) if mode == "graphs" else ("none", None))
+    assert config.dataset.enable_in_batch_packing and config.train.micro_batch_size > 1
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_photographs_are_as_long_as_the_longest_of_a_microbatch(rows):
+    provider = packed_training.photograph_config("eager", 2, rows=rows).dataset
+    made = provider.build_datasets(SimpleNamespace(train_samples=8, valid_samples=0, test_samples=0))[0]
+    lengths = set()
+    for first in range(0, 8, 2):
+        items = [made[first], made[first + 1]]
+        batch = made.collate_fn(items)
+        length = batch["tokens"].shape[1]
+        longest = max(int(item["tokens"].nonzero().max()) + 1 for item in items)
+        assert length == -(-longest // rows) * rows
+        assert batch["loss_mask"].sum() == sum(item["loss_mask"].sum() for item in items) > 0
+        assert {batch[name].shape for name in ("labels", "loss_mask", "position_ids")} == {(2, length)}
+        lengths.add(length)
+    assert len(lengths) > 1
 
 
 def runs(losses):
@@ -78,11 +105,11 @@ def test_every_run_has_its_process_and_words(monkeypatch):
             return {"step_ms": [1.0], "rows": words[5]}
 
     monkeypatch.setattr(train_packed, "TrainingProcess", Process)
-    found = train_packed.train_all(5, "attn", "mamba")
+    found = train_packed.train_all(5, "qwen3_vl", "attn")
     assert list(found) == [*train_packed.EAGER_RUNS, "plugin"]
     assert [run["step_ms"] for run in found.values()] == [[1.0], None, None, None, [1.0]]
     assert trained[:2] == [
-        ("eager", ("--steps", "5", "--model", "mamba", "--rows", "1")),
-        ("graphs", ("--steps", "5", "--model", "mamba", "--modules", "attn")),
+        ("eager", ("--steps", "5", "--model", "qwen3_vl", "--rows", "1")),
+        ("graphs", ("--steps", "5", "--model", "qwen3_vl", "--modules", "attn")),
     ]
     assert [run["rows"] for run in found.values()][:4] == ["1", "1", "64", "256"]

@@ -24,9 +24,11 @@ from .mixes import (
 from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results, tower
 
 
+@pytest.mark.parametrize("deepstack", [True, False], ids=["qwen3-vl", "qwen3.5-vl"])
 @pytest.mark.parametrize("modules", MODULES)
-def test_one_capture_replays_every_mix_as_eager(modules):
-    model = new_tower()
+def test_one_capture_replays_every_mix_as_eager(modules, deepstack):
+    model = new_tower(deepstack=deepstack)
+    assert len(forward(model, IMAGES)) == (3 if deepstack else 1)
     expected = [results(model, rows, seed) for seed, rows in enumerate(FITTING)]
     with graphs_on(model, modules=modules) as graphs:
         for seed, rows in enumerate(FITTING):
@@ -117,9 +119,10 @@ def test_small_microbatches_need_a_bucket_of_their_size(modules):
         assert graphs.statistics().fallbacks == {"too_few_tokens": 2 * regions(model, modules)}
 
 
+@pytest.mark.parametrize("deepstack", [True, False], ids=["qwen3-vl", "qwen3.5-vl"])
 @pytest.mark.parametrize("modules", MODULES)
-def test_a_frozen_encoder_replays_without_gradients(modules):
-    model = new_tower().requires_grad_(False)
+def test_a_frozen_encoder_replays_without_gradients(modules, deepstack):
+    model = new_tower(deepstack=deepstack).requires_grad_(False)
     expected = forward(model, IMAGES)
     with graphs_on(model, modules=modules) as graphs:
         poison(graphs, float("nan"))

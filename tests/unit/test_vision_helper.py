@@ -6,7 +6,7 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.graph_helper import active_helpers, microbatches_in_flight
+from bridge_cg_plugin.upstream.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from bridge_cg_plugin.upstream.qwen3_vl import find_vision_model
 
@@ -39,17 +39,6 @@ def test_slots_follow_the_pipeline_unless_given():
         )
         assert helper.graphs.slots == expected
         helper.graphs.detach()
-
-
-@pytest.mark.parametrize(
-    "stages, virtual, microbatches, expected",
-    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (4, 2, 16, 8), (1, 2, 8, 1), (None, None, 1, 1), (4, 1, 8, 4)],
-)
-def test_microbatches_of_the_first_stage(stages, virtual, microbatches, expected):
-    from types import SimpleNamespace
-
-    config = SimpleNamespace(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
-    assert microbatches_in_flight(config, microbatches) == expected
 
 
 class Holder(nn.Module):

@@ -116,7 +116,7 @@ def full_iteration():
     return {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
 
 
-def build(seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True):
+def build(seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True, deepstack: bool = True):
     """Build Bridge's model, in training mode, as a recipe's provider would, with vision layers that need no kernels."""
     start_single_process()
     torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def build(seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bo
     model = modelling.Qwen3VLModel(
         config,
         language_layers(),
-        vision_config(layers=2, width=32, heads=2, out=HIDDEN),
+        vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack=deepstack),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     model.model_type = ModelType.encoder_or_decoder  # as Bridge's provider sets it

@@ -25,17 +25,26 @@ def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
     return facts.recompute_granularity != "selective" or bool(reaches)
 
 
+_INSTEAD_OF_SHARDING = "Use DDP with the distributed optimizer."
+
+
+def _no_sharding(options: GraphOptions) -> str:
+    graphs = f"{VISION_IMPL}=transformer_engine" if options.vision.enabled else f"{IMPL}=full_iteration"
+    return f"false with {graphs}"
+
+
 VISION = (
     Combination(
         "Megatron-FSDP with vision graphs, or with `full_iteration` on a model that takes images",
         "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
         lambda o, f: f.megatron_fsdp and (o.vision.enabled or whole_language_model(o, f)),
-        lambda o, f: (
-            "ddp.use_megatron_fsdp",
-            True,
-            f"false with {f'{VISION_IMPL}=transformer_engine' if o.vision.enabled else f'{IMPL}=full_iteration'}",
-            "Use DDP with the distributed optimizer.",
-        ),
+        lambda o, f: ("ddp.use_megatron_fsdp", True, _no_sharding(o), _INSTEAD_OF_SHARDING),
+    ),
+    Combination(
+        "PyTorch's FSDP2 with vision graphs, or with `full_iteration` on a model that takes images",
+        "It frees gathered parameters after each module, a graph reads them where they were at capture",
+        lambda o, f: f.torch_fsdp and (o.vision.enabled or whole_language_model(o, f)),
+        lambda o, f: ("dist.use_torch_fsdp2", True, _no_sharding(o), _INSTEAD_OF_SHARDING),
     ),
     Combination(
         "vision graphs with recompute that reaches the vision encoder",
@@ -46,6 +55,17 @@ VISION = (
             f.recompute_granularity,
             f"null with {VISION_IMPL}=transformer_engine",
             f"Lower {PROVIDER_FIELDS['max_seq_length']} if memory is short.",
+        ),
+    ),
+    Combination(
+        "images that move between ranks, with context parallelism",
+        "The ranks that share a sequence repeat its images or divide them by themselves, with vision_dp_when_cp",
+        lambda o, f: o.vision.enabled and o.vision.balance is not None and (f.context_ranks or 1) > 1,
+        lambda o, f: (
+            PROVIDER_FIELDS["balance"],
+            o.vision.balance,
+            f"null with context_parallel_size={f.context_ranks}",
+            f"Unset {PROVIDER_FIELDS['balance']}.",
         ),
     ),
     Combination(

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..facts import Facts
     from ..graph_options import GraphOptions
 
+# Upstream's default, and the one way in which context-parallel ranks may exchange keys and values.
+RING = "p2p"
 SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router, CudaGraphModule.mamba)
 
 
@@ -33,6 +35,10 @@ def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
     language_model = options.language_model
     parts = (CudaGraphModule.attn, CudaGraphModule.mamba) if facts.mamba else (CudaGraphModule.attn,)
     return language_model.impl == "transformer_engine" and any(map(language_model.captures, parts))
+
+
+def _shares_documents(options: GraphOptions, facts: Facts) -> bool:
+    return _packs(options) and (facts.context_ranks or 1) > 1
 
 
 def _whole_layers(options: GraphOptions) -> bool:
@@ -125,13 +131,35 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism",
-        "Documents are cut into parts that several ranks hold, which the graphs' positions do not know yet",
-        lambda o, f: _packs(o) and (f.context_ranks or 1) > 1,
+        "packed-sequence graphs with context parallelism in another way than `p2p`",
+        "How keys and values are exchanged in the other ways was not looked at for packed documents",
+        lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {RING},
+        lambda o, f: (
+            "model.cp_comm_type",
+            ",".join(f.context_exchange),
+            f"{RING} with {_asked(o)} and context parallelism",
+            f"Set it to {RING}, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with context parallelism on a model that takes images",
+        "Bridge's model makes rotary angles for each rank in a way that the graphs do not know yet",
+        lambda o, f: _shares_documents(o, f) and (f.images or o.vision.enabled),
         lambda o, f: (
             "model.context_parallel_size",
             f.context_ranks,
-            f"1 with {_asked(o)}",
+            f"1 with {_asked(o)} on this model",
+            f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs of a model with Mamba layers with context parallelism",
+        "Mamba layers bring a sequence together from its ranks in their own way, which the graphs do not know yet",
+        lambda o, f: _shares_documents(o, f) and f.mamba,
+        lambda o, f: (
+            "model.context_parallel_size",
+            f.context_ranks,
+            f"1 with {_asked(o)} on a model with Mamba layers",
             f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
         ),
     ),

@@ -28,7 +28,7 @@ SEAMS = (
         touch="instance",
         purpose="a later pipeline stage takes its input from here, also while it is recorded",
         undo=RECORDED,
-        attributes=("layers", "pre_process", "input_tensor"),
+        attributes=("layers", "pre_process", "input_tensor", "pg_collection"),
         since=STACK_SINCE,
     ),
     Seam(

@@ -11,6 +11,8 @@ PROVIDERS = (
     (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
     *TOWER_PROVIDERS,
 )
+DROPS_STAGE = PROVIDERS[:2]  # do not tell their model which virtual pipeline stage it is
+MODEL_OF_PROVIDER = "Qwen3VLModel"
 MODELLING = f"{QWEN_VL}.modelling_qwen3_vl"
 MODEL, VISION_MODEL = f"{MODELLING}.model", f"{MODELLING}.vision_model"
 ATTENTION, BLOCK, PARTS = f"{MODELLING}.attention", f"{MODELLING}.transformer_block", f"{MODELLING}.utils"
@@ -52,8 +54,33 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
     )
 
 
+def _stage(module: str, provider: str) -> Seam:
+    return Seam(
+        name=f"{provider}.provide",
+        module=module,
+        target=f"{provider}.provide",
+        kind="function",
+        touch="extended",
+        purpose="an interleaved pipeline's model chunks know their virtual stage",
+        undo=RESTORED,
+        parameters=("pre_process", "post_process", "vp_stage"),
+        uses=(f"{MODEL_OF_PROVIDER}(",),
+        patched_by="virtual_stages",
+    )
+
+
 SEAMS = (
     *(entry for module, provider in PROVIDERS for entry in _provider(module, provider)),
+    *(_stage(module, provider) for module, provider in DROPS_STAGE),
+    Seam(
+        name="vlm_stage",
+        module=MODEL,
+        target="Qwen3VLModel",
+        kind="class",
+        touch="called",
+        purpose="the model takes the virtual stage that it is of an interleaved pipeline",
+        parameters=("vp_stage",),
+    ),
     Seam(
         name="vision_config",
         module=MODEL,

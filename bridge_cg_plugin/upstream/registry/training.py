@@ -122,7 +122,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the check reads these sections",
-        attributes=("model", "rng", "ddp", "train"),
+        attributes=("model", "rng", "ddp", "train", "dist"),
     ),
     Seam(
         name="global_state",

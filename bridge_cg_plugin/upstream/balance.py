@@ -1,0 +1,100 @@
+"""Images that move between Megatron's data-parallel ranks: their groups, and microbatches without an image."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ..options import PROVIDER_FIELDS, OptionError
+from ..vision.adapter import EncoderFamily
+from ..vision.exchange import ImageExchange
+
+
+def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None) -> ImageExchange | None:
+    """Return how a vision model's data-parallel ranks level their work; None where nobody asked or there is one rank.
+
+    Every rank of the group calls it, ranks of other pipeline stages need not.
+
+    Args:
+        model: The vision model.
+        family: Its family.
+        share: `vision_cuda_graph_balance`.
+
+    Raises:
+        OptionError: Images of this family cannot move.
+
+    """
+    if share is None:
+        return None
+    if family.movable is None:
+        raise OptionError(
+            PROVIDER_FIELDS["balance"],
+            share,
+            f"null with {family.name}'s encoder",
+            "Its images stay on their ranks; unset the field.",
+        )
+    group = getattr(getattr(model, "pg_collection", None), "dp", None)
+    if group is None or group.size() == 1:
+        return None
+    ranks = distributed.get_process_group_ranks(group)
+    return ImageExchange(
+        _group(ranks, "gloo"),
+        _group(ranks, distributed.get_backend(group)),
+        share,
+        family.movable(model),
+        lambda: any(parameter.requires_grad for parameter in model.parameters()),
+    )
+
+
+def _group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
+    return distributed.new_group(ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True)
+
+
+def _timeout() -> timedelta:
+    """Return the time-out of the job's own group."""
+    device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
+    return distributed.group.WORLD._get_backend(device).options._timeout
+
+
+class ImagelessMicrobatches:
+    """Lets a model take part in the exchange in microbatches that have no image, when its encoder is not called.
+
+    The token embedding, which every microbatch calls after the encoder, is where that shows.
+
+    Args:
+        holder: The module that holds the vision model and the language model.
+        vision_model: The vision model.
+        take_part: Takes part without an image; returns what the loss must depend on.
+    """
+
+    def __init__(self, holder: nn.Module, vision_model: nn.Module, take_part: Callable[[], Tensor | None]) -> None:
+        self._take_part = take_part
+        self._due = False
+        embedding = getattr(getattr(holder, "language_model", None), "embedding", None)
+        self._handles = []
+        if embedding is not None:
+            self._handles = [
+                holder.register_forward_pre_hook(self._began),
+                vision_model.register_forward_pre_hook(self._has_images),
+                embedding.register_forward_hook(self._embedded),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _began(self, *unused: Any) -> None:
+        self._due = True
+
+    def _has_images(self, *unused: Any) -> None:
+        self._due = False
+
+    def _embedded(self, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if not self._due:
+            return None
+        self._due = False
+        needed = self._take_part()
+        return None if needed is None else output + needed.to(output)

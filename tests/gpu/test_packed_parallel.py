@@ -1,0 +1,42 @@
+"""Packed documents over two GPUs: tensor and context parallelism, against eager on the same ranks."""
+
+import pytest
+
+from scripts.performance import bench_packed_parallel as bench
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    return bench.run_layouts(bench.LAYOUTS, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture(params=bench.LAYOUTS)
+def found(layouts, request):
+    value = layouts[request.param]
+    assert not isinstance(value, str), value
+    return value
+
+
+def test_graphs_give_what_eager_gives_to_the_bit(found):
+    for rank in found["ranks"]:
+        assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
+
+
+def test_all_ranks_replay_or_run_eager_together(found):
+    first, second = found["ranks"]
+    assert first["fallbacks"] == second["fallbacks"] == dict.fromkeys(first["beyond"], 1)
+    assert first["replays"] == second["replays"] == len(first["far"]) + 1
+
+
+def test_a_rank_that_cannot_capture_makes_both_eager(found):
+    assert [rank["failing"] for rank in found["ranks"]] == [{"capture_failed": 1}] * 2
+
+
+def test_graphs_are_faster(found):
+    for rank in found["ranks"]:
+        for tokens, ms in rank["ms"].items():
+            assert ms["plugin"] < ms["eager"], f"{tokens} tokens: {ms}"
+
+
+def test_nothing_is_missed(found):
+    assert bench.misses(found) == []

@@ -1,0 +1,81 @@
+"""What Transformer Engine's context parallelism over packed documents asks the host: nothing, so it can be recorded.
+
+The ring (`cp_comm_type` p2p) with cuDNN's attention, which is what packed-sequence graphs record. Its kernels need a
+GPU; what it computes around them runs here, on tensors without values, where whatever reads one raises.
+"""
+
+import inspect
+import re
+
+import pytest
+import torch
+from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
+
+READS = re.compile(r"\.(item|cpu|tolist|numpy|nonzero)\(|torch\.(equal|allclose|nonzero|masked_select)\(|synchronize\(")
+# Steps of the ring, forward and backward, and what stands around it.
+STEPS = (
+    context_parallel.AttnFuncWithCPAndKVP2P,
+    context_parallel.attn_forward_func_with_cp,
+    context_parallel.cp_p2p_fwd_prepare_qkv,
+    context_parallel.cp_p2p_fwd_fused_attn,
+    context_parallel.cp_p2p_bwd_prepare_qkv,
+    context_parallel.cp_p2p_bwd_fused_attn,
+    context_parallel.flash_attn_p2p_communicate,
+    context_parallel._zero_thd_padding,
+    utils.get_thd_padding_mask,
+    backends.FusedAttention.forward,
+)
+
+
+def offsets(*values, device="meta"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_no_step_reads_the_device(step):
+    found = [line.strip() for line in inspect.getsource(step).splitlines() if READS.search(line)]
+    assert found == []
+
+
+@pytest.mark.parametrize("section", ["diagonal", "lower-triangle", "upper-triangle"])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_offsets_of_a_step_are_made_on_the_device(monkeypatch, section, gaps):
+    halves = []
+
+    def read_half(tensor, cu_seqlens, half):
+        halves.append(half)
+        return tensor.new_empty(tensor.shape[0] // 2, *tensor.shape[1:])
+
+    monkeypatch.setattr(context_parallel.tex, "thd_read_half_tensor", read_half)
+    monkeypatch.setattr(
+        context_parallel, "get_cu_seqlens_on_cp_rank", inspect.unwrap(context_parallel.get_cu_seqlens_on_cp_rank)
+    )
+    given = [torch.empty(8, 2, 4, device="meta") for _ in range(3)]
+    cu_seqlens, padded = offsets(0, 3, 16, 16), offsets(0, 2, 8, 8)
+    made = context_parallel.cp_p2p_fwd_prepare_qkv(
+        *given, "thd", gaps, cu_seqlens, cu_seqlens, padded, padded, None, None, 0, 1, 2, section
+    )
+    assert [each.shape for each in made[3:]] == [(4,), (4,)] and all(each.is_meta for each in made[3:])
+    assert halves == {"diagonal": [], "lower-triangle": [0, 0], "upper-triangle": [1]}[section]
+
+
+def test_a_padding_mask_is_made_on_the_device():
+    mask = utils.get_thd_padding_mask(8, offsets(0, 3, 7), offsets(0, 4, 8))
+    assert mask.is_meta and mask.shape == (8,)
+
+
+def test_a_token_behind_the_last_offset_is_out_of_bounds():
+    """Why padding is a document under context parallelism; once this passes it may lie behind the last offset again."""
+    cu_seqlens = offsets(0, 4, 8, device="cpu")
+    assert not utils.get_thd_padding_mask(8, cu_seqlens, cu_seqlens).any()
+    with pytest.raises(IndexError):
+        utils.get_thd_padding_mask(9, cu_seqlens, cu_seqlens)
+
+
+def test_padding_is_zeroed_by_a_mask_of_a_fixed_size():
+    """An index by the mask would be a shape that depends on values."""
+    source = inspect.getsource(context_parallel._zero_thd_padding)
+    assert "tensor[padding_mask] = 0" in source
+    gradients = torch.ones(8, 2)
+    context_parallel._zero_thd_padding((gradients,), offsets(0, 3, 7, device="cpu"), offsets(0, 4, 8, device="cpu"))
+    assert gradients[:, 0].tolist() == [1, 1, 1, 0, 1, 1, 1, 1]

@@ -1,0 +1,122 @@
+"""Bridge's Qwen3-VL as its provider builds it for a stage of a pipeline, on a CPU, with the schedule over it."""
+
+import copy
+import zlib
+from functools import partial
+from unittest import mock
+
+import torch
+from megatron.bridge.models import model_provider
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn import functional
+
+from examples.photographs.tower import vision_config
+
+from .vlm import HEADS, HIDDEN, IMAGE, SEQUENCE, START, VIDEO, VOCABULARY, WIDTH, language_layers, on_cpu, sample, state
+
+LAYERS = 8
+IMAGES = ([(4, 4)], [(4, 8), (4, 4)], [(8, 8)], [(4, 4), (4, 4)])
+
+
+def provider_of(stages: int, virtual: int | None = None, **changes):
+    """Return the provider of a small model in fp32."""
+    made = qwen3_vl_provider.Qwen3VLModelProvider(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=HEADS,
+        kv_channels=WIDTH,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=1,
+        seq_length=SEQUENCE,
+        language_max_sequence_length=SEQUENCE,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        hidden_dropout=0.0,
+        qk_layernorm=False,
+        mrope_section=[4, 2, 2],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        # One layer in each chunk of four interleaved stages must be enough for all features.
+        vision_config=vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack_visual_indexes=[1]),
+        out_hidden_size=HIDDEN,
+        share_embeddings_and_output_weights=False,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=False,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual,
+        **changes,
+    )
+    made.finalize()
+    made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return made
+
+
+def build_stage(provider):
+    """Return this rank's model chunks, with weights that depend on their place in the whole model alone."""
+    spec = mock.patch.object(
+        qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", lambda **_: language_layers()
+    )
+    with on_cpu(), spec:
+        chunks = model_provider._create_model(provider, ModelType.encoder_or_decoder, provider._pg_collection)
+    for chunk in chunks:
+        if chunk.vision_model is not None:
+            quarter = torch.arange(0, WIDTH // 2, 2, dtype=torch.float) / (WIDTH // 2)
+            chunk.vision_model.rotary_pos_emb.register_buffer("inv_freq", 1.0 / (10000.0**quarter), persistent=False)
+        for name, parameter in placed(chunk):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            with torch.no_grad():
+                drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+                parameter.copy_(drawn + ("norm" in name and name.endswith("weight")))
+    return [chunk.train() for chunk in chunks]
+
+
+def placed(chunk):
+    """Yield a chunk's parameters by their names in the whole model."""
+    numbers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.language_model.decoder.layers)}
+    prefix = "language_model.decoder.layers."
+    for name, parameter in chunk.named_parameters():
+        if name.startswith(prefix):
+            index, _, rest = name.removeprefix(prefix).partition(".")
+            name = f"{prefix}{numbers[int(index)]}.{rest}"
+        yield name, parameter
+
+
+def train_step(chunks, microbatches: int, seed: int = 0, images=IMAGES):
+    """Run a step of Bridge's forward step under megatron-core's schedule; return its losses and all gradients."""
+    samples = [sample(images[i % len(images)], seed + i) for i in range(microbatches)]
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.grad = None
+    schedule = schedules.get_forward_backward_func()
+    with on_cpu(), mock.patch.object(torch.cuda, "synchronize", lambda: None):
+        reports = schedule(
+            forward_step_func=partial(qwen3_vl_step.forward_step, state(False)),
+            data_iterator=[iter(copy.deepcopy(samples)) for _ in chunks],
+            model=chunks,
+            num_microbatches=microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+            **pipeline_groups(chunks),
+        )
+    gradients = {name: p.grad for chunk in chunks for name, p in placed(chunk) if p.grad is not None}
+    return [[float(v) for v in report["lm loss"]] for report in reports], gradients
+
+
+def pipeline_groups(chunks):
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        return {}
+    return {"pg_collection": chunks[0].pg_collection}

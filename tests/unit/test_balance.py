@@ -1,0 +1,222 @@
+"""Images that other data-parallel ranks encode: the plan, and that losses and gradients stay what they were."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import distributed
+
+from bridge_cg_plugin.options import OptionError, VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.vision import exchange
+from bridge_cg_plugin.vision.balance import plan_moves
+from bridge_cg_plugin.vision.grids import token_count
+from tests.ranks import run_ranks
+
+from .hugging_face_towers import new_qwen25, new_siglip
+from .stages import build_stage, provider_of, train_step
+from .test_rank_training import WIDTH, Model, no_gpu
+from .towers import DEFAULTS, assert_close, new_tower
+
+ROW = st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 8)).map(lambda r: (r[0], 2 * r[1], 2 * r[2]))
+GRIDS = st.lists(st.lists(ROW, max_size=6).map(tuple), min_size=1, max_size=6)
+
+
+def loads_of(grids, encoders):
+    loads = [0] * len(grids)
+    for rows, places in zip(grids, encoders, strict=True):
+        for row, rank in zip(rows, places, strict=True):
+            loads[rank] += token_count((row,))
+    return loads
+
+
+@given(GRIDS, st.sampled_from([0.01, 0.1, 0.4]))
+def test_a_plan_levels_what_pays_and_keeps_every_image(grids, share):
+    plan = plan_moves(grids, share)
+    before = [token_count(rows) for rows in grids]
+    if plan is None:
+        return
+    after = loads_of(grids, plan.encoders)
+    assert max(after) <= (1 - share) * max(before) and max(after) < max(before)
+    assert sum(after) == sum(before) and plan.moved > 0
+    assert all(load > 0 for load, had in zip(after, before, strict=True) if had)
+    assert sorted(row for rank in range(len(grids)) for row in plan.encoded(rank)) == sorted(sum(grids, ()))
+    for rank in range(len(grids)):
+        assert token_count(plan.encoded(rank)) == after[rank] == sum(plan.received(rank))
+        assert sum(plan.sent(rank)) == before[rank]
+        assert [plan.sent(rank)[to] for to in range(len(grids))] == [
+            plan.received(to)[rank] for to in range(len(grids))
+        ]
+        assert sorted(plan.order(rank)) == list(range(len(grids[rank])))
+        encoders = [plan.encoders[rank][place] for place in plan.order(rank)]
+        assert encoders == sorted(encoders)
+
+
+@given(GRIDS)
+def test_no_single_move_between_the_largest_and_the_smallest_would_help_a_plan(grids):
+    plan = plan_moves(grids, 1e-9)
+    encoders = plan.encoders if plan is not None else [[rank] * len(rows) for rank, rows in enumerate(grids)]
+    loads = loads_of(grids, encoders)
+    most, least = loads.index(max(loads)), loads.index(min(loads))
+    held = [
+        row
+        for rows, places in zip(grids, encoders, strict=True)
+        for row, e in zip(rows, places, strict=True)
+        if e == most
+    ]
+    assert all(token_count((row,)) >= loads[most] - loads[least] for row in held)
+
+
+@pytest.mark.parametrize(
+    "grids, share, expected",
+    [
+        ([((1, 4, 4),) * 2, ()], 0.1, ((1, 0), ())),
+        ([((1, 4, 4),), ()], 0.1, None),
+        ([((1, 4, 4),) * 5, ((1, 4, 4),) * 4], 0.1, None),
+        ([((1, 8, 8), (1, 4, 4)), ((1, 4, 4),)], 0.1, ((0, 1), (1,))),
+        ([((1, 8, 8), (1, 4, 4)), ((1, 4, 4),)], 0.3, None),
+    ],
+    ids=["two to one", "one image", "even", "pays", "does not pay"],
+)
+def test_plans(grids, share, expected):
+    plan = plan_moves(grids, share)
+    assert (plan and plan.encoders) == expected
+
+
+# Images of each rank in each of three microbatches; () is a text-only one.
+LARGE, SMALL = ((1, 8, 8), (1, 4, 8), (1, 8, 4)), ((1, 4, 4),)
+MICROBATCHES = {
+    2: ((LARGE, SMALL), (LARGE, SMALL), (SMALL, SMALL)),
+    3: ((LARGE, SMALL, LARGE), (SMALL, SMALL, LARGE), (SMALL + LARGE, SMALL, SMALL)),
+}
+
+
+def helper_on(model, encoder, balance, **options):
+    chosen = VisionGraphOptions(**{**DEFAULTS, "balance": balance, **options})
+    return VisionTECudaGraphHelper(model, encoder.config, num_microbatches=3, options=chosen)
+
+
+def train_own_and_moved(overlap, options):
+    """Train twice from the same weights: every image on its own rank, then where it pays on another."""
+    return [train_data_parallel(balance, overlap, options) for balance in (None, 0.1)]
+
+
+def train_data_parallel(balance, overlap, options):
+    """Train a step of three microbatches on images of this rank's own; return losses, `main_grad`s and counts."""
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4096)
+    with no_gpu():
+        model = DistributedDataParallel(config, ddp, Model())
+    helper = helper_on([model], model.module.vision_model, balance, **options)
+    helper.create_cudagraphs()
+    graphs = helper.graphs
+    model.zero_grad_buffer()
+    losses = []
+    with no_gpu():
+        with model.no_sync():
+            for index in range(2):
+                losses.append(model(MICROBATCHES[world][index][rank], 10 * rank + index))
+                losses[-1].backward()
+        losses.append(model(MICROBATCHES[world][2][rank], 10 * rank + 2))
+        losses[-1].backward()
+        model.finish_grad_sync()
+    statistics = graphs.statistics()
+    told = graphs.report()
+    counts = sum(bucket.tokens for bucket in statistics.buckets.values()), dict(statistics.fallbacks)
+    helper.delete_cuda_graphs()
+    return [float(loss) for loss in losses], [p.main_grad.clone() for p in model.parameters()], counts, told
+
+
+@pytest.mark.parametrize(
+    "world, overlap, options",
+    [(2, False, {}), (2, True, {}), (3, True, {}), (2, True, {"modules": ("mlp",)})],
+    ids=["two ranks", "overlap", "three ranks", "parts of layers"],
+)
+def test_reduced_gradients_and_losses_are_what_they_were(tmp_path, world, overlap, options):
+    ranks = run_ranks(world, train_own_and_moved, tmp_path, overlap, options)
+    for (losses, gradients, _, told), (others, sums, _, note) in ranks:
+        assert others == pytest.approx(losses, rel=1e-5)
+        assert_close(sums, gradients, 1e-4)
+        assert "balance:" not in told and "images of all ranks were moved, in " in note
+    if options:
+        return
+    apart, level = ([rank[balance][2][0] for rank in ranks] for balance in (0, 1))
+    assert sum(level) == sum(apart) and max(level) - min(level) < max(apart) - min(apart)
+    assert all(rank[1][2][1] == {} for rank in ranks)
+    assert apart == [sum(token_count(rows[rank]) for rows in MICROBATCHES[world]) for rank in range(world)]
+
+
+# The first has images that the second could encode, and the other way round; one microbatch has none at all.
+MIXED_TEXT = ([[(4, 4), (8, 4)], [], [], [(4, 4)]], [[], [(8, 8), (4, 4), (4, 4)], [], [(4, 4)]])
+
+
+def train_real_model(balance):
+    """Train a step of Bridge's whole model where ranks have microbatches without an image."""
+    rank = distributed.get_rank()
+    provider = provider_of(1)
+    (model,) = build_stage(provider)
+    helper = helper_on([model], model.vision_model, balance)
+    helper.create_cudagraphs()
+    losses, gradients = train_step([model], 4, 100 * rank, MIXED_TEXT[rank])
+    names = [name for name, _ in model.named_parameters()]
+    sums = [gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+    for gradient in sums:
+        distributed.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
+    exchanged = helper.graphs._exchange
+    counts = (exchanged.microbatches, exchanged.moved) if exchanged is not None else None
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    helper.delete_cuda_graphs()
+    left = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    return losses, dict(zip(names, sums, strict=True)), counts, (sum(hooks), sum(left))
+
+
+def train_real_model_twice():
+    return [train_real_model(balance) for balance in (None, 0.1)]
+
+
+def test_a_rank_without_images_encodes_those_of_others(tmp_path):
+    for (losses, sums, nothing, hooks), (others, found, counts, hooked) in run_ranks(
+        2, train_real_model_twice, tmp_path
+    ):
+        assert nothing is None and counts == (2, 2)
+        assert hooks[0] == hooks[1] == hooked[1] == hooked[0] - 3
+        assert torch.tensor(others).flatten().tolist() == pytest.approx(
+            torch.tensor(losses).flatten().tolist(), rel=1e-5
+        )
+        assert_close(list(found.values()), list(sums.values()), 1e-4)
+        assert float(sums["vision_model.patch_embed.proj.weight"].norm()) > 0
+
+
+def gather_many(images):
+    """Tell others of more images than fit, on the first rank."""
+    model = new_tower()
+    helper = helper_on(model, model, 0.1)
+    found = helper.graphs._exchange._gathered(((1, 2, 2),) * (images if distributed.get_rank() == 0 else 1))
+    return found
+
+
+@pytest.mark.parametrize("images", [exchange.MOST_IMAGES, exchange.MOST_IMAGES + 1])
+def test_ranks_hear_of_all_images_or_of_none(tmp_path, images):
+    found = run_ranks(2, gather_many, tmp_path, images)
+    fits = images <= exchange.MOST_IMAGES
+    assert found == [[((1, 2, 2),) * images, ((1, 2, 2),)] if fits else [(), ()]] * 2
+
+
+def build_alone():
+    model = new_tower()
+    return helper_on(model, model, 0.1).graphs._exchange is None
+
+
+def test_one_rank_has_nobody_to_exchange_with(tmp_path):
+    assert run_ranks(2, build_alone, tmp_path, tensor_model_parallel_size=2) == [True, True]
+
+
+@pytest.mark.parametrize("new", [new_qwen25, new_siglip])
+def test_images_of_other_encoders_stay_on_their_ranks(new):
+    model = new()
+    with pytest.raises(OptionError, match="vision_cuda_graph_balance=0.1: allowed is null with .*'s encoder"):
+        VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(impl="transformer_engine", balance=0.1))

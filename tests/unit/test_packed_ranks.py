@@ -1,0 +1,186 @@
+"""Packed-sequence graphs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
+
+import pytest
+import torch
+from torch import distributed
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.process_groups import sharing_groups, without_messages
+from scripts.performance.language_model import held
+from tests.ranks import run_ranks
+
+from .packs import graphs_on, losses_and_gradients, new_model, pack, part_of
+from .towers import assert_close
+
+TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
+LAYOUTS = pytest.mark.parametrize("sizes", [TP2, CP2], ids=["TP2", "CP2"])
+BUCKETS = {"cuda_graph_packed_buckets": [640, 1024]}
+PACKS = ((640,), (200, 380, 4), (140, 120, 260, 60, 24), (600, 300))
+ROOM = ((196, 388), (200, 400))
+
+
+def executor_of(model):
+    return ReferenceExecutor(isolated=without_messages(*sharing_groups(model.decoder)))
+
+
+def rank_pack(sizes, *args, **kwargs):
+    arguments = pack(*args, **kwargs)
+    return part_of(arguments, 2, distributed.get_rank()) if sizes == CP2 else arguments
+
+
+def replay(sizes, room=None, modules=()):
+    model = new_model(**sizes)
+    packs = [(lengths, None) for lengths in PACKS] if room is None else [room]
+    made = [rank_pack(sizes, lengths, seed, room) for seed, (lengths, room) in enumerate(packs)]
+    expected = [losses_and_gradients(model, arguments) for arguments in made]
+    with graphs_on(model, made[0], executor=executor_of(model), cuda_graph_modules=list(modules), **BUCKETS) as graphs:
+        found = [losses_and_gradients(model, arguments) for arguments in made]
+        statistics = graphs.statistics()
+        regions = len(graphs._regions)
+    assert not statistics.fallbacks, statistics.fallbacks
+    assert statistics.replays == len(made) * regions
+    for (losses, gradients), (eager, eagers) in zip(found, expected, strict=True):
+        assert_close([losses, *gradients], [eager, *eagers])
+    return found
+
+
+@LAYOUTS
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
+    ranks = run_ranks(2, replay, tmp_path, sizes, None, modules, **sizes)
+    assert len(ranks) == 2
+
+
+@LAYOUTS
+def test_documents_with_padding_between_them(tmp_path, sizes):
+    run_ranks(2, replay, tmp_path, sizes, ROOM, **sizes)
+
+
+def test_two_context_parallel_ranks_equal_one(tmp_path):
+    ranks = run_ranks(2, replay, tmp_path, CP2, **CP2)
+    whole = new_model()
+    for index, lengths in enumerate(PACKS):
+        losses = whole(**pack(lengths, index))
+        order = [place for rank in range(2) for place in held(lengths, 2, rank)]
+        assert_close([torch.cat([rank[index][0] for rank in ranks], 1)], [losses.detach()[:, order]])
+        weights = torch.empty_like(losses)
+        for rank in range(2):
+            places = held(lengths, 2, rank)
+            weights[0, places] = torch.linspace(0.5, 1.5, len(places))
+        wanted = [p for p in whole.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad((losses * weights).sum(), wanted)
+        summed = [sum(parts) for parts in zip(*(rank[index][1] for rank in ranks), strict=True)]
+        assert_close(summed, list(gradients))
+
+
+def fall_back(sizes):
+    """Return what a rank counts of packs that no graph takes, among others that one takes."""
+    model = new_model(**sizes)
+    with graphs_on(model, rank_pack(sizes, (640,)), executor=executor_of(model), **BUCKETS) as graphs:
+        for lengths in ((80,) * 8, (800, 400), (640,), (100, 60)):
+            losses_and_gradients(model, rank_pack(sizes, lengths))
+        return dict(graphs.statistics().fallbacks), graphs.statistics().replays
+
+
+@LAYOUTS
+def test_all_ranks_fall_back_together(tmp_path, sizes):
+    ranks = run_ranks(2, fall_back, tmp_path, sizes, **sizes)
+    counts = {"too_many_documents": 1, "too_many_tokens": 1, "too_few_tokens": 1}
+    assert ranks == [(counts, 1)] * 2
+
+
+def capture_failing_on_one_rank(sizes, strict):
+    model = new_model(**sizes)
+    arguments = rank_pack(sizes, (320,))
+    executor, calls = executor_of(model), []
+    record = executor.record
+
+    def failing(body, pool):
+        calls.append(body)
+        if distributed.get_rank() == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("made to fail")
+        return record(body, pool)
+
+    executor.record = failing
+    options = {"executor": executor, "cuda_graph_packed_strict": strict, "capture": False}
+    with graphs_on(model, arguments, **options) as graphs:
+        if strict:
+            with pytest.raises(Exception, match="made to fail"):
+                graphs.capture()
+            return graphs.failure, None
+        assert not graphs.capture()
+        losses_and_gradients(model, arguments)
+        return graphs.failure, dict(graphs.statistics().fallbacks)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, sizes, strict):
+    first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, sizes, strict, **sizes)
+    assert first[0].startswith("PeerFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
+    assert second[0].startswith("OutOfMemoryInCapture: made to fail")
+    assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
+
+
+def exchange_in_silence():
+    """Return what exchanges give inside a silent group, and one that is not inside it."""
+    ranks, rank = distributed.group.WORLD, distributed.get_rank()
+    own = [distributed.new_group([each]) for each in range(2)][rank]
+    mine, other, whole = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(4)
+    with without_messages(ranks)():
+        operations = [
+            distributed.P2POp(distributed.isend, mine, 1 - rank, ranks),
+            distributed.P2POp(distributed.irecv, other, 1 - rank, ranks),
+        ]
+        waited = [request.wait() for request in distributed.batch_isend_irecv(operations)]
+        waited.append(distributed.irecv(other, 1 - rank, group=ranks).wait())
+        waited.append(distributed.all_gather_into_tensor(whole, mine, group=ranks, async_op=True).wait())
+        distributed.all_reduce(mine, group=ranks)
+        alone = mine.clone()
+        distributed.all_gather_into_tensor(alone, mine, group=own)
+    restored = [distributed.P2POp(distributed.isend, mine, 1 - rank, ranks).op is distributed.isend]
+    return [each.tolist() for each in (mine, other, whole, alone)], waited, restored
+
+
+def test_exchanges_of_other_groups_go_on_in_silence(tmp_path):
+    for rank, (values, waited, restored) in enumerate(run_ranks(2, exchange_in_silence, tmp_path)):
+        assert values == [[1.0 + rank] * 2, [0.0] * 2, [0.0] * 4, [1.0 + rank] * 2]
+        assert waited == [True] * 3 and restored == [True]
+
+
+def see_other_packs(sizes):
+    model = new_model(**sizes)
+    with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
+        model(**rank_pack(sizes, (320,)))
+        if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
+            graphs._observed[0] = type(graphs._observed[0])(
+                **{**{n: getattr(graphs._observed[0], n) for n in graphs._observed[0].__slots__}, "tokens": 640}
+            )
+        graphs.capture()
+        return graphs.failure
+
+
+def test_ranks_that_saw_other_packs_do_not_capture(tmp_path):
+    for failure in run_ranks(2, see_other_packs, tmp_path, TP2, **TP2):
+        assert "ranks planned different buckets" in failure
+
+
+def refused(changes, options):
+    model = new_model(context_parallel_size=2, **changes)
+    try:
+        with graphs_on(model, capture=False, **options):
+            return None
+    except OptionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "changes, options, said",
+    [
+        ({"cp_comm_type": "a2a"}, {}, "model.cp_comm_type='a2a': allowed is p2p with cuda_graph_max_packed_seqs=6"),
+        ({}, {"cuda_graph_packed_buckets": [322]}, "cuda_graph_packed_buckets=322: allowed is multiples of 4"),
+    ],
+)
+def test_what_context_parallel_ranks_cannot_do_is_refused(tmp_path, changes, options, said):
+    assert all(said in (error or "") for error in run_ranks(2, refused, tmp_path, changes, options, **CP2))
