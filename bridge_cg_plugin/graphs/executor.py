@@ -100,7 +100,8 @@ class CudaGraphExecutor:
         self._hooks = pre_warmup_hook, post_warmup_hook
 
     def new_pool(self) -> tuple[int, int]:
-        """See `Executor`."""
+        """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any."""
+        torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
