@@ -146,6 +146,23 @@ def precision(records: Records) -> str:
     return table(header, rows) if rows else ""
 
 
+def memory(records: Records) -> str:
+    """Return memory against time of graphs whose activations leave the device."""
+    rows = []
+    for r in records:
+        head = [r["case"], r["slots"], r["mode"].replace("_", " ")]
+        if "error" in r:
+            rows.append([*head, *[""] * 7, _code(r["error"])])
+            continue
+        rows.append(
+            [*head, number(r, "memory_gb"), f"**{number(r, 'memory_ratio', '.0%')}**", number(r, "ms")]
+            + [f"**{number(r, 'ratio', '.3f')}**", number(r, "pinned_gb"), number(r, "copy_ms", ".0f")]
+            + [number(r, "copy_overlap", ".0%"), "yes" if r["bit_equal"] else "NO"]
+        )
+    header = ["case", "slots", "mode", "device GiB", "of none's", "ms", "over none's", "host GiB", "copies ms"]
+    return table([*header, "beside kernels", "outputs bit-equal"], rows) if rows else ""
+
+
 def encoders(records: Records) -> str:
     """Return times of the encoders beside Qwen3-VL's, with parity."""
     eager, exact, fast = (by_case(records, mode) for mode in ("eager", "plugin", "plugin_fast"))
@@ -173,9 +190,12 @@ def picture(folder: Path, name: str, text: str) -> str:
 
 def page_parts(folder: Path) -> dict[str, str]:
     """Return what stands between each pair of marks of docs/performance.md."""
-    bench, profile, coco, step, fp32, others = (
+    bench, profile, coco, step, fp32, others, moved = (
         read_records(folder / f"{name}.jsonl")
-        for name in ("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision", "encoders")
+        for name in (
+            *("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision"),
+            *("encoders", "offload"),
+        )
     )
     return {
         "goals": with_origin(goals(bench), bench),
@@ -186,6 +206,8 @@ def page_parts(folder: Path) -> dict[str, str]:
         "families": with_origin(families(profile), profile),
         "families-plot": picture(folder, "families.svg", "GPU time by families of kernels"),
         "precision": with_origin(precision(fp32), fp32),
+        "memory": with_origin(memory(moved), moved),
+        "memory-plot": picture(folder, "memory.svg", "device memory against time, offloading and recompute"),
         "encoders": with_origin(encoders(others), others),
         "sizes": with_origin(sizes(coco), coco),
         "steps": with_origin(steps(step), step),
