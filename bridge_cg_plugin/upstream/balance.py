@@ -24,7 +24,6 @@ def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None)
 
     Raises:
         OptionError: Images of this family cannot move.
-
     """
     if share is None:
         return None

@@ -20,6 +20,7 @@ from .environment import check_process
 from .graph_helper import default_executor
 from .language_model import LENGTH_PATCH
 from .patches import Patch
+from .process_groups import tensor_group
 from .qwen3_vl import holders
 from .random_states import random_states
 from .registry import seam
@@ -79,7 +80,7 @@ def make_graphs(chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int
         language_model,
         deepstack=len(model.vision_model.config.deepstack_visual_indexes),
         recording=recording,
-        executor=default_executor(random_states),
+        executor=default_executor(random_states, shared=tensor_group(model) is not None),
         warmup_steps=warmup_steps,
         before_replay=parameter_gather(chunks, language_model),
         reduction=gradient_reduction(chunks, language_model, pipelined=False),

@@ -68,18 +68,18 @@ def release_module(module: nn.Module) -> None:
 def default_executor(
     generators: Callable[[], Sequence[torch.Generator]] = tuple,
     isolated: Isolated = nullcontext,
-    launched: Callable[[str], None] | None = None,
+    shared: bool = False,
 ) -> Executor:
     """Return what can record on this machine.
 
     Args:
         generators: Returns what recorded work may draw random numbers from.
         isolated: Entered around passes whose values nobody reads.
-        launched: Called after each replay of a graph with what it was.
+        shared: Whether other ranks share what is recorded, so that a replay may wait for one of them.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
-    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=launched)
+    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=STALLS.launched if shared else None)
 
 
 def asks_for_graphs(config: Any) -> bool:

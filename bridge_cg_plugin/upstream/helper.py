@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ..graphs.executor import Executor
 from ..options import VisionGraphOptions, check_combinations, vision_options
@@ -17,7 +16,6 @@ from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module
 from .process_groups import peers_of, shared_group, tensor_group, without_messages
 from .schedules import microbatches_in_flight, stages_of
-from .stalls import STALLS
 
 GRIDS = HostGrids()
 
@@ -72,7 +70,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             vision_model,
             self.options,
             family,
-            executor or _executor(tensor),
+            executor or default_executor(isolated=without_messages(tensor), shared=tensor is not None),
             slots=microbatches_in_flight(source, num_microbatches),
             before_replay=parameter_gather(chunks, vision_model),
             reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
@@ -91,11 +89,6 @@ class VisionTECudaGraphHelper(GraphHelper):
             self._imageless.remove()
             self._imageless = None
         super().delete_cuda_graphs()
-
-
-def _executor(tensor: ProcessGroup | None) -> Executor:
-    """Return what records an encoder whose layers a group of ranks shares; None where one rank has them."""
-    return default_executor(isolated=without_messages(tensor), launched=STALLS.launched if tensor is not None else None)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -66,7 +66,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 microbatches_in_flight(config, count),
-                executor or default_executor(random_states, without_messages(*sharing_groups(decoder))),
+                executor or _executor(decoder),
             )
             for decoder in find_decoders(model)
         ]
@@ -139,6 +139,12 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
             decoder = getattr(holder, "decoder", None)
             if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
                 yield decoder
+
+
+def _executor(decoder: nn.Module) -> Executor:
+    """Return what records a decoder, whose layers ranks may share."""
+    groups = sharing_groups(decoder)
+    return default_executor(random_states, without_messages(*groups), shared=bool(groups))
 
 
 def _microbatches() -> int:

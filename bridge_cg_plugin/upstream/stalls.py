@@ -79,14 +79,14 @@ class StallWatch:
         if not self._limit_s:
             yield
             return
-        self._doing = _Since(doing, self._clock())
+        before, self._doing = self._doing, _Since(doing, self._clock())
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="bridge-cg-stalls", daemon=True)
             self._thread.start()
         try:
             yield
         finally:
-            self._doing = None
+            self._doing = before
 
     def launched(self, replay: str) -> None:
         """Note that a replay with collectives was launched on the current stream."""
@@ -103,7 +103,7 @@ class StallWatch:
         if replay is not None and now - replay.began > self._limit_s and not self._mark.query():
             self._end(
                 f"this rank ends in {doing.what}: the {replay.what} has not ended for {self._limit_s:.0f} s; another "
-                "rank that shares the encoder's layers did not come to its reductions"
+                "rank that shares these layers did not come to its reductions"
             )
         elif now - doing.began > WARN_AFTER * self._limit_s and not self._warned:
             self._warned = True

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks/README.md, the README's results, the tables of docs/performance.md and docs/packed.md.
+"""Write docs/benchmarks/README.md, the README's results, the tables of docs/performance.md, packed.md and parallel.md.
 
 python scripts/performance/tables.py
 """
@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.report.spread import FACTOR, Spread, compare_to_spread  # noqa: E402
+from scripts.performance.layouts_page import layout_parts  # noqa: E402
 from scripts.performance.markdown import Records, by_case, fill, origin, table  # noqa: E402
 from scripts.performance.packed_page import packed_parts  # noqa: E402
 from scripts.performance.page import page_parts  # noqa: E402
@@ -20,6 +21,7 @@ from scripts.performance.workloads import CASES  # noqa: E402
 FOLDER = ROOT / "docs/benchmarks"
 PAGE = ROOT / "docs/performance.md"
 PACKED = ROOT / "docs/packed.md"
+PARALLEL = ROOT / "docs/parallel.md"
 HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes.
 All modes, plots, and what remains above the limit are in [performance](../performance.md)."""
 
@@ -145,6 +147,7 @@ own spread up to that step. {origin(runs)}
     (FOLDER / "README.md").write_text(f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}")
     PAGE.write_text(fill(PAGE.read_text(), page_parts(FOLDER)))
     PACKED.write_text(fill(PACKED.read_text(), packed_parts(FOLDER)))
+    PARALLEL.write_text(fill(PARALLEL.read_text(), layout_parts(FOLDER)))
     readme = ROOT / "README.md"
     readme.write_text(fill(readme.read_text(), {"results": body.rstrip()}))
     return 0

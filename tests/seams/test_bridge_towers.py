@@ -105,7 +105,7 @@ def test_training_on_graphs_goes_as_eager(build, sample, sizes, family, attribut
 @every_model
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
-    monkeypatch.setattr(helpers, "default_executor", ReferenceExecutor)
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
     fields = {
         "vision_cuda_graph_buckets": list(BUCKETS),

@@ -8,6 +8,7 @@ import pytest
 
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_parallel
+from scripts.performance.layouts_page import layout_parts
 from scripts.performance.results import check_record, read_records
 
 
@@ -91,6 +92,22 @@ def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
         ("DP2", "plugin"): 5.0 / 6.25,
     }
     assert {record["microbatches"] for record in records.values()} == {3}
+
+
+def test_the_page_has_a_line_for_each_layout(started, tmp_path):
+    out = tmp_path / "parallel.jsonl"
+    words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--microbatches", "3", "--layouts", "DP2", "one GPU"]
+    assert bench_parallel.main(words) == 0
+    header, _, *lines = layout_parts(tmp_path)["layouts"].splitlines()
+    cells = [dict(zip(header.split(" | "), line.split(" | "), strict=True)) for line in lines if line.startswith("|")]
+    assert [each["| layout"] for each in cells] == ["| one_GPU", "| DP2"]
+    assert [each["ratio"] for each in cells] == ["**1.00**", "**0.78**"]
+    assert [(each["eager scales"], each["graphs scale |"]) for each in cells] == [
+        ("1.00", "1.00 |"),
+        ("0.62", "0.80 |"),
+    ]
+    assert cells[1]["graphs peak GiB"] == "1.0/2.0" and cells[1]["eager's spread"] == "inside"
+    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `python")
 
 
 def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
