@@ -18,6 +18,7 @@ from bridge_cg_plugin.upstream import (
     recipe_names,
     train_loop,
     training_config,
+    virtual_stages,
 )
 from bridge_cg_plugin.upstream.patches import Patch, bridge_release
 from bridge_cg_plugin.upstream.registry import SEAMS
@@ -37,6 +38,7 @@ GROUPS = (
     provider_fields,
     qwen3_vl,
     performance,
+    virtual_stages,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
 PATCHES = [patch for patch in EVERY if is_importable(patch.seam)]
