@@ -1,13 +1,15 @@
 """How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .activations import Activations
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
@@ -17,6 +19,24 @@ Isolated = Callable[[], AbstractContextManager[None]]
 
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+# Called around the warm-up of a recording.
+Hook = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def around(before: Hook, after: Hook) -> Iterator[None]:
+    """Call one function before and another after what runs inside, whether or not that fails."""
+    before()
+    try:
+        yield
+    finally:
+        after()
 
 
 class Executor(Protocol):
@@ -30,7 +50,10 @@ class Executor(Protocol):
         """Return a memory pool for the recordings of one slot."""
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
-        """Run the body outside any capture."""
+        """Run the body outside any capture, with all activations on the device."""
+
+    def observe(self, body: RegionBody, activations: Activations) -> None:
+        """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
 
     def record(self, body: RegionBody, pool: object) -> Recording:
         """Record the body."""
@@ -46,7 +69,13 @@ class CudaGraphExecutor:
         device: Where; None is the current device.
         generators: Returns what recorded work may draw random numbers from, besides the default generator.
         isolated: Entered around warm-up passes.
+        pre_warmup_hook, post_warmup_hook: Called once before and once after all warm-up passes of a recording. The
+            second is called after a pass that failed, too.
+        cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
+
+    Raises:
+        ValueError: An event without a stream.
     """
 
     name = "cuda_graph"
@@ -57,24 +86,42 @@ class CudaGraphExecutor:
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         isolated: Isolated = nullcontext,
         launched: Callable[[str], None] | None = None,
+        pre_warmup_hook: Hook = _nothing,
+        post_warmup_hook: Hook = _nothing,
+        cuda_graph_stream: torch.cuda.Stream | None = None,
+        cuda_graph_event: torch.cuda.Event | None = None,
     ) -> None:
+        self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
         self._stream = torch.cuda.Stream(self.device)
         self._generators = generators
         self.isolated = isolated
+        self._hooks = pre_warmup_hook, post_warmup_hook
 
     def new_pool(self) -> tuple[int, int]:
-        """See `Executor`."""
+        """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any."""
+        torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
+        with around(*self._hooks), self._aside(body):
+            for _ in range(WARMUP_PASSES):
+                run_once(body, make_output_gradients)
+
+    def observe(self, body: RegionBody, activations: Activations) -> None:
+        """See `Executor`."""
+        with self._aside(body):
+            run_with(body, activations)
+
+    @contextmanager
+    def _aside(self, body: RegionBody) -> Iterator[None]:
+        """Run passes of a body on the stream of recordings; afterwards no memory is left of them."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._stream), self.isolated():
-                for _ in range(WARMUP_PASSES):
-                    run_once(body, make_output_gradients)
+                yield
         finally:
             body.forget()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -83,7 +130,7 @@ class CudaGraphExecutor:
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
-        made = CudaGraphRecording(body, pool, self._stream, self._generators())
+        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
         return made if self._launched is None else ToldRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool) -> int:
@@ -100,22 +147,39 @@ class ReferenceExecutor:
     Args:
         device: Where; None is the CPU.
         isolated: Entered around warm-up passes, and where a graph would be captured, which runs nothing.
+        pre_warmup_hook, post_warmup_hook: See `CudaGraphExecutor`.
     """
 
     name = "reference"
 
-    def __init__(self, device: torch.device | None = None, isolated: Isolated = nullcontext) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        isolated: Isolated = nullcontext,
+        pre_warmup_hook: Hook = _nothing,
+        post_warmup_hook: Hook = _nothing,
+    ) -> None:
         self.device = device or torch.device("cpu")
         self.isolated = isolated
+        self._hooks = pre_warmup_hook, post_warmup_hook
 
     def new_pool(self) -> None:
         """See `Executor`."""
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
+        with around(*self._hooks):
+            try:
+                with self.isolated():
+                    run_once(body, make_output_gradients)
+            finally:
+                body.forget()
+
+    def observe(self, body: RegionBody, activations: Activations) -> None:
+        """See `Executor`."""
         try:
             with self.isolated():
-                run_once(body, make_output_gradients)
+                run_with(body, activations)
         finally:
             body.forget()
 
@@ -123,6 +187,7 @@ class ReferenceExecutor:
         """See `Executor`."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
+            body.join()
         body.forget()
         return ReferenceRecording(body, outputs)
 
@@ -137,3 +202,15 @@ def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients) -> No
     if body.has_backward:
         body.output_gradients = make_output_gradients(outputs)
         body.backward()
+
+
+def run_with(body: RegionBody, activations: Activations) -> None:
+    """Run forward and backward once with its activations kept by `activations`."""
+    before, body.activations = body.activations, activations
+    try:
+        body.forward()
+        body.join()
+        body.backward()
+        body.forget()
+    finally:
+        body.activations = before

@@ -1,8 +1,10 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -63,9 +65,8 @@ class GradientSinks:
 
     def moved(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
-        return any(
-            getattr(p, "main_grad", None) is not g for p, g in zip(self.parameters, self.main_grads, strict=True)
-        )
+        there = map(getattr, self.parameters, repeat("main_grad"), repeat(None))
+        return not all(map(operator.is_, there, self.main_grads))
 
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
@@ -96,8 +97,7 @@ class GradientSinks:
 
     def _hooked(self) -> bool:
         """Whether somebody else has a hook on a parameter."""
-        own = 1 if self._handles else 0
-        return any(_hooks(p) > own for p in self._accumulated)
+        return _hooks(self._accumulated) > len(self._handles)
 
     def hand_over(self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return what a replayed backward gives autograd for each receiver: placeholders, or copies."""
@@ -131,9 +131,10 @@ class GradientSinks:
         return mark
 
 
-def _hooks(parameter: nn.Parameter) -> int:
-    """How many hooks a parameter has; those on its node of the autograd graph cannot be seen."""
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+def _hooks(parameters: Sequence[nn.Parameter]) -> int:
+    """How many hooks parameters have; those on their nodes of the autograd graph cannot be seen."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sum(sum(map(len, filter(None, map(operator.attrgetter(kind), parameters)))) for kind in kinds)
 
 
 def _adder(

@@ -1,9 +1,10 @@
 """Stand-ins for a region's parameters while it is recorded."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from .modules import every_module
 
@@ -26,15 +27,23 @@ class ParameterAliases:
                     seen.setdefault(parameter)
         self.originals: tuple[nn.Parameter, ...] = tuple(seen)
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
-        self._signature = self._current_signature()
+        self._modules = [module for module, _, _ in self._places]
+        self._names = [name for _, name, _ in self._places]
+        self._expected = [parameter for _, _, parameter in self._places]
+        self._addresses, self._trained = self._memory(), self._training()
 
-    def _current_signature(self) -> tuple[tuple[int, bool], ...]:
-        return tuple((p.data_ptr(), p.requires_grad) for p in self.originals)
+    def _memory(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.originals))
+
+    def _training(self) -> list[bool]:
+        return list(map(operator.attrgetter("requires_grad"), self.originals))
 
     def moved(self) -> bool:
         """Whether a parameter was replaced or changed its memory or `requires_grad` since this object was made."""
-        replaced = any(module._parameters.get(name) is not parameter for module, name, parameter in self._places)
-        return replaced or self._current_signature() != self._signature
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        there = map(dict.get, map(operator.attrgetter("_parameters"), self._modules), self._names)
+        same = all(map(operator.is_, there, self._expected))
+        return not same or self._memory() != self._addresses or self._training() != self._trained
 
     @contextmanager
     def active(self) -> Iterator[dict[nn.Parameter, nn.Parameter]]:

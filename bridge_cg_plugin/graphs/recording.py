@@ -1,18 +1,22 @@
 """One region at one bucket: the work that is recorded, and its two ways of being run again."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .activations import Activations
 from .capture import capture_graph
 from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Bucket, Buffers, RegionProgram
+from .streams import ReplayStream
+
+MAIN_STREAM = ReplayStream()
 
 
 @dataclass(slots=True)
@@ -61,6 +65,11 @@ class RegionBody:
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
         training: Mode of the modules while they run; None leaves it as it is.
+
+    Attributes:
+        bucket: What is recorded for.
+        output_gradients: Buffers that the backward reads.
+        activations: What keeps the tensors that autograd saves; None leaves them where they are.
     """
 
     def __init__(
@@ -78,6 +87,8 @@ class RegionBody:
         specs = program.input_specs(bucket)
         self._differentiable = tuple(name for name, spec in specs.items() if spec.differentiable)
         self.output_gradients: tuple[Tensor, ...] = ()
+        self.bucket = bucket
+        self.activations: Activations | None = None
         self._live: tuple[tuple[Tensor, ...], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -88,6 +99,7 @@ class RegionBody:
             self._aliases.active() as aliases,
             training_mode(self._program.modules(), self._training),
             self._program.recording(),
+            self._saving(aliases),
         ):
             if self._sinks is not None:
                 for name in self._differentiable:
@@ -102,14 +114,33 @@ class RegionBody:
         outputs, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
-        with self._sinks.attached(aliases), self._program.recording():
+        restoring = nullcontext() if self.activations is None else self.activations.restoring()
+        with self._sinks.attached(aliases), self._program.recording(), restoring:
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         split = len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
 
+    @property
+    def static_bytes(self) -> int:
+        """Device memory of the buffers that the work reads."""
+        return sum(tensor.nbytes for tensor in (*self._buffers.values(), *self.output_gradients))
+
+    def join(self) -> None:
+        """Let the current stream wait for copies of activations that the last forward or backward began."""
+        if self.activations is not None:
+            self.activations.join()
+
     def forget(self) -> None:
         """Free the autograd graph of the last forward."""
         self._live = None
+        if self.activations is not None:
+            self.activations.forget()
+
+    def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
+        if self.activations is None or self._sinks is None:
+            return nullcontext()
+        held = (buffer for module in every_module(self._program.modules()) for buffer in module.buffers(recurse=False))
+        return self.activations.saving((*self._buffers.values(), *aliases.values(), *held))
 
     @property
     def name(self) -> str:
@@ -149,6 +180,7 @@ class ReferenceRecording:
         """See `Recording`."""
         for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
             static.copy_(fresh)
+        self._body.join()
 
     def backward(self) -> Gradients:
         """See `Recording`."""
@@ -166,26 +198,33 @@ class CudaGraphRecording:
         pool: tuple[int, int],
         stream: torch.cuda.Stream,
         generators: Sequence[torch.Generator] = (),
+        replay_stream: ReplayStream = MAIN_STREAM,
     ) -> None:
+        self._replay_stream = replay_stream
         self._forward = torch.cuda.CUDAGraph()
         self._backward: torch.cuda.CUDAGraph | None = None
         try:
             with capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
+                replay_stream.record_event(stream)
+                body.join()
             if body.has_backward:
                 self._backward = torch.cuda.CUDAGraph()
                 with capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
+                    replay_stream.record_event(stream)
         finally:
             body.forget()
 
     def forward(self) -> None:
         """See `Recording`."""
-        self._forward.replay()
+        with self._replay_stream.replaying():
+            self._forward.replay()
 
     def backward(self) -> Gradients:
         """See `Recording`."""
-        self._backward.replay()
+        with self._replay_stream.replaying():
+            self._backward.replay()
         return self._gradients
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .activations import Offloading
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
 from .gradients import GradientSinks, Reduction
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
-from .recording import TRAINING, Mode, RegionBody
+from .recording import TRAINING, Mode, Recording, RegionBody
 from .replay import BackwardObserver, replay
 from .slot import SharedInputs, Slot
 from .statistics import BucketStatistics, RegionStatistics
@@ -31,6 +32,7 @@ class Region:
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
         shared: Static inputs that it has in common with other regions.
+        offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
 
     Attributes:
         aliases: Stand-ins for the region's parameters, once captured.
@@ -50,6 +52,7 @@ class Region:
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
         shared: SharedInputs | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
@@ -63,6 +66,7 @@ class Region:
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
         self._reduction, self._shared = reduction, shared
+        self._offloading = offloading
         self._slots: list[Slot] = []
         self._looks_once = self._looked = False
         self.aliases: ParameterAliases | None = None
@@ -98,6 +102,7 @@ class Region:
         self._slots = slots
         self.sinks.watch()
         self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
+        self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
         self.statistics.capture_seconds += time.perf_counter() - started
 
     def _record_slot(self, slot: Slot) -> None:
@@ -148,11 +153,24 @@ class Region:
 
         try:
             self.executor.warm_up(body, output_gradients)
-            slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
+            if self._offloading is not None and mode.gradients:
+                slot.recordings[bucket, mode] = self._record_offloading(self._offloading, body, slot)
+            else:
+                slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
+
+    def _record_offloading(self, offloading: Offloading, body: RegionBody, slot: Slot) -> Recording:
+        """Record a body whose activations leave. A slot's first recording, the largest, shows what its pool takes."""
+        while True:
+            body.activations = offloading.prepare(self.executor, body, slot.index)
+            recording = self.executor.record(body, slot.pool)
+            if slot.recordings or offloading.accepts(body, self.executor.pool_bytes(slot.pool)):
+                return recording
+            del recording
+            slot.pool = self.executor.new_pool()
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
@@ -161,6 +179,8 @@ class Region:
         self._slots = []
         self._looked = False
         self.aliases = self.sinks = None
+        if self._offloading is not None:
+            self._offloading.release()
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""

@@ -16,6 +16,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
         total.static_bytes += part.static_bytes
+        total.pinned_bytes += part.pinned_bytes
         total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
         for bucket, counts in part.buckets.items():
             sums = total.buckets.setdefault(bucket, BucketStatistics())
@@ -37,6 +38,7 @@ def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
         f"{prefix}/replayed_share": statistics.replays / runs if runs else 0.0,
         f"{prefix}/padding_share": statistics.padding_share,
         f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
+        f"{prefix}/pinned_gb": statistics.pinned_bytes / GIB,
         **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
 
@@ -49,7 +51,7 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
     each = [metrics(rank, prefix) for rank in ranks]
     return {
         **total,
-        f"{prefix}/memory_gb": max(rank[f"{prefix}/memory_gb"] for rank in each),
+        **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
@@ -92,5 +94,7 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
         f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
         f"({statistics.static_bytes / GIB:.2f} static buffers)",
     ]
+    if statistics.pinned_bytes:
+        lines.append(f"offloaded activations: {statistics.pinned_bytes / GIB:.2f} GiB of page-locked host memory")
     lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
     return "\n".join(lines)

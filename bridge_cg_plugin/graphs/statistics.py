@@ -31,6 +31,8 @@ class RegionStatistics:
     """Counts of one region since it was made.
 
     Attributes:
+        static_bytes: Device memory of static buffers.
+        pinned_bytes: Page-locked host memory of offloaded activations.
         step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
             counts them.
     """
@@ -40,6 +42,7 @@ class RegionStatistics:
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
+    pinned_bytes: int = 0
     step_tokens: list[int] = field(default_factory=list)
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
@@ -79,6 +82,7 @@ class RegionStatistics:
             "capture_seconds": self.capture_seconds,
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
+            "pinned_bytes": self.pinned_bytes,
             "buckets": {
                 str(bucket): {
                     "replays": b.replays,

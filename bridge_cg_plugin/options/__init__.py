@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .activations import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .combinations import check_combinations, check_options
 from .errors import GraphOptionWarning, OptionError
 from .facts import Facts, facts_of
@@ -30,9 +31,12 @@ __all__ = [
     "MIGRATIONS",
     "MODULES",
     "OFFLOAD_FIELDS",
+    "OFFLOAD_MODULES",
     "PACKED_FIELDS",
     "PROVIDER_FIELDS",
+    "RECOMPUTE",
     "SCOPE_FIELD",
+    "ActivationOptions",
     "CudaGraphModule",
     "Facts",
     "GraphOptionWarning",

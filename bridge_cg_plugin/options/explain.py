@@ -73,7 +73,17 @@ def _vision(options: VisionGraphOptions) -> str:
     if not options.enabled:
         return "no graphs"
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
-    return f"one graph per bucket over {region}; {_buckets(options.buckets, options.max_seq_length)}"
+    buckets = _buckets(options.buckets, options.max_seq_length)
+    return "; ".join([f"one graph per bucket over {region}", buckets, *_activations(options)])
+
+
+def _activations(options: VisionGraphOptions) -> list[str]:
+    """Return what is said of activations: nothing where they stay."""
+    chosen = options.memory_target_gb is not None
+    target = [f"activations leave the device as {options.memory_target_gb:g} GiB a slot ask"] if chosen else []
+    offloaded = [f"activations of {_listed(list(options.offload))} go to the host"] if options.offload else []
+    again = [f"outputs of {_listed(list(options.recompute))} are made again"] if options.recompute else []
+    return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *again))]
 
 
 def _packed(options: PackedOptions) -> str:

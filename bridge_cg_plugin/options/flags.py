@@ -2,11 +2,12 @@
 
 import argparse
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import offload as offloading
+from .activations import OFFLOAD_MODULES, RECOMPUTE
 from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
 from .offload import OFFLOAD_FIELDS
@@ -52,6 +53,17 @@ def _packed(option: str, value: str, meaning: str) -> Flag:
     return Flag(name=field, field=field, value=value, meaning=meaning)
 
 
+def _activations(flag: Callable[[str, str, str], Flag]) -> tuple[Flag, ...]:
+    """Return the flags of regions whose activations leave the device."""
+    return (
+        flag("offload", "LIST", f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none"),
+        flag("recompute", "LIST", f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none"),
+        flag("memory_target_gb", "GIB", "device memory of a slot that a mix of offloading and recompute keeps to"),
+        flag("offload_min_bytes", "BYTES", "smallest activation that is offloaded or made again"),
+        flag("offload_host_gb", "GIB", "most page-locked host memory of a process"),
+    )
+
+
 def _offload(option: str, value: str, meaning: str) -> Flag:
     return Flag(name=f"{OFFLOAD}_{option}", field=OFFLOAD_FIELDS[option], value=value, meaning=meaning)
 
@@ -94,6 +106,7 @@ FLAGS = (
     ),
     _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
     _vision("balance", "PART", "images move between data-parallel ranks where that saves this part of the largest's"),
+    *_activations(_vision),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),
     _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),
@@ -109,6 +122,7 @@ FLAGS = (
     _packed("buckets", "LIST", "capacities in tokens of packs, ascending, or auto"),
     _packed("max_seqlen", "TOKENS", "tokens of the longest document that a graph takes"),
     _packed("slots", "N", "packs between forward and backward at once, or auto"),
+    *_activations(_packed),
     _packed("evaluation", "BOOL", "evaluation of packs runs on graphs too"),
     _packed("strict", "BOOL", "a failed capture of packed-sequence graphs stops the run"),
     Flag(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .activations import PARSERS as ACTIVATION_PARSERS
+from .activations import moves_activations
 from .errors import OptionError
 from .values import is_unset, parse_capacities, parse_flag, whole_number
 
@@ -17,6 +19,8 @@ class PackedOptions:
         buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
         max_seqlen: Tokens of the longest document that a graph takes; None is all that a bucket holds.
         slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
+        offload, recompute, memory_target_gb, offload_min_bytes, offload_host_gb: As in `VisionGraphOptions`, where all
+            layers are one region.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
     """
@@ -25,6 +29,11 @@ class PackedOptions:
     buckets: tuple[int, ...] | Literal["auto"] = "auto"
     max_seqlen: int | None = None
     slots: int | Literal["auto"] = "auto"
+    offload: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    memory_target_gb: float | None = None
+    offload_min_bytes: int = 1 << 20
+    offload_host_gb: float | None = None
     evaluation: bool = True
     strict: bool = False
 
@@ -32,6 +41,11 @@ class PackedOptions:
     def enabled(self) -> bool:
         """Whether packed-sequence graphs are asked for."""
         return self.max_packed_seqs is not None
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations are offloaded or made again."""
+        return moves_activations(self)
 
 
 # Option -> field of a model provider. The first keeps the name that the field has in upstream's later work.
@@ -46,6 +60,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "buckets": parse_capacities,
     "max_seqlen": whole_number(1),
     "slots": whole_number(1, "auto"),
+    **ACTIVATION_PARSERS,
     "evaluation": parse_flag,
     "strict": parse_flag,
 }

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .activations import PARSERS as ACTIVATION_PARSERS
+from .activations import check_region, moves_activations
 from .errors import OptionError
 from .values import (
     factor,
@@ -57,6 +59,14 @@ class VisionGraphOptions:
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
         balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks
             must save for them to move, in each microbatch; None moves nothing.
+        offload: Parts of the encoder whose activations go to page-locked host memory inside the forward's graph and
+            come back inside the backward's; None is none of them, or any of them under `memory_target_gb`.
+        recompute: What the backward's graph makes again instead of keeping it: outputs of LayerNorm, of GELU, of linear
+            layers (queries, keys and values, and the MLP's first layer); None as for `offload`.
+        memory_target_gb: Device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to;
+            `offload` and `recompute` then say what it may use. None does all that they say.
+        offload_min_bytes: Smallest activation that is offloaded or made again.
+        offload_host_gb: Most page-locked host memory of a process in GiB; None is its share of what the host has.
         evaluation: Whether evaluation runs on forward-only graphs.
         strict: Whether a failed capture stops the run instead of going on eager.
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
@@ -79,6 +89,11 @@ class VisionGraphOptions:
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
     balance: float | None = None
+    offload: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    memory_target_gb: float | None = None
+    offload_min_bytes: int = 1 << 20
+    offload_host_gb: float | None = None
     evaluation: bool = True
     strict: bool = False
     check_interval: int = 0
@@ -94,6 +109,11 @@ class VisionGraphOptions:
     def whole_encoder(self) -> bool:
         """Whether the encoder is one region."""
         return not self.modules or set(self.modules) == set(MODULES)
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations are offloaded or made again."""
+        return moves_activations(self)
 
 
 # Option -> field of a model provider. The first and the third are upstream's own.
@@ -141,6 +161,7 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
+        check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
 
@@ -176,6 +197,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
     "balance": part,
+    **ACTIVATION_PARSERS,
     "evaluation": parse_flag,
     "strict": parse_flag,
     "check_interval": whole_number(0),

@@ -3,7 +3,8 @@
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ from ..graphs.peers import Alone, Peers
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.slot import SharedInputs
-from ..options import OptionError, PackedOptions
-from ..options.packed import PACKED_FIELDS
+from ..offload.offloading import RegionOffloading, policy_of
+from ..options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .layout import spread
 from .program import SHARED, PackedProgram, PackLayout, RecordingKernels, Run
@@ -108,6 +109,7 @@ class DecoderFamily(Protocol):
     ranks: int
     rank: int
     kernels: RecordingKernels
+    known_activations: RecordingKernels
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
         """Return what a call says, or why a graph cannot serve it."""
@@ -227,6 +229,7 @@ class PackedGraphs(GraphedModule):
                 self._before_replay,
                 self._reduction,
                 shared if part.attribute else None,
+                offloading=self._offloading(),
             )
             region.capture()
             self._regions.append(region)
@@ -234,6 +237,12 @@ class PackedGraphs(GraphedModule):
                 self._install(part, region)
         self._regions[0].statistics.static_bytes += shared.nbytes
         return 0.0
+
+    def _offloading(self) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        if not self.options.moves_activations:
+            return None
+        return RegionOffloading(policy_of(self.options, PACKED_FIELDS), self.slots, self.executor.device)
 
     def _recorded(self) -> None:
         """See `GraphedModule`."""
@@ -286,8 +295,16 @@ class PackedGraphs(GraphedModule):
             0 if part.attribute else max(seen.additions for seen in self._observed),
         )
         return PackedProgram(
-            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, family.kernels
+            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels
         )
+
+    @contextmanager
+    def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.family.kernels(modules))
+            if self.options.moves_activations:
+                stack.enter_context(self.family.known_activations(modules))
+            yield
 
     def _install(self, part: DecoderPart, region: Region) -> None:
         followers = [_FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in part.followers]

@@ -14,6 +14,7 @@ from ..vision.fixed_size import SiglipAdapter
 from ..vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ..vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from ..vision.qwen25_vl import Qwen25VLAdapter
+from .activations import known_activations
 from .replaced import replaced
 
 WINDOW_ATTENTION = "Qwen2_5_VLVisionAttention"
@@ -117,5 +118,6 @@ QWEN25_VL = EncoderFamily(
     adapt=adapt_qwen25_vl,
     kernels=packed_window_attention,
     reordering_kernels=aligned_backward,
+    known_activations=known_activations,
 )
-SIGLIP = EncoderFamily(name="SigLIP", adapt=adapt_siglip)
+SIGLIP = EncoderFamily(name="SigLIP", adapt=adapt_siglip, known_activations=known_activations)

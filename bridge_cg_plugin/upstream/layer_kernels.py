@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
+from ..offload.registry import derive
 from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
@@ -171,5 +172,6 @@ def _mlp_forward(mlp: nn.Module, hidden_states: Tensor, per_token_scale: Tensor 
     if per_token_scale is not None:
         return type(mlp).forward(mlp, hidden_states, per_token_scale, **kwargs)
     x, bias = mlp.linear_fc1(hidden_states)
-    x = mlp.activation_func(x) if bias is None else bias_gelu(x, bias)
-    return mlp.linear_fc2(x)
+    made = mlp.activation_func(x) if bias is None else bias_gelu(x, bias)
+    derive(made, "gelu", (x,) if bias is None else (x, bias), mlp.activation_func if bias is None else bias_gelu)
+    return mlp.linear_fc2(made)

@@ -16,6 +16,7 @@ from ..options.language_model import MODULES
 from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
+from .activations import known_activations
 from .packed_layers import (
     MAX_SEQLENS,
     attention_and_router_part,
@@ -183,6 +184,8 @@ class TransformerBlockFamily:
                 **visual,
             )
         return (output,)
+
+    known_activations = staticmethod(known_activations)
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:

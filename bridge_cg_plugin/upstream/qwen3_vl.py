@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..options import PROVIDER_FIELDS, vision_options
 from ..vision.adapter import EncoderFamily, OtherAttention
 from ..vision.qwen3_vl import Qwen3VLAdapter, movable_images
+from .activations import known_activations
 from .direct_attention import (
     direct_attention,
     direct_attention_refusal,
@@ -84,6 +85,7 @@ QWEN3_VL = EncoderFamily(
     pack_segments=pack_segments,
     movable=movable_images,
     driven_by_bridge=True,
+    known_activations=known_activations,
 )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..graphs.modules import every_module
+from ..offload import never_offload
+from ..offload.registry import rewrite
 from .registry import seam
 from .registry.models import ATTENTION
 from .replaced import replaced
@@ -73,7 +75,9 @@ class _Rotation:
             return type(module).get_query_key_value_tensors(module, hidden_states, *args, **kwargs)
         mixed, _ = module.linear_qkv(hidden_states)
         heads = module.num_attention_heads_per_partition
-        parts = rotate_qkv(mixed.view(mixed.shape[0], -1), *self._table(self._angles), heads)
+        flat, table = mixed.view(mixed.shape[0], -1), self._table(self._angles)
+        parts = rotate_qkv(flat, *table, heads)
+        rewrite(flat, table, lambda whole, cos, sin: rotate_qkv(whole, cos, sin, heads))
         self._done = parts[0].untyped_storage().data_ptr()
         return tuple(part.unsqueeze(1) for part in parts)
 
@@ -96,5 +100,6 @@ class _Rotation:
         from ..vision.kernels.rotary import cos_and_sin
 
         if id(angles) not in self._tables:
-            self._tables[id(angles)] = (angles, *cos_and_sin(angles))
+            # All layers read them: offloaded, they would come back at once.
+            self._tables[id(angles)] = (angles, *map(never_offload, cos_and_sin(angles)))
         return self._tables[id(angles)][1:]

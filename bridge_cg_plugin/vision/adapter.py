@@ -121,6 +121,7 @@ class EncoderFamily:
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
+        known_activations: Entered like kernels where activations leave the device: notes what they are.
         pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
             `model.decoder` as a region of its own; None where the encoder has no such layers.
         movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
@@ -135,6 +136,7 @@ class EncoderFamily:
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
+    known_activations: RecordingKernels = nullcontext
     pack_segments: PackSegments | None = None
     movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False

@@ -26,7 +26,8 @@ from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.statistics import RegionStatistics
-from ..options import VisionGraphOptions
+from ..offload.offloading import RegionOffloading, policy_of
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import NO_OTHER_ATTENTION, EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
@@ -279,6 +280,7 @@ class VisionGraphs(GraphedModule):
         entered += [family.reordering_kernels] if fast else []
         entered += [family.direct_attention.kernels] if self._attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
+        entered += [family.known_activations] if options.moves_activations else []
         with ExitStack() as stack:
             for kernels in entered:
                 stack.enter_context(kernels(modules))
@@ -294,9 +296,24 @@ class VisionGraphs(GraphedModule):
             buckets = [Bucket(c, (frames,) if part == "attn" else ()) for c in capacities]
             programs = layer_parts(layers, part, self.family.pack_segments, options.exact_below, self._kernels)
         return [
-            Region(p, self.executor, buckets, self.slots, self.options.evaluation, self._before_replay, self._reduction)
+            Region(
+                p,
+                self.executor,
+                buckets,
+                self.slots,
+                self.options.evaluation,
+                self._before_replay,
+                self._reduction,
+                offloading=self._offloading(),
+            )
             for p in programs
         ]
+
+    def _offloading(self) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        if not self.options.moves_activations:
+            return None
+        return RegionOffloading(policy_of(self.options, PROVIDER_FIELDS), self.slots, self.executor.device)
 
     def _install_layers(self) -> None:
         if self.options.whole_encoder:

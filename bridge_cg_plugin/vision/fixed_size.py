@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..graphs.program import Bucket, Buffers, RegionProgram, TensorSpec
 from .adapter import EncoderCall, RecordingKernels
 from .batch import ImageBatch, check_images
+from .calls import returns_an_object
 from .grids import HostGrids
-from .qwen25_vl import returns_an_object
 
 
 class SiglipEncoder:

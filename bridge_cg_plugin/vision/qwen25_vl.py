@@ -12,6 +12,7 @@ from ..graphs.buckets import scanned_limits
 from ..graphs.program import Bucket, Buffers, RegionProgram
 from .adapter import EncoderCall, RecordingKernels
 from .batch import VisionBatch, check_batch
+from .calls import returns_an_object
 from .grid_program import GridProgram
 from .grids import HostGrids
 from .kernels.packed_attention import PackedSegments
@@ -106,9 +107,3 @@ class Qwen25VLAdapter:
     def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
         """See `EncoderAdapter`."""
         return Qwen25VLEncoder(self._model, exact_below, kernels)
-
-
-def returns_an_object(others: dict[str, Any]) -> bool:
-    """Whether further arguments of a Hugging Face module ask for its usual result and for nothing else."""
-    asked = {name for name, value in others.items() if value is not None and value is not False}
-    return asked <= {"return_dict"} and others.get("return_dict") is not False

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError  # noqa: E402
+from bridge_cg_plugin.planner.plan import limits_of, place  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
 from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
@@ -205,9 +206,9 @@ class Bench:
         }
         self._show(eager)
         yield eager
-        for mode, most, modules in self._modes():
+        for mode, most, modules in self._modes(tokens):
             try:
-                helper = self._helper(pack, tokens, most, modules)
+                helper = self._helper(pack, most, modules)
             except CaptureError as error:
                 yield self._failed(pack, mode, error)
                 continue
@@ -232,11 +233,14 @@ class Bench:
             self._show(record)
             yield record
 
-    def _modes(self) -> Iterator[tuple[str, int, Sequence[str] | None]]:
-        """Yield name, documents allowed and parts of layers; None are all parts of every layer, each a region."""
+    def _modes(self, tokens: int) -> Iterator[tuple[str, int, Sequence[str] | None]]:
+        """Yield name, documents allowed and parts of layers; None are all parts of every layer, each a region.
+
+        Their launches are as many for every size, and show most for the smallest.
+        """
         yield "plugin", DOCUMENTS, self.modules
         yield "plugin_4x", 4 * DOCUMENTS, self.modules
-        if not self.modules:
+        if not self.modules and tokens == min(TOKENS):
             yield "plugin_layers", DOCUMENTS, None
 
     def fit_costs(self, out: Path | None) -> Any:
@@ -260,24 +264,17 @@ class Bench:
         return cost
 
     def _measured(self, pack: Any) -> Any:
-        from bridge_cg_plugin.planner.plan import limits_of, place
         from scripts.performance.packed_costs import Measured
 
         eager = self._times(pack, COST_REPEATS).ms
         busy = self.measure.profile(lambda: self._step(pack)).busy_ms
-        most = len(pack.lengths)
-        _, *limits = place(pack.lengths, limits_of(most, (pack.tokens,)))
-        helper = self._new_helper(
-            pack,
-            limits={pack.tokens: [tuple(limits)]},
-            cuda_graph_max_packed_seqs=most,
-            cuda_graph_packed_buckets=[pack.tokens],
-        )
+        helper = self._helper(pack, len(pack.lengths), self.modules)
         graphs = self._times(pack, COST_REPEATS).ms
         statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
         assert statistics.replays and not statistics.fallbacks, statistics
-        return Measured(pack.lengths, tuple(limits), eager, busy, graphs, statistics.memory_bytes / 2**20)
+        (bucket,) = statistics.buckets
+        return Measured(pack.lengths, bucket.limits, eager, busy, graphs, statistics.memory_bytes / 2**20)
 
     def plan(self, found: Distribution) -> Iterator[dict[str, Any]]:
         """Measure the recommended choice alone, and every choice that the planner could have made."""
@@ -327,13 +324,16 @@ class Bench:
         helper.delete_cuda_graphs()
         return choices
 
-    def _helper(self, pack: Any, tokens: int, most: int, modules: Sequence[str] | None) -> Any:
+    def _helper(self, pack: Any, most: int, modules: Sequence[str] | None) -> Any:
+        """Capture for packs of up to `most` documents, of all bounds the one that this pack takes."""
+        _, *limits = place(pack.lengths, limits_of(most, (pack.tokens,)))
         return self._new_helper(
             pack,
+            limits={pack.tokens: [tuple(limits)]},
             modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
             by_layer=modules is None,
             cuda_graph_max_packed_seqs=most,
-            cuda_graph_packed_buckets=[tokens],
+            cuda_graph_packed_buckets=[pack.tokens],
         )
 
     def _new_helper(self, pack: Any, **options: Any) -> Any:

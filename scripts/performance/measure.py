@@ -132,9 +132,14 @@ def family(name: str) -> str:
 
 def profile(run: Callable[[], object]) -> Kernels:
     """Run once under PyTorch's profiler and return its kernels; none without a GPU."""
+    return kernels_of(spans(run))
+
+
+def spans(run: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Run once under PyTorch's profiler; returns start and end in microseconds and the name of all that the GPU did."""
     if not on_gpu():
         run()
-        return Kernels()
+        return []
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -142,12 +147,28 @@ def profile(run: Callable[[], object]) -> Kernels:
     with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         synchronize()
-    spans = [
+    return [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return kernels_of(spans)
+
+
+def overlap_us(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Return how long, in the unit given, one of `some` spans ran while one of `others` did."""
+    busy = _merged(others)
+    return sum(max(min(end, e) - max(start, s), 0.0) for start, end in _merged(some) for s, e in busy)
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans as the stretches of time in which at least one of them runs."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def kernels_of(spans: list[tuple[float, float, str]]) -> Kernels:

@@ -146,6 +146,23 @@ def precision(records: Records) -> str:
     return table(header, rows) if rows else ""
 
 
+def memory(records: Records) -> str:
+    """Return memory against time of graphs whose activations leave the device."""
+    rows = []
+    for r in records:
+        head = [r["case"], r["slots"], r["mode"].replace("_", " ")]
+        if "error" in r:
+            rows.append([*head, *[""] * 7, _code(r["error"])])
+            continue
+        rows.append(
+            [*head, number(r, "memory_gb"), f"**{number(r, 'memory_ratio', '.0%')}**", number(r, "ms")]
+            + [f"**{number(r, 'ratio', '.3f')}**", number(r, "pinned_gb"), number(r, "copy_ms", ".0f")]
+            + [number(r, "copy_overlap", ".0%"), "yes" if r["bit_equal"] else "NO"]
+        )
+    header = ["case", "slots", "mode", "device GiB", "of none's", "ms", "over none's", "host GiB", "copies ms"]
+    return table([*header, "beside kernels", "outputs bit-equal"], rows) if rows else ""
+
+
 def encoders(records: Records) -> str:
     """Return times of the encoders beside Qwen3-VL's, with parity."""
     eager, exact, fast = (by_case(records, mode) for mode in ("eager", "plugin", "plugin_fast"))
@@ -155,12 +172,14 @@ def encoders(records: Records) -> str:
         f = fast.get(case)
         rows.append(
             [name, layers.removesuffix("layers"), r["tokens"], number(eager.get(case), "ms"), number(r, "ms")]
-            + [f"**{r['ratio']:.2f}**", f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
-            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if f else ["", ""])
+            + [f"**{r['ratio']:.2f}**", number(eager.get(case), "gpu_busy_ms"), number(r, "gpu_busy_ms")]
+            + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
+            + ([f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"] if f else [""] * 2 * bool(fast))
             + [number(r, "memory_gb")]
         )
-    header = ["case", "layers", "tokens", "eager ms", "graphs ms", "ratio", "outputs differ by", "gradients differ by"]
-    header += ["two eager runs", "fast kernels ms (ratio)", "their gradients", "slot GiB"]
+    header = ["case", "layers", "tokens", "eager ms", "graphs ms", "ratio", "eager's GPU busy", "graphs' GPU busy"]
+    header += ["outputs differ by", "gradients differ by", "two eager runs"]
+    header += [*(["fast kernels ms (ratio)", "their gradients"] if fast else []), "slot GiB"]
     return table(header, rows) if rows else ""
 
 
@@ -171,9 +190,12 @@ def picture(folder: Path, name: str, text: str) -> str:
 
 def page_parts(folder: Path) -> dict[str, str]:
     """Return what stands between each pair of marks of docs/performance.md."""
-    bench, profile, coco, step, fp32, others = (
+    bench, profile, coco, step, fp32, others, moved = (
         read_records(folder / f"{name}.jsonl")
-        for name in ("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision", "encoders")
+        for name in (
+            *("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision"),
+            *("encoders", "offload"),
+        )
     )
     return {
         "goals": with_origin(goals(bench), bench),
@@ -184,6 +206,8 @@ def page_parts(folder: Path) -> dict[str, str]:
         "families": with_origin(families(profile), profile),
         "families-plot": picture(folder, "families.svg", "GPU time by families of kernels"),
         "precision": with_origin(precision(fp32), fp32),
+        "memory": with_origin(memory(moved), moved),
+        "memory-plot": picture(folder, "memory.svg", "device memory against time, offloading and recompute"),
         "encoders": with_origin(encoders(others), others),
         "sizes": with_origin(sizes(coco), coco),
         "steps": with_origin(steps(step), step),

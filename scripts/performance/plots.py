@@ -59,6 +59,8 @@ FAMILY_COLOURS = (
     *("#2f81f7", "#d97706", "#e11d48", "#0d9488", "#9333ea", "#ca8a04", "#65a30d"),
     *("#c026d3", "#64748b", "#0891b2", GREY),
 )
+# How modes with a memory target are called.
+MIX = "mixed_"
 STYLE = {**style(GREY), "svg.hashsalt": "bridge-cg", "font.size": 10, "grid.alpha": 0.25}
 
 
@@ -170,11 +172,37 @@ def step_plot(axes: Axes, records: Records) -> bool:
     return True
 
 
+def memory_plot(axes: Axes, records: Records) -> bool:
+    """Draw device memory against time, both over those of a graph that keeps all activations; a line for each case."""
+    found = measured(records)
+    for index, case in enumerate(dict.fromkeys(r["case"] for r in found)):
+        of_case = [r for r in found if r["case"] == case]
+        slots, colour = of_case[0]["slots"], FAMILY_COLOURS[index]
+        named = f"{of_case[0]['tokens']} tokens" + (f", {slots} slots" if slots > 1 else "")
+        chosen = sorted((r for r in of_case if r["mode"].startswith(MIX)), key=lambda r: r["memory_ratio"])
+        line = [(100 * r["memory_ratio"], 100 * r["ratio"]) for r in [*chosen, of_case[0]]]
+        axes.plot(*zip(*line, strict=True), label=f"{named}: memory targets", color=colour, marker="o", markersize=3.5)
+        for r in (r for r in of_case[1:] if not r["mode"].startswith(MIX)):
+            x, y = 100 * r["memory_ratio"], 100 * r["ratio"]
+            axes.plot([x], [y], color=colour, marker="s", markersize=5, linestyle="")
+            axes.annotate(r["mode"], (x, y), textcoords="offset points", xytext=(6, 4), fontsize=8, color=colour)
+    axes.axhline(108, color=GREY, linestyle="--", linewidth=1)
+    axes.axvline(40, color=GREY, linestyle="--", linewidth=1)
+    axes.set_xlabel("device memory of the graphs, % of that with all activations kept")
+    axes.set_ylabel("forward plus backward, %")
+    axes.set_xlim(0, 105)
+    axes.grid(True, which="major")
+    if found:
+        axes.legend(fontsize=8)
+    return bool(found)
+
+
 # File -> (records, how it is drawn, size in inches).
 PLOTS: dict[str, tuple[str, Callable[[Axes, Records], bool], tuple[float, float]]] = {
     "time.svg": ("vision_bench.jsonl", time_plot, (7.5, 4.8)),
     "limit.svg": ("vision_bench.jsonl", share_plot, (7.5, 4.2)),
     "families.svg": ("vision_profile.jsonl", family_plot, (8.5, 6.5)),
+    "memory.svg": ("offload.jsonl", memory_plot, (7.5, 4.8)),
     "steps.svg": ("steps.jsonl", step_plot, (8.5, 4.5)),
 }
 

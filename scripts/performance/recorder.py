@@ -11,6 +11,7 @@ from torch import nn
 
 from bridge_cg_plugin.report.kinds import KINDS
 from bridge_cg_plugin.report.runs import WARM_UP
+from bridge_cg_plugin.upstream.encoders import find_encoder
 from scripts.performance.measure import on_gpu, synchronize
 
 GIB = 2**30
@@ -41,14 +42,14 @@ class Recorder(Callback):
         config = context.state.cfg
         self.samples_per_step = config.train.global_batch_size
         self.tokens_per_step = self.samples_per_step * config.model.seq_length
-        for chunk in context.model:
-            for name, module in chunk.named_modules():
-                if name.rpartition(".")[2] == "vision_model":
-                    module.register_forward_pre_hook(self._count_images, with_kwargs=True)
+        found = find_encoder(context.model)
+        if found is not None:
+            found.model.register_forward_pre_hook(self._count_images, with_kwargs=True)
 
     def _count_images(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-        self._images += 0 if grid is None else grid.shape[0]
+        # Rows of the grid; encoders of images of one size get the images alone.
+        images = kwargs.get("grid_thw", args[1] if len(args) > 1 else kwargs.get("pixel_values"))
+        self._images += 0 if images is None else images.shape[0]
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock."""

@@ -35,6 +35,8 @@ class Training:
         steps: Optimizer steps.
         after: A run that must have ended before.
         prepare: `module:function` that each of its processes calls before it trains.
+        module: What trains; see `TrainingProcess`.
+        number: Which of several runs that are otherwise equal.
     """
 
     mode: str
@@ -42,6 +44,8 @@ class Training:
     steps: int = 6
     after: "Training | None" = None
     prepare: str | None = None
+    module: str = "examples.photographs.training"
+    number: int = 1
 
     @property
     def gpus(self) -> int:
@@ -83,7 +87,7 @@ class Trainings:
     def _train(
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
-        process = TrainingProcess(log, training.gpus, devices, training.prepare)
+        process = TrainingProcess(log, training.gpus, devices, training.prepare, training.module)
         process.wait_until_ready()
         if before is not None:
             before.result()
@@ -123,7 +127,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 
 # What takes times has the GPU to itself: these come first, before training runs start.
-SCRIPTS = ("test_benchmarks", "test_compare")
+SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare")
 TIMED = (*SCRIPTS, "test_costs")
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")

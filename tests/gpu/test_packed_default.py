@@ -5,9 +5,9 @@ So eager differs from itself, in few packs and by little; what it differs by is 
 
 from scripts.performance import language_model as lm
 
-from .packs import Trained, assert_differs_as_eager_does
+from .packs import Trained, assert_within_noise
 from .test_packed import SIZES
 
 
 def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
-    assert_differs_as_eager_does(Trained(lm.build_model(lm.Shape(**SIZES))))
+    assert_within_noise(Trained(lm.build_model(lm.Shape(**SIZES))))

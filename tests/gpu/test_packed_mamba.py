@@ -15,22 +15,15 @@ from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 from scripts.performance.tower import relative
 
-from .packs import (
-    BUCKETS,
-    MAX_SEQS,
-    Trained,
-    assert_differs_as_eager_does,
-    assert_eagers,
-    assert_same,
-    graphs_on,
-    rows_of,
-)
+from .packs import BUCKETS, MAX_SEQS, Trained, assert_eagers, assert_same, assert_within_noise, graphs_on, rows_of
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"{', '.join(MISSING)} not installed: docs/packed.md says how to build them"
 )
 SHAPE = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
+# What one step between neighbouring bf16 values is at most.
+BF16_STEP = 2**-7
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +49,12 @@ def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms
 
 
 def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
-    """With default algorithms."""
-    assert_differs_as_eager_does(Trained(lm.build_model(SHAPE)))
+    """A sum on the edge between two values of bf16 becomes, added up in another order, the neighbour of what it was.
+
+    In gradients of few elements, as a mixer has them for its heads, that counts. 5.7e-3 were seen once, in a run whose
+    eager runs differed by 1.2e-3: of which gradient was not known then, the message names it.
+    """
+    assert_within_noise(Trained(lm.build_model(SHAPE)), least=BF16_STEP)
 
 
 @pytest.mark.parametrize("modules", [("mamba",), ("attn", "mamba"), ("mlp", "mamba"), ("attn", "mlp")], ids=",".join)

@@ -12,6 +12,9 @@ FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_max_frames=16
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_check_action=stop")
 LARGEST = "max_vision_cuda_graph_seq_length=4608"
 EAGER = Training("eager")
+OFFLOADED = Training(
+    "graphs", (*BUCKETS, *CHECKED, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]")
+)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +59,9 @@ def frozen(*parts):
         frozen("model", "projection"),
         (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[attn]", *FEW))),
         (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[mlp]", *FEW))),
+        (EAGER, OFFLOADED),
     ],
-    ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp"],
+    ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp", "offloaded"],
 )
 def test_first_losses_equal_eager(trained, eager, graphs):
     assert_losses_equal(trained(graphs), trained(eager))

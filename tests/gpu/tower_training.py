@@ -3,13 +3,11 @@
 Towers are of full width and a few layers, the language model is small, images are random and their captions learnable.
 """
 
-import argparse
 import dataclasses
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from transformers import SiglipVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 import bridge_cg_plugin
+from examples.photographs.arguments import parse
 from examples.photographs.training import RankResults, Run, merge_ranks, skip_helper_build, training_config
 
 LAYERS, WIDTH, HEADS = 6, 1024, 8
@@ -150,26 +149,22 @@ def provider_of(model: str) -> Qwen25VLModelProvider | Gemma3VLModelProvider:
 
 
 def train_words(words: Sequence[str]) -> None:
-    """Train as the words of one run's command line say; writes losses, times and the graphs' statistics."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--train", choices=("eager", "graphs"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", choices=tuple(BUCKETS))
-    parser.add_argument("--steps", type=int, default=8)
-    args = parser.parse_args(words)
+    """Train the model of the word `tower=MODEL` as the others say; writes losses, times and the graphs' statistics."""
+    args = parse(words)
+    (model,) = (word.removeprefix("tower=") for word in args.overrides)
     bridge_cg_plugin.activate()
     skip_helper_build()
     config = training_config(Run(steps=args.steps, small=True))
-    provider = provider_of(args.model)
+    provider = provider_of(model)
     if args.train == "graphs":
         provider.vision_cuda_graph_impl = "transformer_engine"
-        provider.vision_cuda_graph_buckets = BUCKETS[args.model]
+        provider.vision_cuda_graph_buckets = BUCKETS[model]
         provider.vision_cuda_graph_strict = True
         provider.vision_cuda_graph_cost_fallback = False
     config = dataclasses.replace(
         config,
         model=provider,
-        dataset=RandomImagesProvider(dataloader_type="single", num_workers=0, model=args.model),
+        dataset=RandomImagesProvider(dataloader_type="single", num_workers=0, model=model),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
     )
     ranks = RankResults()

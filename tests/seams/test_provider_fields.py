@@ -33,6 +33,11 @@ VALUES = {
     "gradient_hooks": "always",
     "cost_fallback": False,
     "balance": 0.25,
+    "offload": ["attention", "mlp"],
+    "recompute": ["gelu"],
+    "memory_target_gb": 6.5,
+    "offload_min_bytes": 4096,
+    "offload_host_gb": 12.0,
     "evaluation": False,
     "strict": True,
     "check_interval": 7,
@@ -40,7 +45,7 @@ VALUES = {
     "check_action": "stop",
 }
 FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items()}
-OPTIONS = VisionGraphOptions(**{**VALUES, "modules": ("attn", "mlp"), "buckets": (64, 128)})
+OPTIONS = VisionGraphOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()})
 
 
 @pytest.fixture(params=CLASSES, ids=lambda c: c[1])

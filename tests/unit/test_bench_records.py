@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scripts.performance import page, results
 from scripts.performance.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
 from scripts.performance.markdown import fill, origin
-from scripts.performance.measure import family, kernels_of, median_times
+from scripts.performance.measure import family, kernels_of, median_times, overlap_us
 from scripts.performance.workloads import (
     CASES,
     COCO_PIXELS,
@@ -231,6 +231,12 @@ def test_kernels_have_a_family(name, expected):
     assert family(name) == expected
 
 
+def test_how_long_copies_ran_beside_kernels():
+    assert overlap_us([(0, 10)], [(5, 7), (6, 8), (9, 20)]) == 4
+    assert overlap_us([(0, 10), (5, 12)], [(0, 20)]) == 12  # two copies at once are one stretch of time
+    assert overlap_us([(0, 1)], []) == overlap_us([], [(0, 1)]) == 0
+
+
 def test_medians_and_how_many_runs_they_are_of():
     calls = []
 
@@ -275,6 +281,11 @@ def sample():
     kinds = {"weights": 3e-3, "biases": 2e-3, "norms": 1e-3}
     figures = {"fp32_output": 1e-2, "fp32_median": 2e-2, "fp32_mean": 3e-2, "fp32_worst": 4e-2, "fp32_kinds": kinds}
     precise = [record("1x448_27layers", mode, **figures) for mode in ("eager", "plugin_fast")]
+    moved = {"slots": 1, "memory_gb": 16.0, "pinned_gb": 0.0, "bit_equal": True, "memory_ratio": 1.0, "ratio": 1.0}
+    less = {**moved, "memory_ratio": 0.4, "ratio": 1.02, "copy_ms": 200.0, "copy_overlap": 0.9, "pinned_gb": 6.0}
+    leaving = [record("1x2048", mode, tokens=16384, **less) for mode in ("offload", "mixed_40")]
+    unmet = record("1x2048", "mixed_10", error="CaptureError: too little", slots=1)
+    del unmet["ms"]
     noise = {"forward_rel": 0.0, "grad_rel": 0.02, "grad_noise": 0.03}
     others = [
         record("siglip_2_images_27layers", "eager", tokens=8192, ms=135.0),
@@ -291,6 +302,7 @@ def sample():
         "vision_sizes": coco,
         "steps": [*steps, broken],
         "vision_precision": precise,
+        "offload": [record("1x2048", "none", tokens=16384, **moved), *leaving, unmet],
         "encoders": others,
     }
 
@@ -323,11 +335,15 @@ def test_tables_of_the_page(folder):
         "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
     )
     assert lines(parts["encoders"], "| qwen25_vl_8mix | 32 | 6720 |")[0].endswith(
-        "| 600.0 | 180.0 | **0.30** | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
+        "| 600.0 | 180.0 | **0.30** |  |  | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
     )
     assert lines(parts["encoders"], "| siglip_2_images | 27 |")[0].endswith("| 3.0e-02 |  |  | 7.9 |")
     assert "| mixed | 4x2048 | 560 | 300 (1.00) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
+    assert lines(parts["memory"], "| 1x2048 | 1 | mixed 40 |")[0].endswith(
+        "| **40%** | 75.0 | **1.020** | 6.0 | 200 | 90% | yes |"
+    )
+    assert lines(parts["memory"], "| 1x2048 | 1 | mixed 10 |")[0].endswith("| `CaptureError: too little` |")
     assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
     widths = {name: {line.count(" | ") for line in lines(text, "| ")} for name, text in parts.items()}
     assert all(len(found) <= 1 for found in widths.values()), widths
@@ -365,6 +381,7 @@ def test_plots_are_drawn_from_records(folder):
     assert "upstream&#39;s graphs (wrong result)" in texts["time.svg"] or "upstream's graphs" in texts["time.svg"]
     assert "arithmetic limit over time" in texts["limit.svg"]
     assert "attention" in texts["families.svg"] and "1x448, plugin" in texts["families.svg"]
+    assert "memory targets" in texts["memory.svg"] and ">offload<" in texts["memory.svg"]
     assert ">560<" in texts["steps.svg"]
     assert plots.draw(folder) == written
     assert {path.name: path.read_text() for path in written} == texts  # the same records give the same files

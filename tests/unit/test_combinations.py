@@ -47,6 +47,10 @@ REFUSED = {
         "cuda_graph_modules",
     ),
     "graphs without `te_rng_tracker`": (f"{TE} rng.te_rng_tracker=false", "rng.te_rng_tracker"),
+    "packed-sequence graphs of parts of layers with activations that leave the device": (
+        f"{TE} {PACKED} cuda_graph_modules=attn cuda_graph_packed_offload=all",
+        "cuda_graph_modules",
+    ),
     "full recompute with per-layer graphs": (f"{TE} recompute_granularity=full", "model.recompute_granularity"),
     "recompute of `moe` with a captured `moe_router`": (
         f"{TE} cuda_graph_modules=moe_router recompute_granularity=selective recompute_modules=moe",

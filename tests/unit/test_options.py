@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.options import PROVIDER_FIELDS, OptionError, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import (
+    OFFLOAD_MODULES,
+    PROVIDER_FIELDS,
+    RECOMPUTE,
+    OptionError,
+    VisionGraphOptions,
+    vision_options,
+)
 from bridge_cg_plugin.options.vision import _PARSERS
 
 
@@ -102,6 +109,16 @@ ACCEPTED = [
     ("gradient_accumulation_fusion", "false", False),
     ("gradient_hooks", "always", "always"),
     ("cost_fallback", "false", False),
+    ("offload", "all", OFFLOAD_MODULES),
+    ("offload", "none", ()),
+    ("offload", [], ()),
+    ("offload", "attention, mlp", ("attention", "mlp")),
+    ("offload", ["MLP"], ("mlp",)),
+    ("recompute", "[gelu, layernorm]", ("gelu", "layernorm")),
+    ("recompute", "all", RECOMPUTE),
+    ("memory_target_gb", "6.5", 6.5),
+    ("offload_min_bytes", "65536", 65536),
+    ("offload_host_gb", 32, 32.0),
     ("balance", "0.1", 0.1),
     ("evaluation", False, False),
     ("evaluation", "false", False),
@@ -179,6 +196,16 @@ REFUSED = [
     ("gradient_accumulation_fusion", "perhaps"),
     ("gradient_hooks", "never"),
     ("cost_fallback", "sometimes"),
+    ("offload", "everything"),
+    ("offload", ["attention", "fc1"]),
+    ("offload", "all,mlp"),
+    ("recompute", ["attention"]),
+    ("recompute", True),
+    ("memory_target_gb", 0),
+    ("memory_target_gb", "little"),
+    ("offload_min_bytes", -1),
+    ("offload_min_bytes", 0.5),
+    ("offload_host_gb", float("inf")),
     ("balance", 0),
     ("balance", 1),
     ("evaluation", "yes please"),
@@ -213,6 +240,20 @@ def test_a_bucket_above_the_largest_length():
         enabled(buckets=[64, 256], max_seq_length=128)
     assert caught.value.field == "vision_cuda_graph_buckets"
     assert enabled(buckets=[64, 128], max_seq_length=128).buckets == (64, 128)
+
+
+@pytest.mark.parametrize("given", [{"offload": ["mlp"]}, {"recompute": "all"}, {"memory_target_gb": 4}])
+def test_activations_move_in_the_whole_encoder_only(given):
+    assert enabled(**given).moves_activations
+    assert enabled(**given, modules=["attn", "mlp"]).moves_activations
+    with pytest.raises(OptionError, match="all layers as one region") as caught:
+        enabled(**given, modules=["mlp"])
+    assert caught.value.field == PROVIDER_FIELDS[next(iter(given))]
+
+
+def test_without_a_word_activations_stay():
+    assert not enabled().moves_activations
+    assert not enabled(offload="none", recompute=[]).moves_activations
 
 
 def test_capacities_follow_the_merge_unit():
@@ -254,6 +295,8 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
+        "offload": tuple, "recompute": tuple, "memory_target_gb": float, "offload_min_bytes": int,
+        "offload_host_gb": float,
         "balance": float,
     }  # fmt: skip
     assert isinstance(value, kinds[option])

@@ -28,7 +28,9 @@ def statistics(tokens, padding, memory, **fallbacks):
 
 
 def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
-    found = metrics_of_ranks([statistics(30, 10, 2**30), statistics(90, 0, 2**31, too_many_tokens=2)], "v")
+    ranks = [statistics(30, 10, 2**30), statistics(90, 0, 2**31, too_many_tokens=2)]
+    ranks[0].pinned_bytes = 3 * 2**30
+    found = metrics_of_ranks(ranks, "v")
     assert found == pytest.approx(
         {
             "v/replays": 4,
@@ -37,6 +39,7 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/replayed_share": 4 / 6,
             "v/padding_share": 10 / 130,
             "v/memory_gb": 2,
+            "v/pinned_gb": 3,
             "v/ranks": 2,
             "v/smallest_replayed_share": 0.5,
             "v/largest_padding_share": 0.25,

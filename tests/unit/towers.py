@@ -42,10 +42,13 @@ def draw(rows, seed: int = 0):
 
 
 @contextmanager
-def graphs_on(model, capture: bool = True, **options):
+def graphs_on(model, capture: bool = True, executor=None, **options):
     """Put graphs on the encoder for the duration; yields `VisionGraphs`."""
     helper = VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **options}), executor=ReferenceExecutor()
+        model,
+        model.config,
+        options=VisionGraphOptions(**{**DEFAULTS, **options}),
+        executor=executor or ReferenceExecutor(),
     )
     try:
         if capture:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
-from ..packed import MAX_PACKED_SEQS
+from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
 
 if TYPE_CHECKING:
@@ -47,6 +47,16 @@ def _whole_layers(options: GraphOptions) -> bool:
 
 def _beside_experts(facts: Facts) -> str:
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
+
+
+def _all_parts(options: GraphOptions) -> bool:
+    """Whether layers are captured as a whole, in either spelling."""
+    return _whole_layers(options) or {m.name for m in options.language_model.modules} == {"attn", "mlp"}
+
+
+def _moving(options: GraphOptions) -> str:
+    """Return the first option that moves activations."""
+    return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "memory_target_gb") if getattr(options.packed, n))
 
 
 def _asked(options: GraphOptions) -> str:
@@ -96,6 +106,17 @@ PACKED = (
             "empty",
             f"{_beside_experts(f)} with {_asked(o)} on this model",
             f"Set {MODULES}={_beside_experts(f)}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs of parts of layers with activations that leave the device",
+        "In a part of a layer a copy has nothing to run beside",
+        lambda o, f: _packs(o) and o.packed.moves_activations and (f.moe or not _all_parts(o)),
+        lambda o, f: (
+            MODULES,
+            _names(o),
+            f"empty or attn,mlp, without experts, with {_moving(o)}",
+            f"Capture all layers as one region, or remove {_moving(o)}.",
         ),
     ),
     Combination(

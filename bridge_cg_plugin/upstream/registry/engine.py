@@ -8,6 +8,7 @@ DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
+TE_LINEAR = "transformer_engine.pytorch.module.linear"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
@@ -155,6 +156,16 @@ SEAMS = (
         purpose="vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
         undo=RECORDED,
         uses=("tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",),
+    ),
+    Seam(
+        name="layernorm_linear_forward",
+        module=TE_LAYERNORM_LINEAR,
+        target="_LayerNormLinear.forward",
+        kind="function",
+        touch="replaced",
+        purpose="recompute of activations notes how the norm's and the product's outputs are made",
+        undo=RECORDED,
+        uses=("ln_out, mu, rsigma = apply_normalization(", "reduce_scatter_out = general_gemm("),
     ),
     Seam(
         name="layernorm_operation",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...graphs.activations import saved_address
+
 REMEDY = 'set vision_cuda_graph_kernels="exact"'
 
 
@@ -38,7 +40,7 @@ class ResidualStream:
 
     def begin(self, x: Tensor, weight: Tensor, may_wait: Callable[[], bool]) -> None:
         """Note in a forward that the LayerNorm of this weight reads x."""
-        self._begun = x, Branch((x.data_ptr(), weight.data_ptr()), may_wait)
+        self._begun = x, Branch((saved_address(x), weight.data_ptr()), may_wait)
 
     def end(self, residual: Tensor) -> Branch | None:
         """Return the branch that ends with an addition to `residual`; None where no LayerNorm read that last."""
@@ -57,7 +59,7 @@ class ResidualStream:
 
     def take(self, x: Tensor, weight: Tensor) -> tuple[Branch, Tensor] | None:
         """Return the branch and the gradient that were left for the LayerNorm of this weight that read x."""
-        return self._gradients.pop((x.data_ptr(), weight.data_ptr()), None)
+        return self._gradients.pop((saved_address(x), weight.data_ptr()), None)
 
     def know(self, gradient: Tensor, total: Tensor) -> None:
         """Keep the sum over tokens of a gradient; holding the gradient keeps autograd from adding to it in place."""

@@ -1,0 +1,208 @@
+"""Offloading and recompute of a region's activations as a user's options say it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..announce import announce
+from ..graphs.activations import Activations
+from ..graphs.errors import CaptureError
+from ..graphs.executor import Executor
+from ..graphs.program import Bucket
+from ..graphs.recording import RegionBody
+from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
+from .host_memory import GIB, PinnedMemory, Plain
+from .inventory import Inventory
+from .measure import measured_costs
+from .observe import Observed, Observer
+from .planner import Allowed, Costs, fixed_plan, forecast, plan_within, smallest_peak
+from .schedule import Fate, Plan
+from .store import ActivationStore
+from .transfers import CudaTransfers, HostTransfers, Transfers
+
+# Recordings that are made again for less memory before a target is given up.
+ATTEMPTS = 4
+# A recording may take this much more than its target.
+TOLERANCE = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is asked for.
+
+    Attributes:
+        allowed: What may be offloaded and made again.
+        memory_target_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
+        least_bytes: Smallest storage that is offloaded or made again.
+        host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
+        fields: Option -> the name that users know it by, for messages.
+    """
+
+    allowed: Allowed
+    memory_target_gb: float | None = None
+    least_bytes: int = 1 << 20
+    host_gb: float | None = None
+    fields: Mapping[str, str] = field(default_factory=Plain)
+
+
+def policy_of(options: ActivationOptions, fields: Mapping[str, str]) -> Policy:
+    """Return what options ask for. A memory target may use everything that they do not rule out.
+
+    Args:
+        options: A region's options.
+        fields: Option -> the name that users know it by.
+    """
+    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.memory_target_gb is not None else ((), ())
+    scopes, kinds = (
+        frozenset(default if given is None else given)
+        for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
+    )
+    allowed = Allowed(scopes, kinds)
+    return Policy(allowed, options.memory_target_gb, options.offload_min_bytes, options.offload_host_gb, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    inventory: Inventory
+    plan: Plan
+
+
+class RegionOffloading:
+    """See `graphs.activations.Offloading`.
+
+    Args:
+        policy: What is asked for.
+        slots: Slots of the region, all of which need host memory.
+        device: Where the region runs.
+    """
+
+    def __init__(self, policy: Policy, slots: int, device: torch.device) -> None:
+        self._policy, self._slots = policy, slots
+        self._pinned = PinnedMemory(policy.host_gb, device.type == "cuda", policy.fields)
+        self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
+        self._plans: dict[Bucket, _Planned | None] = {}
+        self._looked: dict[Bucket, tuple[Observed, Costs | None]] = {}
+        # Bytes that pools were seen to take beyond what was planned, and how often that was.
+        self._beyond = self._excesses = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Offloading`."""
+        return self._pinned.nbytes
+
+    def prepare(self, executor: Executor, body: RegionBody, slot: int) -> Activations | None:
+        """See `Offloading`. A bucket's first slot decides for all."""
+        if body.bucket not in self._plans:
+            self._plans[body.bucket] = self._decide(executor, body)
+        planned = self._plans[body.bucket]
+        if planned is None:
+            return None
+        sizes = {place: planned.inventory.seen[place].nbytes for place in planned.plan.places(Fate.OFFLOAD)}
+        hosts = self._pinned.reserve(slot, sizes)
+        return ActivationStore(planned.inventory, planned.plan, hosts, self._transfers, self._policy.least_bytes)
+
+    def accepts(self, body: RegionBody, nbytes: int) -> bool:
+        """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
+        if self._policy.memory_target_gb is None or self._plans.get(body.bucket) is None:
+            return True
+        target, taken = self._policy.memory_target_gb * GIB, nbytes + body.static_bytes
+        if taken <= target * TOLERANCE:
+            return True
+        self._excesses += 1
+        if self._excesses > ATTEMPTS:
+            raise CaptureError(self._refusal(body.bucket, taken))
+        self._beyond += int(taken - target)
+        del self._plans[body.bucket]
+        return False
+
+    def release(self) -> None:
+        """See `Offloading`."""
+        self._plans, self._looked = {}, {}
+        self._beyond = self._excesses = 0
+        if self._pinned.nbytes:
+            self._pinned.release()
+
+    def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
+        observed = self._look(executor, body)
+        if self._policy.memory_target_gb is None:
+            plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
+        else:
+            plan = self._within_target(executor, body)
+        if plan is None:
+            return None
+        if all(fate is Fate.KEEP for fate in plan.fates):
+            self._say_nothing_leaves(body.bucket, observed.inventory)
+            return None
+        self._check_host(observed.inventory, plan)
+        return _Planned(observed.inventory, plan)
+
+    def _look(self, executor: Executor, body: RegionBody) -> Observed:
+        """Return what a body saves and uses, from one look at it."""
+        if body.bucket not in self._looked:
+            observer = Observer(executor.device, self._policy.least_bytes)
+            executor.observe(body, observer)
+            observed = observer.observed()
+            for kind, count in observed.refused.items():
+                announce(f"{count} tensors of kind {kind} are not made again: that does not give them back to the bit")
+            self._looked[body.bucket] = observed, None
+        return self._looked[body.bucket][0]
+
+    def _costs(self, executor: Executor, body: RegionBody) -> Costs:
+        observed, costs = self._looked[body.bucket]
+        if costs is None:
+            costs = measured_costs(executor, body, observed)
+            self._looked[body.bucket] = observed, costs
+        return costs
+
+    def _within_target(self, executor: Executor, body: RegionBody) -> Plan | None:
+        """Return the fastest plan that keeps to the target, None where nothing need be done."""
+        observed, allowed = self._looked[body.bucket][0], self._policy.allowed
+        inventory, others = observed.inventory, observed.others + body.static_bytes + self._beyond
+        window = int(self._policy.memory_target_gb * GIB) - others
+        if inventory.nbytes <= window:
+            return None
+        costs = self._costs(executor, body)
+        plan = plan_within(inventory, costs, allowed, window)
+        if plan is None:
+            raise CaptureError(self._refusal(body.bucket, smallest_peak(inventory, costs, allowed) + others))
+        expected = forecast(inventory, plan, costs)
+        announce(
+            f"bucket {body.bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
+            f"{costs.forward_ms + costs.backward_ms:.1f} ms with all activations kept, copies at "
+            f"{costs.offload_gbps:.0f} and {costs.load_gbps:.0f} GB/s"
+        )
+        return plan
+
+    def _refusal(self, bucket: Bucket, least: int) -> str:
+        names = self._policy.fields
+        return (
+            f"{names['memory_target_gb']}={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
+            f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
+            f"{names['offload']} and {names['recompute']}"
+        )
+
+    def _say_nothing_leaves(self, bucket: Bucket, inventory: Inventory) -> None:
+        """Say so once where what was asked for moves nothing of the largest bucket."""
+        if self._plans:
+            return
+        there = ", ".join(sorted({seen.scope for seen in inventory.seen})) or "none"
+        names = self._policy.fields
+        announce(
+            f"{names['offload']} and {names['recompute']} move nothing of bucket {bucket}: parts that save tensors of "
+            f"{self._policy.least_bytes} bytes or more: {there}"
+        )
+
+    def _check_host(self, inventory: Inventory, plan: Plan) -> None:
+        """Make sure before any capture that all slots' host memory can be had; what is held counts."""
+        needed = self._slots * sum(inventory.seen[place].nbytes for place in plan.places(Fate.OFFLOAD))
+        self._pinned.check(max(needed - self._pinned.nbytes, 0))
+
+
+def describe(inventory: Inventory, plan: Plan) -> str:
+    """Return in words how many bytes are kept, offloaded and made again."""
+    parts = []
+    for fate, words in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "offloaded"), (Fate.REBUILD, "recomputed")):
+        size = sum(inventory.seen[place].nbytes for place in plan.places(fate))
+        parts.append(f"{size / GIB:.2f} GiB {words}")
+    return ", ".join(parts)

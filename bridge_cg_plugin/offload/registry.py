@@ -1,0 +1,201 @@
+"""What is known of the storages of one forward: how to rebuild them, what part of the model made them."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .views import View, view_of
+
+# Makes a storage's content again, to the bit, from the recipe's sources.
+Build = Callable[..., Tensor]
+OTHER = "other"
+
+
+@dataclass(slots=True)
+class Source:
+    """What a recipe reads.
+
+    Attributes:
+        record: Its storage; None for a tensor that stays on the device.
+        view: How the recipe sees the storage.
+        fixed: The tensor itself, where it stays on the device.
+    """
+
+    record: "Record | None"
+    view: View
+    fixed: Tensor | None
+
+    def saved(self) -> Any:
+        """Return what the store made of its storage, None where autograd has not saved it or memory is fixed."""
+        return None if self.record is None or self.record.saved is None else self.record.saved()
+
+
+@dataclass(slots=True)
+class Recipe:
+    """How a storage is made again.
+
+    Attributes:
+        kind: What is done, for options and costs.
+        sources: What is read, in the order in which `build` takes it.
+        build: Makes a tensor over a storage of the same content.
+        version: Version of the output when this was noted: written to since, it is another tensor.
+    """
+
+    kind: str
+    sources: tuple[Source, ...]
+    build: Build
+    version: int
+
+
+@dataclass(slots=True)
+class Record:
+    """One storage of the forward.
+
+    Attributes:
+        reference: Tells whether the storage still exists: its address may be another's later.
+        recipe: How to make it again, if that is known.
+        pinned: Whether it must stay on the device.
+        saved: What the store made of it once autograd saved it.
+    """
+
+    reference: StorageWeakRef
+    recipe: Recipe | None = None
+    pinned: bool = False
+    saved: weakref.ref | None = None
+
+
+@dataclass(slots=True)
+class Registry:
+    """The storages of one forward, by address.
+
+    Args:
+        fixed: Tensors over memory that outlives the forward.
+    """
+
+    fixed: Iterable[Tensor] = ()
+    _fixed: set[int] = field(default_factory=set)
+    _records: dict[int, Record] = field(default_factory=dict)
+    _scopes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._fixed = {_address(tensor) for tensor in self.fixed}
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory outlives the forward."""
+        return _address(tensor) in self._fixed
+
+    def record(self, tensor: Tensor) -> Record:
+        """Return what is known of a tensor's storage."""
+        address = _address(tensor)
+        found = self._records.get(address)
+        if found is None or found.reference.expired():
+            found = self._records[address] = Record(StorageWeakRef(tensor.untyped_storage()))
+        return found
+
+    def derive(self, output: Tensor, kind: str, sources: Sequence[Tensor], build: Build) -> None:
+        """See `derive`."""
+        parts = tuple(self._source(tensor) for tensor in sources)
+        self.record(output).recipe = Recipe(kind, parts, build, output._version)
+
+    def rewrite(self, output: Tensor, sources: Sequence[Tensor], write: Callable[..., None]) -> None:
+        """See `rewrite`."""
+        record = self.record(output)
+        before = record.recipe
+        if before is None or before.version != output._version:
+            record.recipe = None
+            return
+        view, count = view_of(output), len(before.sources)
+
+        def build(*tensors: Tensor) -> Tensor:
+            made = before.build(*tensors[:count])
+            write(view.over(made.untyped_storage()), *tensors[count:])
+            return made
+
+        parts = (*before.sources, *(self._source(tensor) for tensor in sources))
+        record.recipe = Recipe(before.kind, parts, build, output._version)
+
+    def _source(self, tensor: Tensor) -> Source:
+        if self.is_fixed(tensor) or self.record(tensor).pinned:
+            return Source(None, view_of(tensor), tensor.detach())
+        return Source(self.record(tensor), view_of(tensor), None)
+
+    @property
+    def scope(self) -> str:
+        """The part of the model that runs now."""
+        return self._scopes[-1] if self._scopes else OTHER
+
+    def enter(self, scope: str) -> None:
+        """Note that a part of the model begins to run."""
+        self._scopes.append(scope)
+
+    def leave(self) -> None:
+        """Note that it ended."""
+        self._scopes.pop()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# Set while a forward is recorded or observed, which is on one thread.
+_current: Registry | None = None
+
+
+@contextmanager
+def registering(fixed: Iterable[Tensor]) -> Iterator[Registry]:
+    """Note what happens to storages inside."""
+    global _current
+    before, _current = _current, Registry(fixed)
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def current_registry() -> Registry | None:
+    """Return the registry of the forward that runs now; None where activations are left alone."""
+    return _current
+
+
+def derive(output: Tensor, kind: str, sources: Sequence[Tensor], build: Build) -> None:
+    """Note that `build(*sources)` makes the storage of `output` again, to the bit and of the same size.
+
+    Args:
+        output: Just made.
+        kind: What was done: `layernorm`, `gelu`, `linear` and the like.
+        sources: What `build` reads. They are not kept for it: it is used where autograd saves them as well.
+        build: Draws no random numbers and depends on nothing else that changes.
+    """
+    if _current is not None:
+        _current.derive(output, kind, sources, build)
+
+
+def rewrite(output: Tensor, sources: Sequence[Tensor], write: Callable[..., None]) -> None:
+    """Note that `write(output, *sources)` was done in place, unseen by autograd, to what a recipe may exist for."""
+    if _current is not None:
+        _current.rewrite(output, sources, write)
+
+
+def scoped(scope: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return hooks for `register_forward_pre_hook` and `register_forward_hook` that name what a module's work is."""
+
+    def enter(*unused: Any) -> None:
+        if _current is not None:
+            _current.enter(scope)
+
+    def leave(*unused: Any) -> None:
+        if _current is not None:
+            _current.leave()
+
+    return enter, leave
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's storage."""
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,267 @@
+"""Keeps a recording's activations: packs what autograd saves, as planned, and gives it back."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..graphs.activations import returned_storages
+from ..graphs.errors import CaptureError
+from .inventory import Inventory
+from .marks import is_marked
+from .registry import Recipe, Record, Registry, Source, registering
+from .schedule import Fate, Plan, Schedule
+from .transfers import Transfers
+from .views import View, can_travel, raw_bytes, view_of
+
+
+@dataclass(slots=True)
+class _Stays:
+    """A saved tensor that the store leaves alone."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedStorage:
+    """One storage that autograd saved tensors of; it ends with the last of them."""
+
+    __slots__ = ("__weakref__", "address", "_ended", "nbytes", "place", "recipe", "sources", "storage", "watched")
+
+    def __init__(self, place: int, storage: torch.UntypedStorage, ended: Callable[[int], None]) -> None:
+        self.place, self.nbytes, self.address = place, storage.nbytes(), storage.data_ptr()
+        self.storage: torch.UntypedStorage | None = storage
+        self.recipe: Recipe | None = None
+        self.sources: tuple[Any, ...] = ()
+        # (tensor, version) that must not be written to while the storage is copied or kept.
+        self.watched: list[tuple[Tensor, int]] = []
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended(self.place)
+
+
+@dataclass(slots=True)
+class _Packed:
+    """A saved tensor as a view of a storage."""
+
+    saved: SavedStorage
+    view: View
+
+
+def is_candidate(tensor: Tensor, registry: Registry, least: int) -> bool:
+    """Whether a saved tensor's storage may leave the device: large, made in this forward, unmarked."""
+    if not can_travel(tensor) or is_marked(tensor) or registry.is_fixed(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() >= max(least, 1) and not registry.record(tensor).pinned
+
+
+class Packing:
+    """The part of autograd's hooks that a store and an observer share.
+
+    Args:
+        least: Smallest storage, in bytes, that may leave the device.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._registry = Registry()
+        self._count = self._forwards = 0
+
+    @contextmanager
+    def hooked(self, fixed: Iterable[Tensor]) -> Iterator[None]:
+        """Let what autograd saves inside go through the hooks."""
+        self._count = 0
+        self._forwards += 1
+        with registering(fixed) as self._registry, saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._registry = Registry()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not is_candidate(tensor, self._registry, self._least):
+            return _Stays(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        record = self._registry.record(tensor)
+        saved = record.saved() if record.saved is not None else None
+        if saved is None:
+            saved = SavedStorage(self._count, tensor.untyped_storage(), partial(self._dropped, self._forwards))
+            record.saved = weakref.ref(saved)
+            self._count += 1
+            self._first_saved(saved, record, tensor)
+        if saved.storage is not None:
+            saved.watched.append((tensor.detach(), tensor._version))
+        return _Packed(saved, view_of(tensor))
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Stays):
+            check_unchanged([(packed.tensor, packed.version)])
+            return packed.tensor
+        self._used(packed.saved)
+        check_unchanged(packed.saved.watched)
+        return packed.view.over(packed.saved.storage)
+
+    def _dropped(self, forward: int, place: int) -> None:
+        # What is left of an earlier forward, whose backward never came, is dropped as late as in the next one.
+        if forward == self._forwards:
+            self._ended(place)
+
+    def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _used(self, saved: SavedStorage) -> None:
+        raise NotImplementedError
+
+    def _ended(self, place: int) -> None:
+        raise NotImplementedError
+
+
+def check_unchanged(watched: Sequence[tuple[Tensor, int]]) -> None:
+    """Make sure that nothing was written to tensors that autograd saved.
+
+    Raises:
+        CaptureError: Something was.
+    """
+    for tensor, version in watched:
+        if tensor._version != version:
+            raise CaptureError(
+                f"a tensor {tuple(tensor.shape)} {tensor.dtype} that autograd saved for the backward was written to "
+                f"since: it is at version {tensor._version}, saved was version {version}"
+            )
+
+
+def usable_recipe(record: Record, tensor: Tensor) -> Recipe | None:
+    """Return how a storage is made again, None where that is unknown or it was written to since."""
+    recipe = record.recipe
+    return recipe if recipe is not None and recipe.version == tensor._version else None
+
+
+def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.UntypedStorage:
+    """Make a storage again from its recipe and the saved storages it reads, None for fixed tensors."""
+    tensors = [
+        part.fixed if saved is None else part.view.over(saved.storage)
+        for part, saved in zip(recipe.sources, sources, strict=True)
+    ]
+    with torch.no_grad():
+        return recipe.build(*tensors).untyped_storage()
+
+
+class ActivationStore(Packing):
+    """Carries out a plan in the forward and backward of one recording; see `graphs.activations.Activations`.
+
+    Args:
+        inventory: What the pass before the recording saved.
+        plan: What becomes of it.
+        hosts: `[bytes]` uint8 on the host for each storage that is offloaded, by its place.
+        transfers: Copies.
+        least: Smallest storage, in bytes, that may leave the device.
+
+    Attributes:
+        peak_of_last: Most bytes of activations that were on the device at once in the last forward and backward.
+    """
+
+    def __init__(
+        self, inventory: Inventory, plan: Plan, hosts: dict[int, Tensor], transfers: Transfers, least: int
+    ) -> None:
+        super().__init__(least)
+        self._inventory, self._plan, self._hosts, self._transfers = inventory, plan, hosts, transfers
+        self.peak_of_last = 0
+        self._schedule: Schedule | None = None
+        self._leaving: dict[int, SavedStorage] = {}
+        self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._tokens: dict[int, Any] = {}
+        self._moved: dict[int, int] = {}
+
+    @contextmanager
+    def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
+        """See `Activations`."""
+        self.forget()
+        self._schedule = Schedule(self._inventory, self._plan, self)
+        self._transfers.begin()
+        with self.hooked(fixed):
+            yield
+        if self._count != len(self._inventory.seen):
+            self._inventory.check(self._count, 0)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """See `Activations`."""
+        self._transfers.begin()
+        with returned_storages() as self._moved:
+            self._schedule.begin_backward()
+            yield
+            self._schedule.end_backward()
+            self.peak_of_last = self._schedule.peak
+
+    def join(self) -> None:
+        """See `Activations`."""
+        self._schedule.join()
+
+    def forget(self) -> None:
+        """See `Activations`."""
+        self._schedule = None
+        self._leaving, self._tokens, self._moved = {}, {}, {}
+
+    # Autograd's side.
+
+    def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
+        self._inventory.check(saved.place, saved.nbytes)
+        self._saved[saved.place] = saved
+        if self._plan.fates[saved.place] is Fate.REBUILD:
+            saved.recipe = usable_recipe(record, tensor)
+            if saved.recipe is None:
+                raise CaptureError(f"storage {saved.place} cannot be made again as in the pass before")
+            saved.sources = tuple(self._source(part) for part in saved.recipe.sources)
+            saved.storage = None
+        self._schedule.saved(saved.place)
+
+    @staticmethod
+    def _source(part: Source) -> SavedStorage | None:
+        saved = part.saved()
+        if saved is None and part.record is not None:
+            raise CaptureError("a tensor that another is made again from was not saved, other than in the pass before")
+        return saved
+
+    def _used(self, saved: SavedStorage) -> None:
+        self._schedule.used(saved.place)
+        self._moved[saved.storage.data_ptr()] = saved.address
+
+    def _ended(self, place: int) -> None:
+        if self._schedule is not None:
+            self._tokens.pop(place, None)
+            self._schedule.ended(place)
+
+    # The schedule's side: see `Mover`.
+
+    def offload(self, place: int) -> None:
+        """See `Mover`."""
+        saved = self._saved[place]
+        self._leaving[place] = saved
+        self._tokens[place] = self._transfers.offload(raw_bytes(saved.storage), self._hosts[place])
+
+    def settle(self, place: int) -> None:
+        """See `Mover`."""
+        saved = self._leaving.pop(place)
+        check_unchanged(saved.watched)
+        self._transfers.wait(self._tokens.pop(place))
+        saved.watched.clear()
+        saved.storage = None
+
+    def load(self, place: int) -> None:
+        """See `Mover`."""
+        tensor, self._tokens[place] = self._transfers.load(self._hosts[place])
+        self._saved[place].storage = tensor.untyped_storage()
+
+    def arrive(self, place: int) -> None:
+        """See `Mover`."""
+        self._transfers.wait(self._tokens.pop(place))
+
+    def rebuild(self, place: int) -> None:
+        """See `Mover`."""
+        saved = self._saved[place]
+        saved.storage = rebuilt(saved.recipe, saved.sources)
+        saved.recipe, saved.sources = None, ()

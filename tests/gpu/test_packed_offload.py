@@ -1,0 +1,79 @@
+"""Packed-sequence graphs whose activations leave the device: losses, gradients, and packs that did not fit before."""
+
+import gc
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from scripts.performance import language_model as lm
+
+from .packs import EAGER_RUNS, Trained, assert_eagers, assert_inside, graphs_on
+
+LONG = (4000, 300, 2500, 1392)
+# A model's configuration keeps what a test said: each says all.
+KEPT = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "memory_target_gb"))
+POLICIES = {
+    "offload": {**KEPT, "cuda_graph_packed_offload": "all"},
+    "recompute": {**KEPT, "cuda_graph_packed_recompute": "all"},
+    "both": {**KEPT, "cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"},
+}
+
+
+@pytest.fixture(scope="module")
+def gpt(tower_module):
+    return Trained(lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)))
+
+
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_losses_and_gradients_are_eagers(gpt, options):
+    with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_offload_min_bytes=65536, **options) as graphs:
+        for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
+            assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))
+        statistics = graphs.statistics()
+        assert not statistics.fallbacks
+        assert (statistics.pinned_bytes > 0) == (options["cuda_graph_packed_offload"] is not None)
+
+
+def limited(memory):
+    """Let the process take so many bytes more than it holds now."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + memory) / total)
+
+
+def failure(model, pack, settings):
+    """Return what a capture fails with; nothing of it is kept."""
+    try:
+        lm.new_helper(model, pack, cuda_graph_max_packed_seqs=24, **settings)
+    except CaptureError as error:
+        return str(error)
+    return None
+
+
+def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
+    trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
+    pack = lm.make_pack(LONG)
+    settings = {"cuda_graph_packed_buckets": [pack.tokens], "cuda_graph_packed_evaluation": False, **KEPT}
+    with graphs_on(trained.model, pack, **settings) as graphs:
+        one = graphs.statistics().memory_bytes
+        with graphs.paused():
+            runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
+    settings["cuda_graph_packed_slots"] = 4
+    try:
+        limited(3 * one)
+        said = failure(trained.model, pack, settings)
+        assert said is not None and "OutOfMemory" in said, said
+        limited(3 * one)
+        target = 0.45 * one / 2**30
+        with graphs_on(trained.model, pack, **{**settings, "cuda_graph_packed_memory_target_gb": target}) as graphs:
+            statistics = graphs.statistics()
+            print(f"one slot {one / 2**30:.2f} GiB, four {statistics.memory_bytes / 2**30:.2f} GiB with a target")
+            assert statistics.memory_bytes <= 4 * 1.02 * target * 2**30
+            torch.cuda.set_per_process_memory_fraction(1.0)  # the output layer's own, as in the eager runs
+            found = trained.results(pack)
+            assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
+        assert_inside(found, runs, trained.names, "with a memory target")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

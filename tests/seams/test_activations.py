@@ -1,0 +1,183 @@
+"""What is known of the saved tensors of upstream's layers, and regions of them whose activations leave."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bridge_cg_plugin.offload.registry import Registry, registering
+from bridge_cg_plugin.upstream import activations
+from bridge_cg_plugin.upstream.activations import known_activations
+from tests.seams.test_layer_kernels import STREAM_SCRIPT
+from tests.unit.towers import draw, new_tower
+
+SOURCE = importlib.import_module(activations.TE_LAYERNORM_LINEAR)
+
+
+def test_modules_and_functions_are_as_before_afterwards():
+    tower = new_tower()
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in tower.modules()]
+    before = SOURCE.general_gemm, SOURCE.apply_normalization
+    with pytest.raises(KeyError), known_activations([tower]):
+        assert SOURCE.general_gemm is not before[0]
+        assert SOURCE.apply_normalization is not before[1]
+        assert [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in tower.modules()] != hooks
+        raise KeyError
+    assert (SOURCE.general_gemm, SOURCE.apply_normalization) == before
+    assert [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in tower.modules()] == hooks
+
+
+def test_what_is_saved_belongs_to_a_part_of_the_model():
+    tower = new_tower()
+    found = {}
+
+    def pack(tensor):
+        found[registry.scope] = found.get(registry.scope, 0) + 1
+        return tensor.detach()
+
+    pixels, grid = draw([[1, 4, 4]])
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with registering([]) as registry, known_activations([tower]), hooks:
+        tower(pixels, grid)
+    assert {"attention", "mlp", "layernorm", "merger", "other"} == set(found)
+    assert registry.scope == "other"
+
+
+def test_transformer_engine_calls_what_is_noted_as_expected():
+    forward = "".join(inspect.getsource(SOURCE._LayerNormLinear.forward).split())
+    assert "ln_out,mu,rsigma=apply_normalization(inputmat,None,#ln_outln_weight,ln_bias,eps," in forward
+    assert "gemm_out,*_,reduce_scatter_out=general_gemm(weightmat,ln_out_total,quantization_params=" in forward
+    linear = importlib.import_module(activations.TE_LINEAR)
+    assert "=general_gemm(weightmat,inputmat_total,quantization_params=" in "".join(inspect.getsource(linear).split())
+    parameters = list(
+        inspect.signature(importlib.import_module(SOURCE.general_gemm.__module__).general_gemm).parameters
+    )
+    assert parameters[:2] == ["A", "B"]
+    assert {"quantization_params", "ub", "out", "extra_output", "gelu_in", "bias"} <= set(parameters)
+
+
+def noted(registry: Registry, made):
+    return registry.record(made).recipe
+
+
+def test_a_plain_norm_and_product_are_noted_and_others_are_not():
+    x, weight, bias = torch.randn(4, 8), torch.randn(8), torch.randn(8)
+    matrix = torch.randn(3, 8)
+    norm = activations._noting_norm(
+        lambda x, out, w, b, *settings: (torch.nn.functional.layer_norm(x, (8,), w, b, settings[0]), None, None)
+    )
+    product = activations._noting_product(lambda w, x, **kwargs: (x @ w.t(), None, None, None))
+    with registering([weight, bias, matrix]) as registry:
+        normed = norm(x, None, weight, bias, 1e-6, None)[0]
+        recipe = noted(registry, normed)
+        assert recipe.kind == "layernorm" and torch.equal(recipe.build(x, weight, bias), normed)
+        out = product(matrix, normed, quantization_params=None, bias=None, ub=None)[0]
+        recipe = noted(registry, out)
+        assert recipe.kind == "linear" and torch.equal(recipe.build(matrix, normed), out)
+        assert [part.fixed is None for part in recipe.sources] == [False, True]
+        assert noted(registry, product(matrix, normed, quantization_params=object())[0]) is None
+        assert noted(registry, product(matrix, normed, ub=object())[0]) is None
+        assert noted(registry, norm(x, torch.empty_like(x), weight, bias, 1e-6)[0]) is None
+    assert torch.equal(product(matrix, x)[0], x @ matrix.t())
+
+
+REGION = """
+from contextlib import contextmanager
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
+from bridge_cg_plugin.offload.planner import Allowed
+from tests.saving import SaverProgram
+from tests.unit.test_offload_store import LateTransfers, stores
+
+
+class Program(SaverProgram):
+    def input_specs(self, bucket):
+        return {"x": TensorSpec((bucket.tokens, 1, WIDTH), torch.float32, differentiable=True)}
+
+    def forward(self, buffers, bucket):
+        return tuple(self.model(buffers["x"]))
+
+    def output_rows(self, batch):
+        return len(batch), len(batch)
+
+    @contextmanager
+    def recording(self):
+        with layer_kernels.fused_layer_kernels([self.model]), layer_kernels.fused_layernorm_backward([self.model]):
+            yield
+
+
+torch.manual_seed(0)
+counts = {}
+for case in ("plain", "shared norm", "frozen"):
+    tower, x = Tower(case), torch.randn(18, 1, WIDTH, requires_grad=True)
+    found = []
+    for offloaded in (False, True):
+        policy = Policy(Allowed(frozenset({"other"}), frozenset()), least_bytes=1)
+        offloading = RegionOffloading(policy, 1, torch.device("cpu")) if offloaded else None
+        if offloaded:
+            offloading._transfers = LateTransfers()
+        region = Region(Program(tower), ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
+        region.capture()
+        for repeat in range(2):
+            outputs = region.run(x)
+            wanted = [p for p in [x, *tower.parameters()] if p.requires_grad]
+            loss = sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
+            found.append([*(o.detach() for o in outputs), *torch.autograd.grad(loss, wanted)])
+        counts[case] = 0 if not offloaded else offloading._transfers.loads
+        assert not region.statistics.fallbacks
+    assert all(map(torch.equal, found[0], found[1]))
+    for other in found[2:]:
+        assert all(map(torch.equal, found[0], other))
+print(json.dumps(counts))
+"""
+
+
+def test_the_residual_streams_gradient_finds_a_norms_input_that_came_back_elsewhere():
+    script = STREAM_SCRIPT[: STREAM_SCRIPT.index("summed = []")] + REGION
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert all(counts.values())
+
+
+TOWER = """
+import torch
+
+from bridge_cg_plugin.upstream import qwen3_vl
+from tests.interpreted import prepare
+
+prepare()
+qwen3_vl.kernels_available = lambda: True
+from tests.unit.towers import graphs_on, new_tower, results
+
+tower, rows = new_tower(), [[1, 4, 6], [1, 2, 2]]
+common = {"buckets": (32,), "exact_below": 0, "evaluation": False, "kernels": "exact"}
+with graphs_on(tower, **common) as graphs:
+    expected = [t.clone() for part in results(tower, rows) for t in part]
+moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 1}
+for options in (moved, {**moved, "recompute": ("layernorm", "gelu", "linear")}):
+    with graphs_on(tower, **common, **options) as graphs:
+        found = [t.clone() for part in results(tower, rows) for t in part]
+        again = [t.clone() for part in results(tower, rows) for t in part]
+        planned = next(iter(graphs._regions[0]._offloading._plans.values()))
+        kinds = [s.kind for s, f in zip(planned.inventory.seen, planned.plan.fates) if f.value == "rebuild"]
+        assert graphs.statistics().pinned_bytes > 0 and not graphs.statistics().fallbacks
+    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, again, expected))
+print(kinds.count("gelu"))
+"""
+
+
+def test_a_tower_whose_activations_leave_gives_the_same_to_the_bit():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", TOWER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "3"

@@ -1,0 +1,46 @@
+"""The benchmark of offloading and recompute without a GPU, on the small tower."""
+
+import pytest
+
+from scripts.performance import bench_offload
+from scripts.performance.results import check_record, read_records
+
+
+def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):
+    out = tmp_path / "offload.jsonl"
+    words = ["--cases", "tokens_64", "--slots", "2", "--targets", "0.9,0.5", "--repeats", "3", "--out", str(out)]
+    assert bench_offload.main(words) == 0
+    found = {r["mode"]: r for r in read_records(out)}
+    assert list(found) == ["none", "offload", "recompute", "mixed_90", "mixed_50"]
+    for one in found.values():
+        check_record(one)
+        assert one["slots"] == 2 and one["tokens"] == 64
+    assert found["none"]["ratio"] == found["none"]["memory_ratio"] == 1.0
+    for mode in ("none", "offload", "recompute"):
+        assert found[mode]["bit_equal"] and found[mode]["grad_rel"] == 0 and not found[mode]["fallbacks"]
+    assert "outputs equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--modes", "offload"],
+        ["--modes", "none,everything"],
+        ["--targets", "1.5"],
+        ["--targets", "0"],
+        ["--slots", "0"],
+        ["--cases", "2x999"],
+        ["--cases", "tokens_100"],
+    ],
+)
+def test_what_cannot_be_measured_is_said(words, tmp_path, capsys):
+    assert bench_offload.main([*words, "--out", str(tmp_path / "r.jsonl")]) == 2
+    assert "allowed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_when_time_is_up_the_rest_says_so(tmp_path):
+    out = tmp_path / "offload.jsonl"
+    assert bench_offload.main(["--cases", "tokens_64", "--seconds", "0", "--out", str(out)]) == 0
+    (record,) = read_records(out)
+    assert record["mode"] == "none" and "--seconds" in record["error"]

@@ -1,0 +1,282 @@
+"""What the store saves, moves and gives back, through the reference executor."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.offload import never_offload
+from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
+from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.registry import OTHER, derive, rewrite
+from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.offload.store import ActivationStore
+from tests.saving import Saver, SaverProgram, batch_of, results
+
+CPU = torch.device("cpu")
+# Forwards before the recorded one: warm-up, and the pass that is observed.
+PASSES_BEFORE = 2
+EVERYTHING = Policy(Allowed(frozenset({OTHER}), frozenset({"square", "sum"})), least_bytes=1)
+
+
+class LateTransfers:
+    """Copies as late as their order allows: what does not wait, or gives memory back too early, is seen."""
+
+    def __init__(self) -> None:
+        self.loads = self.offloads = 0
+
+    def begin(self) -> None:
+        pass
+
+    def offload(self, source, host):
+        self.offloads += 1
+        host.fill_(0x55)
+        return lambda: host.copy_(source)
+
+    def load(self, host):
+        self.loads += 1
+        fresh = torch.full_like(host, 0x55)
+        return fresh, lambda: fresh.copy_(host)
+
+    def wait(self, token) -> None:
+        token()
+
+
+def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, tokens=(8,)):
+    """Capture a region; returns it and its offloading."""
+    offloading = RegionOffloading(policy, slots, CPU)
+    if transfers is not None:
+        offloading._transfers = transfers
+    region = Region(
+        program or SaverProgram(Saver()), ReferenceExecutor(), [Bucket(t) for t in tokens], slots, offloading=offloading
+    )
+    region.capture()
+    return region, offloading
+
+
+def stores(region):
+    """Return the stores of a region's recordings."""
+    found = (r._body.activations for slot in region._slots for r in slot.recordings.values())
+    return [store for store in found if isinstance(store, ActivationStore)]
+
+
+@pytest.mark.parametrize("transfers", [None, LateTransfers], ids=["at once", "late"])
+def test_outputs_and_gradients_are_those_of_eager_to_the_bit(transfers):
+    region, offloading = saver_region(transfers=transfers() if transfers else None)
+    model = region.program.model
+    for seed in range(3):
+        batch = batch_of(8, seed)
+        expected = results(model, batch, model.parameters())
+        replayed = results(region.run, batch, model.parameters())
+        assert all(map(torch.equal, replayed, expected))
+    assert offloading.pinned_bytes > 0
+    assert region.statistics.pinned_bytes == offloading.pinned_bytes
+
+
+def test_tensors_come_back_with_their_dtypes_strides_offsets_and_aliases():
+    region, _ = saver_region(transfers=LateTransfers())
+    model = region.program.model
+    model.log.clear()
+    results(region.run, batch_of(8, 0), model.parameters())
+    assert model.log["returned"].layouts == model.log["saved"].layouts
+    assert model.log["returned"].groups == model.log["saved"].groups
+
+
+def test_what_shares_memory_is_copied_once():
+    transfers = LateTransfers()
+    region, offloading = saver_region(transfers=transfers)
+    planned = next(iter(offloading._plans.values()))
+    transfers.loads = transfers.offloads = 0
+    results(region.run, batch_of(8, 0), region.program.model.parameters())
+    assert transfers.offloads == transfers.loads == len(planned.plan.places(Fate.OFFLOAD))
+    # Twelve dtypes, then whole, scales, quantized, the sum and the strided one: nothing is copied for a second view.
+    assert len(planned.inventory.seen) < len(region.program.model.weights) * 20
+
+
+def test_parameters_static_inputs_and_small_tensors_stay():
+    region, offloading = saver_region(Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1 << 20))
+    assert offloading.pinned_bytes == 0 and not stores(region)
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(32))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    region, offloading = saver_region(program=SaverProgram(Products()))
+    assert not next(iter(offloading._plans.values())) and not stores(region)
+
+
+def test_two_slots_have_host_memory_of_their_own():
+    region, _ = saver_region(slots=2, transfers=LateTransfers())
+    model = region.program.model
+    batches = [batch_of(8, 0), batch_of(8, 1)]
+    expected = [results(model, b, model.parameters()) for b in batches]
+    first, second = (region.run(b)[0] for b in batches)
+    for out, batch, wanted in ((second, batches[1], expected[1]), (first, batches[0], expected[0])):
+        assert all(map(torch.equal, results(lambda _, o=out: o, batch, model.parameters()), wanted))
+
+
+class Marked(nn.Module):
+    """Saves two squares, one of them marked."""
+
+    def __init__(self, mark) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+        self.mark = mark
+
+    def forward(self, x):
+        kept = x @ self.weight
+        if self.mark:
+            never_offload(kept)
+        return (kept * kept).tanh()
+
+
+def test_marked_tensors_are_never_offloaded():
+    counts = []
+    for mark in (False, True):
+        region, offloading = saver_region(program=SaverProgram(Marked(mark)))
+        counts.append(len(next(iter(offloading._plans.values())).plan.places(Fate.OFFLOAD)))
+        batch, model = batch_of(8, 0), region.program.model
+        expected = results(model, batch, model.parameters())
+        assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+    assert counts[1] == counts[0] - 1
+
+
+class InPlace(nn.Module):
+    """Writes to a tensor before it is saved, and, if asked for, in the recorded forward after it as well."""
+
+    calls = 0
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+        self.after = after
+
+    def forward(self, x):
+        made = x @ self.weight
+        made.mul_(2)
+        out = made * made
+        self.calls += 1
+        if self.after and self.calls > PASSES_BEFORE:
+            made.detach().add_(1)
+        return out
+
+
+def test_a_tensor_that_was_written_to_before_it_was_saved_is_fine():
+    region, _ = saver_region(program=SaverProgram(InPlace(after=False)), transfers=LateTransfers())
+    batch, model = batch_of(8, 0), region.program.model
+    expected = results(model, batch, model.parameters())
+    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+
+
+def test_a_tensor_that_was_written_to_after_it_was_saved_is_an_error():
+    with pytest.raises(CaptureError, match="written to since"):
+        saver_region(program=SaverProgram(InPlace(after=True)))
+
+
+class Squares(nn.Module):
+    """Saves squares that can be made again, in place too, rightly or wrongly."""
+
+    def __init__(self, wrong: bool = False, in_place: bool = False, unnoted: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32) * 1.1)
+        self.wrong, self.in_place, self.unnoted = wrong, in_place, unnoted
+        self.rebuilt = 0
+
+    def square(self, x, weight):
+        self.rebuilt += 1
+        return (x @ weight).square() + (0.5 if self.wrong else 0)
+
+    def forward(self, x):
+        x = (x @ self.weight).tanh()
+        made = (x @ self.weight).square()
+        derive(made, "square", (x, self.weight), self.square)
+        if self.in_place:
+            made.detach().data.mul_(3)  # unseen by autograd, as a kernel may write
+            rewrite(made, (), lambda whole: whole.mul_(3))
+        if self.unnoted:
+            made.mul_(3)
+        return made.sin() * x.cos()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_can_be_made_again_is_made_again(in_place):
+    region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())
+    plan = next(iter(offloading._plans.values())).plan
+    assert len(plan.places(Fate.REBUILD)) == 1
+    batch, model = batch_of(8, 0), region.program.model
+    expected = results(model, batch, model.parameters())
+    model.rebuilt = 0
+    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+    assert model.rebuilt == 1
+
+
+@pytest.mark.parametrize("fault", [{"wrong": True}, {"unnoted": True}], ids=lambda fault: next(iter(fault)))
+def test_what_is_not_made_again_to_the_bit_is_not_made_again(fault, capsys):
+    region, offloading = saver_region(program=SaverProgram(Squares(**fault)))
+    assert not next(iter(offloading._plans.values())).plan.places(Fate.REBUILD)
+    assert ("not made again" in capsys.readouterr().out) == ("wrong" in fault)
+    batch, model = batch_of(8, 0), region.program.model
+    expected = results(model, batch, model.parameters())
+    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+
+
+class Wavering(Squares):
+    """Saves another tensor in the recorded forward than in the passes before."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) + ((x @ self.weight).square().exp() if self.calls > PASSES_BEFORE else 0)
+
+
+def test_a_forward_that_saves_other_tensors_than_before_is_an_error():
+    with pytest.raises(CaptureError, match="saved other tensors"):
+        saver_region(program=SaverProgram(Wavering()))
+
+
+def test_a_forward_without_its_backward_leaves_nothing():
+    region, _ = saver_region(transfers=LateTransfers())
+    (store,) = stores(region)
+    model = region.program.model
+    for seed in range(3):
+        out = region.run(batch_of(8, seed))
+        del out
+        gc.collect()
+    batch = batch_of(8, 7)
+    expected = results(model, batch, model.parameters())
+    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+    assert not store._leaving and store._schedule is None
+
+
+def test_reset_gives_host_memory_back():
+    region, offloading = saver_region()
+    assert offloading.pinned_bytes
+    region.reset()
+    assert offloading.pinned_bytes == 0
+
+
+@given(st.integers(0, 2**16), st.lists(st.sampled_from(list(Fate)), min_size=64, max_size=64))
+def test_any_window_and_any_fates_give_the_same_gradients(window, fates):
+    region, offloading = saver_region(program=SaverProgram(Squares()), transfers=LateTransfers())
+    (store,) = stores(region)
+    seen = store._inventory.seen
+    chosen = tuple(
+        Fate.KEEP if fate is Fate.REBUILD and s.kind is None else fate for s, fate in zip(seen, fates, strict=False)
+    )
+    store._plan = type(store._plan)(chosen, window)
+    store._hosts = {place: torch.empty(s.nbytes, dtype=torch.uint8) for place, s in enumerate(seen)}
+    batch, model = batch_of(8, 0), region.program.model
+    expected = results(model, batch, model.parameters())
+    assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))

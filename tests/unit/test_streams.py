@@ -1,0 +1,49 @@
+"""Streams and hooks of an executor, without a GPU."""
+
+import pytest
+
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.streams import ReplayStream
+
+from .toy import ToyProgram, toy_region
+
+
+def test_an_event_without_a_stream_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="cuda_graph_event: allowed is None without cuda_graph_stream"):
+        ReplayStream(None, object())
+
+
+def test_on_the_main_stream_nothing_is_waited_for():
+    with ReplayStream().replaying():
+        pass  # without CUDA any wait would raise
+
+
+def hooked(calls, fails=False):
+    program_forward = ToyProgram.forward
+
+    def forward(self, buffers, bucket):
+        calls.append("pass")
+        if fails:
+            raise RuntimeError("made to fail")
+        return program_forward(self, buffers, bucket)
+
+    return ReferenceExecutor(
+        pre_warmup_hook=lambda: calls.append("before"), post_warmup_hook=lambda: calls.append("after")
+    ), forward
+
+
+def test_hooks_are_called_once_around_a_recordings_warm_up(monkeypatch):
+    calls = []
+    executor, forward = hooked(calls)
+    monkeypatch.setattr(ToyProgram, "forward", forward)
+    toy_region(capacities=(8,), executor=executor, evaluation=False)
+    assert calls == ["before", "pass", "after", "pass"]
+
+
+def test_the_second_hook_is_called_after_a_failure_too(monkeypatch):
+    calls = []
+    executor, forward = hooked(calls, fails=True)
+    monkeypatch.setattr(ToyProgram, "forward", forward)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        toy_region(capacities=(8,), executor=executor)
+    assert calls == ["before", "pass", "after"]

@@ -1,0 +1,172 @@
+"""Options of offloading and recompute on Bridge's tower, through the reference executor."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.report import metrics
+from bridge_cg_plugin.offload import host_memory
+from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+
+from .towers import DEFAULTS, graphs_on, new_tower, results
+
+ROWS = [(1, 8, 8), (2, 4, 8)]
+SETTINGS = {"buckets": (128,), "evaluation": False, "offload_min_bytes": 1024}
+
+
+def planned(graphs):
+    """Return the one plan of a tower's graphs with its inventory."""
+    (found,) = {id(p): p for p in graphs._regions[0]._offloading._plans.values()}.values()
+    return found
+
+
+@pytest.mark.parametrize("scopes", [("attention",), ("mlp", "layernorm"), OFFLOAD_MODULES])
+def test_only_what_was_named_leaves_and_nothing_changes(scopes):
+    tower = new_tower()
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    with graphs_on(tower, offload=scopes, slots=2, **SETTINGS) as graphs:
+        for _ in range(2):
+            outputs, gradients = results(tower, ROWS)
+            assert all(map(torch.equal, outputs, expected[0]))
+            assert all(map(torch.equal, gradients, expected[1]))
+        found = planned(graphs)
+        offloaded = found.plan.places(Fate.OFFLOAD)
+        assert {found.inventory.seen[place].scope for place in offloaded} == set(scopes)
+        assert all(found.inventory.seen[p].scope not in scopes for p in found.plan.places(Fate.KEEP))
+        statistics = graphs.statistics()
+        assert statistics.pinned_bytes >= 2 * sum(found.inventory.seen[place].nbytes for place in offloaded)
+        assert "offloaded activations:" in graphs.report()
+        assert metrics(statistics, "v")["v/pinned_gb"] == statistics.pinned_bytes / 2**30
+        assert not statistics.fallbacks
+
+
+def target_of(share: float) -> float:
+    """Return a target in GiB that the static buffers and so large a part of the tower's activations fit."""
+    tower = new_tower()
+    with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
+        return (share * planned(graphs).inventory.nbytes + graphs.statistics().static_bytes) / 2**30
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_memory_target_is_kept(share, capsys):
+    tower = new_tower()
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    target = target_of(share)
+    with graphs_on(tower, memory_target_gb=target, **SETTINGS) as graphs:
+        outputs, gradients = results(tower, ROWS)
+        (store,) = [r._body.activations for s in graphs._regions[0]._slots for r in s.recordings.values()]
+        assert 0 < store.peak_of_last <= target * 2**30
+    assert all(map(torch.equal, outputs, expected[0]))
+    assert all(map(torch.equal, gradients, expected[1]))
+    assert "GiB kept" in capsys.readouterr().out
+
+
+def test_a_target_with_room_for_all_changes_nothing():
+    tower = new_tower()
+    with graphs_on(tower, memory_target_gb=2.0, **SETTINGS) as graphs:
+        assert graphs.statistics().pinned_bytes == 0
+        assert planned(graphs) is None
+
+
+def test_a_target_that_cannot_be_kept_says_what_can():
+    tower = new_tower()
+    with (
+        pytest.raises(CaptureError, match=r"memory_target_gb=1e-06: bucket .* needs at least"),
+        graphs_on(tower, memory_target_gb=1e-6, **SETTINGS),
+    ):
+        pass
+
+
+def test_a_target_uses_only_what_it_may():
+    tower, target = new_tower(), target_of(0.7)
+    with graphs_on(tower, memory_target_gb=target, offload=("mlp", "attention"), **SETTINGS) as graphs:
+        found = planned(graphs)
+        scopes = {found.inventory.seen[place].scope for place in found.plan.places(Fate.OFFLOAD)}
+        assert scopes <= {"mlp", "attention"} and scopes
+
+
+def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    recorded = []
+    tower = new_tower()
+    record = ReferenceExecutor.record
+    monkeypatch.setattr(ReferenceExecutor, "record", lambda self, *a: recorded.append(1) or record(self, *a))
+    with (
+        pytest.raises(CaptureError, match=r"HostMemoryError.*vision_cuda_graph_slots|HostMemoryError.*fewer slots"),
+        graphs_on(tower, offload=OFFLOAD_MODULES, slots=64, **SETTINGS),
+    ):
+        pass
+    assert not recorded
+
+
+def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 10)
+    tower = new_tower()
+    options = VisionGraphOptions(**{**DEFAULTS, **SETTINGS, "strict": False, "offload": ("attention",)})
+    helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
+    helper.create_cudagraphs()
+    assert not helper.graphs_created()
+    assert "HostMemoryError" in helper.graphs.failure
+    assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
+    results(tower, ROWS)
+    helper.graphs.detach()
+
+
+class FilledPool(ReferenceExecutor):
+    """A pool that takes more than the activations of a plan, as blocks leave gaps."""
+
+    def __init__(self, gaps: int, least: int = 0) -> None:
+        super().__init__()
+        self.gaps, self.least, self.taken = gaps, least, []
+        self.pools = self.static = 0
+
+    def new_pool(self):
+        self.pools += 1
+
+    def record(self, body, pool):
+        if body.activations is not None:
+            self.static = body.static_bytes
+            planned = body.activations._plan.window + body.static_bytes
+            self.taken.append(max(planned + self.gaps, self.least))
+        return super().record(body, pool)
+
+    def pool_bytes(self, pool):
+        return self.taken[-1] - self.static if self.taken else 0
+
+
+def test_a_pool_with_gaps_is_recorded_again_with_less_in_it():
+    tower, target = new_tower(), target_of(0.7)
+    with graphs_on(tower, **SETTINGS):
+        expected = results(tower, ROWS)
+    executor = FilledPool(gaps=int(0.1 * target * 2**30))
+    with graphs_on(tower, executor=executor, memory_target_gb=target, slots=2, **SETTINGS):
+        outputs, gradients = results(tower, ROWS)
+    first, second, other_slot = executor.taken
+    assert first > 1.05 * target * 2**30 and second == other_slot <= 1.01 * target * 2**30
+    assert executor.pools == 4  # two slots', one that was given up, and the one whose times were taken
+    assert all(map(torch.equal, outputs, expected[0]))
+    assert all(map(torch.equal, gradients, expected[1]))
+
+
+def test_a_pool_that_never_fits_its_target_is_an_error():
+    tower, target = new_tower(), target_of(0.7)
+    executor = FilledPool(gaps=0, least=int(1.1 * target * 2**30))
+    with (
+        pytest.raises(CaptureError, match="memory_target_gb=.* needs at least"),
+        graphs_on(tower, executor=executor, memory_target_gb=target, **SETTINGS),
+    ):
+        pass
+
+
+def test_a_part_that_saves_nothing_is_said(capsys):
+    tower = new_tower()
+    settings = {**SETTINGS, "offload_min_bytes": 1 << 30}
+    with graphs_on(tower, offload=("attention",), **settings) as graphs:
+        assert graphs.statistics().pinned_bytes == 0
+    said = capsys.readouterr().out
+    assert said.count("vision_cuda_graph_offload and vision_cuda_graph_recompute move nothing") == 1
