@@ -66,7 +66,7 @@ def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
     from bridge_cg_plugin.upstream.random_states import random_states
 
     given = []
-    monkeypatch.setattr(packed_helper, "default_executor", lambda *args: given.append(args) or ReferenceExecutor())
+    monkeypatch.setattr(packed_helper, "default_executor", lambda *args, **_: given.append(args) or ReferenceExecutor())
     model = new_model()
     model.config.cuda_graph_max_packed_seqs = 4
     PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
