@@ -34,6 +34,12 @@ def number(record: dict[str, Any] | None, name: str, form: str = ".1f") -> str:
     return "" if value is None else format(value, form)
 
 
+def over_eager(record: dict[str, Any] | None, eager: dict[str, dict[str, Any]]) -> str:
+    """Return a record's ms over those of its case's eager record, which another run may have measured."""
+    baseline = eager.get(record["case"]) if record is not None else None
+    return "" if record is None or baseline is None else f"{record['ms'] / baseline['ms']:.2f}"
+
+
 def fill(text: str, parts: dict[str, str]) -> str:
     """Return a page with its parts put between their marks, `<!-- NAME -->` and `<!-- /NAME -->`.
 

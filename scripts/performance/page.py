@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .markdown import Records, by_case, number, origin, table
+from .markdown import Records, by_case, number, origin, over_eager, table
 from .results import read_records
 from .workloads import CASES
 
@@ -26,8 +26,8 @@ def goals(records: Records) -> str:
         over = f"{best['ms'] / limit[case]['ms']:.1f}" if case in limit else ""
         rows.append(
             [case, plugin[case]["tokens"], number(eager[case], "ms"), number(plugin[case], "ms")]
-            + [f"**{plugin[case]['ratio']:.2f}**", number(fast.get(case), "ms"), number(fast.get(case), "ratio", ".2f")]
-            + [number(flash.get(case), "ms"), number(flash.get(case), "ratio", ".2f")]
+            + [f"**{over_eager(plugin[case], eager)}**", number(fast.get(case), "ms"), over_eager(fast.get(case), eager)]
+            + [number(flash.get(case), "ms"), over_eager(flash.get(case), eager)]
             + [f"{AIMS[case]:.2f}", number(limit.get(case), "ms"), over, number(plugin[case], "host_ms", ".2f")]
             + [number(plugin[case], "gpu_busy_ms"), number(plugin[case], "kernels", "d")]
         )
@@ -38,7 +38,7 @@ def goals(records: Records) -> str:
 
 def modes(records: Records) -> str:
     """Return every mode of the named cases beside eager."""
-    rows = []
+    rows, eager = [], by_case(records, "eager")
     for r in sorted((r for r in records if r["case"] in CASES and r["mode"] in MODES), key=_case_and_mode):
         note = r.get("wrong", "")
         if "error" in r:
@@ -46,7 +46,7 @@ def modes(records: Records) -> str:
             continue
         differs = number(r, "forward_rel", ".0e")
         rows.append(
-            [r["case"], r["mode"], number(r, "ms"), number(r, "ratio", ".2f"), number(r, "host_ms", ".2f")]
+            [r["case"], r["mode"], number(r, "ms"), over_eager(r, eager), number(r, "host_ms", ".2f")]
             + [number(r, "gpu_busy_ms"), number(r, "kernels", "d"), _memory(r)]
             + ["bit-equal" if r.get("bit_equal") else differs, number(r, "grad_rel", ".1e"), note]
         )

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.report.spread import FACTOR, Spread, compare_to_spread  # noqa: E402
 from scripts.performance.layouts_page import layout_parts  # noqa: E402
-from scripts.performance.markdown import Records, by_case, fill, origin, table  # noqa: E402
+from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, table  # noqa: E402
 from scripts.performance.packed_page import packed_parts  # noqa: E402
 from scripts.performance.page import page_parts  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
@@ -34,10 +34,10 @@ def speed(records: Records) -> str:
         memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""
         share = f"{r['added_share']:.1%}" if "added_share" in r else ""
         rows.append(
-            [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{r['ratio']:.2f}**"]
+            [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{over_eager(r, eager)}**"]
             + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
             + (
-                [f"{f['ms']:.1f} ({f['ratio']:.2f})", f"{f['grad_rel']:.1e}"]
+                [f"{f['ms']:.1f} ({over_eager(f, eager)})", f"{f['grad_rel']:.1e}"]
                 if (f := fast.get(r["case"]))
                 else [""] * 2 * bool(fast)
             )
