@@ -26,7 +26,11 @@ def goals(records: Records) -> str:
         over = f"{best['ms'] / limit[case]['ms']:.1f}" if case in limit else ""
         rows.append(
             [case, plugin[case]["tokens"], number(eager[case], "ms"), number(plugin[case], "ms")]
-            + [f"**{over_eager(plugin[case], eager)}**", number(fast.get(case), "ms"), over_eager(fast.get(case), eager)]
+            + [
+                f"**{over_eager(plugin[case], eager)}**",
+                number(fast.get(case), "ms"),
+                over_eager(fast.get(case), eager),
+            ]
             + [number(flash.get(case), "ms"), over_eager(flash.get(case), eager)]
             + [f"{AIMS[case]:.2f}", number(limit.get(case), "ms"), over, number(plugin[case], "host_ms", ".2f")]
             + [number(plugin[case], "gpu_busy_ms"), number(plugin[case], "kernels", "d")]
