@@ -150,8 +150,12 @@ class VisionGraphs(GraphedModule):
     def _choose_attention(self) -> None:
         """Decide which attention recordings call; says so where what was asked for cannot be had."""
         wanted, family = self.options.attention, self.family
-        direct, flash = family.direct_attention.refusal(), family.flash_attention.refusal()
-        self._attends_directly = wanted != "transformer_engine" and direct is None
+        self._attends_directly = self._attends_by_flash = False
+        if wanted == "transformer_engine":
+            return
+        direct = family.direct_attention.refusal()
+        flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
+        self._attends_directly = direct is None
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:

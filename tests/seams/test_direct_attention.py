@@ -241,6 +241,19 @@ def test_attention_is_what_was_asked_for():
     assert chosen("flash", direct="no package") == "flash"
 
 
+def test_what_was_not_asked_for_is_not_looked_for():
+    def unasked():
+        raise AssertionError("asked")
+
+    others = OtherAttention(refusal=unasked)
+    for attention, family in (
+        ("auto", dataclasses.replace(QWEN3_VL, flash_attention=others)),
+        ("transformer_engine", dataclasses.replace(QWEN3_VL, direct_attention=others, flash_attention=others)),
+    ):
+        options = VisionGraphOptions(impl="transformer_engine", attention=attention)
+        VisionGraphs(new_tower(), options, family, ReferenceExecutor())._choose_attention()
+
+
 @pytest.mark.parametrize(("direct", "instead"), [(None, "directly"), ("none", "by Transformer Engine")])
 def test_flash_attention_that_cannot_be_had_is_said(capsys, direct, instead):
     assert chosen("flash", direct, "no Hopper GPU") == ("transformer_engine" if direct else "cudnn")
