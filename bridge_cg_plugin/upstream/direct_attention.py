@@ -1,7 +1,6 @@
 """Other attention in Transformer Engine's place while recording: cuDNN's called directly, or FlashAttention."""
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
-from .layer_kernels import is_te_attention
+from .layer_kernels import is_te_attention, kernels_available
 from .replaced import replaced
 
 # Bounds of the largest segment, in tokens, from which FlashAttention was the faster on an H200 (docs/performance.md).
@@ -41,9 +40,7 @@ def flash_attention_refusal() -> str | None:
 def _process_refusal() -> str | None:
     if deterministic():
         return "deterministic algorithms are asked for"
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return "there is no GPU with Triton"
-    return None
+    return None if kernels_available() else "there is no GPU with Triton"
 
 
 @contextmanager

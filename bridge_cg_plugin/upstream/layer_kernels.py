@@ -1,7 +1,7 @@
 """Faster kernels in megatron-core's and Transformer Engine's layers while a region is recorded."""
 
 import functools
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +18,11 @@ from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
 TE_EXTENSION = "transformer_engine_torch"
+
+
+def kernels_available() -> bool:
+    """Whether the plugin's Triton kernels can run here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
 from .activations import known_activations
+from .layer_kernels import kernels_available
 from .packed_layers import (
     MAX_SEQLENS,
     attention_and_router_part,
@@ -26,7 +27,6 @@ from .packed_layers import (
     router_part,
 )
 from .packed_mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
-from .qwen3_vl import kernels_available
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
 from .replaced import replaced

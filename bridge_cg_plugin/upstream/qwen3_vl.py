@@ -1,12 +1,10 @@
 """Bridge's Qwen3-VL vision model: how to find it, what its graphs need from upstream, and its one patch."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..options import PROVIDER_FIELDS, vision_options
@@ -20,7 +18,7 @@ from .direct_attention import (
     flash_attention_refusal,
 )
 from .graph_helper import unwrapped
-from .layer_kernels import fused_layer_kernels, fused_layernorm_backward
+from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
@@ -59,11 +57,6 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         return
     with fused_rotary(modules), fused_layer_kernels(modules):
         yield
-
-
-def kernels_available() -> bool:
-    """Whether the plugin's Triton kernels can run here."""
-    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager
