@@ -4,6 +4,7 @@ Under tensor parallelism the ranks of a group share every layer: if one replayed
 it eager, their collectives would not fit each other. So they agree while graphs are made, and no step needs a word.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +29,11 @@ class Agreed:
     def same(self) -> bool:
         """Whether all ranks have one value."""
         return self.smallest == self.largest
+
+
+def digest(*planned: object) -> float:
+    """Return a number for `Peers.agree` that stands for what a rank planned, by its representation."""
+    return float(zlib.crc32(repr(planned).encode()))
 
 
 class Peers(Protocol):

@@ -1,7 +1,6 @@
 """A decoder's graphs of packed documents over a training run: observe, plan, capture, replay, fall back, report."""
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
-from ..graphs.peers import Alone, Peers
+from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.slot import SharedInputs
@@ -210,8 +209,7 @@ class PackedGraphs(GraphedModule):
         if not self._observed:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         self.plan = self._plan()
-        made = self.slots, self._kind(), *map(str, self._buckets(self.plan))
-        return float(zlib.crc32(repr(made).encode()))
+        return digest(self.slots, self._kind(), *map(str, self._buckets(self.plan)))
 
     def _buckets(self, plan: BucketPlan) -> list[Bucket]:
         return [Bucket(c, limits) for c in plan.capacities for limits in self._limits(c)]

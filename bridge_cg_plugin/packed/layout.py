@@ -17,7 +17,11 @@ def token_positions(offsets: Tensor, rows: int, ranks: int = 1, rank: int = 0) -
             its number, counted from the front, and the one with its number, counted from the back.
         rank: Which of them this is.
     """
-    document, place = _places(offsets, rows, ranks)
+    return _positions(offsets, *_places(offsets, rows, ranks), ranks, rank)
+
+
+def _positions(offsets: Tensor, document: Tensor, place: Tensor, ranks: int, rank: int) -> Tensor:
+    """Return every token's position in its document from what `_places` says of it."""
     if ranks > 1:
         chunk = torch.cat((offsets.long().diff(), offsets.new_zeros(1)))[document] // (2 * ranks)
         place = torch.where(place < chunk, rank * chunk + place, (2 * ranks - rank - 2) * chunk + place)
@@ -75,8 +79,7 @@ def token_angles(table: Tensor, by_place: Tensor, offsets: Tensor, ranks: int = 
         ranks: Ranks of context parallelism.
         rank: Which of them this is.
     """
-    rows = table.shape[0] // ranks
-    positions = token_positions(offsets, rows, ranks, rank)
-    document, _ = _places(offsets, rows, ranks)
+    document, place = _places(offsets, table.shape[0] // ranks, ranks)
+    positions = _positions(offsets, document, place, ranks, rank)
     starts = torch.where(document < offsets.shape[0] - 1, offsets.long()[document], 0)
     return table[positions + torch.where(by_place, starts, 0)]

@@ -1,7 +1,6 @@
 """A vision encoder's graphs over a training run: observe, plan, capture, replay, fall back, report."""
 
 import math
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
-from ..graphs.peers import Alone, Peers
+from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
@@ -187,8 +186,7 @@ class VisionGraphs(GraphedModule):
 
     def _digest(self) -> float:
         """Return a number that stands for the buckets, their order and the slots."""
-        plan = (self.slots, *(str(bucket) for bucket in self._regions[0].buckets))
-        return float(zlib.crc32(repr(plan).encode()))
+        return digest(self.slots, *map(str, self._regions[0].buckets))
 
     def _may_reach_further(self) -> bool:
         options = self.options
