@@ -33,11 +33,12 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
 from .arguments import layout_of, parse
 from .layout import Layout
-from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
+from .photographs import MIXED_SIZES, PhotographProvider
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
