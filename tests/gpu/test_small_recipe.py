@@ -30,7 +30,7 @@ def test_it_trains_in_a_minute_offline(tmp_path):
     print(f"{took:.1f} s with the imports")
     run = read_log(log)
     losses = [loss for _, loss in run.losses]
-    assert [step for step, _ in run.losses] == [5, 10, 15, 20] and losses[-1] < 0.9 * losses[0]
+    assert [step for step, _ in run.losses] == [5, 10, 15, 20] and losses[-1] < 0.95 * losses[0]
     graphs = run.graphs["vision"]
     assert graphs.replays >= 0.5 * 4 * (STEPS - 4), graphs
     assert log.read_text().count("check passed") == 2 and "check FAILED" not in log.read_text()
