@@ -141,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start = torchrun if parsed.launcher == "torchrun" else slurm
             start(_job(parsed), str(Path(__file__).resolve()), worker_arguments(given))
             return 0
+        if not parsed.dry_run:
+            require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             run = prepare(parsed, words)
     except OptionError as error:
@@ -151,6 +153,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not parsed.dry_run:
         train(run)
     return 0
+
+
+def require_gpu() -> None:
+    """Refuse to train where Bridge would stop in the middle of its start.
+
+    Raises:
+        OptionError: PyTorch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError("gpu", None, "an NVIDIA GPU that PyTorch sees", "Train where there is one, or add --dry-run.")
 
 
 def worker_arguments(given: Sequence[str]) -> list[str]:
