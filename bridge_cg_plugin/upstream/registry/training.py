@@ -172,7 +172,7 @@ SEAMS = (
         target="compile_helpers",
         kind="function",
         touch="instance",
-        purpose="run_recipe.py trains on wheels, which ship the helper compiled and cannot compile it",
+        purpose="training starts on wheels, which ship the helper compiled and cannot compile it",
         undo="undone when training ends",
     ),
 )
