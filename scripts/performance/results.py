@@ -81,7 +81,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     ),
     **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb", "memory_ratio", "memory_target_gb"), NUMBER),
     **dict.fromkeys(("pinned_gb", "copy_ms", "copy_overlap", "limit_gb"), NUMBER),
-    "memory_steps": dict,
+    **dict.fromkeys(("memory_steps", "rebuild_ms_per_gb"), dict),
     "flat": bool,
     **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
     **dict.fromkeys(("fp32_output", "fp32_median", "fp32_mean", "fp32_worst"), NUMBER),
