@@ -25,13 +25,24 @@ def images(active):
 
 
 @pytest.fixture
-def text(active, monkeypatch):
+def text(images, monkeypatch):
     """Return the configuration of a dense language model, with weights that stay on the device."""
-    from scripts.performance import packed_training
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
+    images.model = GPTModelProvider(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=images.model.seq_length,
+        vocab_size=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        use_te_rng_tracker=True,
+    )
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     monkeypatch.setitem(sys.modules, TE_OFFLOAD, SimpleNamespace(NVTE_CPU_OFFLOAD_V1=True))
-    return packed_training.training_config("eager", 10)
+    return images
 
 
 def test_a_vision_region_takes_the_shared_option_over(images):
@@ -54,14 +65,13 @@ def test_megatron_core_takes_it_over_for_a_language_model(text):
     check_training_config(text)
 
 
-def test_packed_graphs_take_it_over(active):
-    from scripts.performance import packed_training
-
-    config = packed_training.training_config("graphs", 10)
-    config.model.activation_offload = ["mlp"]
-    check_training_config(config)
-    assert config.model.cuda_graph_packed_offload == ["mlp"]
-    assert not config.model.fine_grained_activation_offloading
+def test_packed_graphs_take_it_over(text):
+    packed = "cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8"
+    apply_options(graph_options(text.model, packed), text)
+    text.model.activation_offload = ["mlp"]
+    check_training_config(text)
+    assert text.model.cuda_graph_packed_offload == ["mlp"]
+    assert not text.model.fine_grained_activation_offloading
 
 
 def test_bridge_validates_what_it_was_told(text):
