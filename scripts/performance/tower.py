@@ -184,6 +184,13 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return (distance / expected.float().norm().clamp(min=1e-30)).item()
 
 
+def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Return the relative L2 differences of matching fp32 tensors, `[tensors]`, without waiting for the device."""
+    distances = torch._foreach_norm(torch._foreach_sub(list(actual), list(expected)))
+    sizes = torch._foreach_norm(list(expected))
+    return torch.stack(distances) / torch.stack(sizes).clamp(min=1e-30)
+
+
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative L2 difference of matching tensors; NaN if one of them is."""
-    return torch.tensor([relative(a, e) for a, e in zip(actual, expected, strict=True)]).max().item()
+    return relatives([a.float() for a in actual], [e.float() for e in expected]).max().item()
