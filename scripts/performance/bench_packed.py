@@ -4,9 +4,9 @@ python scripts/performance/bench_packed.py --out docs/benchmarks/packed.jsonl
 python scripts/performance/bench_packed.py --models "" --plans --cost-model docs/benchmarks/costs.json
 
 Measures every model at every pack, graphs of every layer's parts, and graphs that allow four times the documents there
-are, each case in a process of its own; they import side by side and have the GPU one after the other. `--cost-model`
+are, each model in a process of its own; they import side by side and have the GPU one after the other. `--cost-model`
 fits the planner's cost model, `--plans` also measures what the planner predicts, for three distributions. A record is
-written as soon as it is measured; after `--seconds` no further case begins.
+written as soon as it is measured; after `--seconds` no further pack begins.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from scripts.performance.results import first_line, output_path, provenance, put
 MODULE = "scripts.performance.bench_packed"
 TOKENS = (2048, 4096, 8192)
 DOCUMENTS = 5
-# Wanted: eager's time over graphs' time, by model, at each of TOKENS.
+# Aims: eager's time over graphs' time, by model, at each of TOKENS.
 WANTED = {
     "dense": (2.5, 1.6, 1.2),
     "moe": (2.0, 1.7, 1.3),
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed.jsonl if left out")
     parser.add_argument("--cost-model", type=Path, help="write the fitted cost model here")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=600.0, help="no further case begins after this long")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no further pack begins after this long")
     models = f"comma-separated, of {', '.join(WANTED)}, or empty"
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS), help=models)
     parser.add_argument("--fused-rope", action="store_true", help="eager rotates with Transformer Engine's kernel")
@@ -82,7 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     out = output_path(args.out, "packed.jsonl").resolve()
     words = ["--records", str(out), "--repeats", str(args.repeats), *(["--fused-rope"] * args.fused_rope)]
-    cases = [f"{model}_{tokens}" for model in args.models.split(",") if model for tokens in TOKENS]
+    cases = [model for model in args.models.split(",") if model]
     if args.plans or args.cost_model:
         cases.append(PLANS)
         words += ["--plans"] * args.plans
@@ -94,12 +95,12 @@ def main() -> int:
 
 
 def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tuple[Records, list[str]]:
-    """Run every case in a process of its own; returns the records, and why cases have none.
+    """Run every case in a process of its own; returns the records, and why packs or cases have none.
 
     Args:
-        cases: Their names.
+        cases: Models, or `PLANS`.
         words: Further words of every process's command line.
-        seconds: No further case begins after this long.
+        seconds: No further pack begins after this long.
     """
     records: Records = []
     missed = []
@@ -110,12 +111,12 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tup
             stack.callback(processes[case].close)
         end = time.monotonic() + seconds
         for case, process in processes.items():
-            if time.monotonic() > end:
-                missed.append(f"{case}: not measured, --seconds were over")
-                continue
             try:
                 process.wait_until_ready()
-                records += process.train("graphs", ["--case", case, *words])["records"]
+                left = ["--seconds", f"{end - time.monotonic():.1f}"]
+                found = process.train("graphs", ["--case", case, *left, *words])
+                records += found["records"]
+                missed += found["missed"]
             except TrainingFailed as error:
                 missed.append(f"{case}: {first_line(error)}")
     return records, missed
@@ -134,6 +135,7 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--case", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--fused-rope", action="store_true")
     parser.add_argument("--plans", action="store_true")
@@ -142,24 +144,49 @@ def train_words(words: Sequence[str]) -> None:
 
     from scripts.performance import tower
 
+    end = time.monotonic() + args.seconds
     tower.start_process()
-    records = []
-    for record in measured(args):
+    records, missed = [], []
+    for record in measured(args, end):
+        if isinstance(record, str):
+            missed.append(record)
+            continue
         put_record(args.records, record)
         records.append(record)
-    args.out.write_text(json.dumps({"records": records}))
+    args.out.write_text(json.dumps({"records": records, "missed": missed}))
 
 
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the records of the case that a command line names."""
-    model, _, tokens = args.case.partition("_")
-    if args.case != PLANS:
-        yield from Bench(model, args.repeats, args.fused_rope).pack(int(tokens))
-        return
+def measured(args: argparse.Namespace, end: float) -> Iterator[dict[str, Any] | str]:
+    """Yield the records of the case that a command line names, and what there was no time for.
+
+    Args:
+        args: Of the process.
+        end: Of `time.monotonic`; no further pack begins after it.
+    """
+    parts = _plan_parts(args) if args.case == PLANS else _model_parts(args)
+    for name, part in parts:
+        if time.monotonic() > end:
+            yield f"{name}: not measured, --seconds were over"
+        else:
+            yield from part()
+
+
+# What is measured at once, by name.
+Parts = Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]
+
+
+def _model_parts(args: argparse.Namespace) -> Parts:
+    bench = Bench(args.case, args.repeats, args.fused_rope)
+    for tokens in TOKENS:
+        yield f"{args.case}_{tokens}", partial(bench.pack, tokens)
+        bench.free_memory()
+
+
+def _plan_parts(args: argparse.Namespace) -> Parts:
     bench = Bench(PLANNED, args.repeats, args.fused_rope)
     cost = bench.fit_costs(args.cost_model)
     for name in DISTRIBUTIONS if args.plans else ():
-        yield from bench.plan(Distribution(name, cost))
+        yield f"plan_{name}", partial(bench.plan, Distribution(name, cost))
 
 
 class Bench:
@@ -221,6 +248,7 @@ class Bench:
                 **timed,
                 **noise,
                 "bucket": tokens,
+                "aim": _wanted(self.name, tokens),
                 "max_packed_seqs": most,
                 "slots": 1,
                 "ratio": timed["ms"] / eager["ms"],
@@ -232,6 +260,12 @@ class Bench:
             }
             self._show(record)
             yield record
+
+    def free_memory(self) -> None:
+        """Give back what a pack of another size cannot use."""
+        import torch
+
+        torch.cuda.empty_cache()
 
     def _modes(self, tokens: int) -> Iterator[tuple[str, int, Sequence[str] | None]]:
         """Yield name, documents allowed and parts of layers; None are all parts of every layer, each a region.
@@ -388,6 +422,11 @@ class Bench:
         print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra}", flush=True)
 
 
+def _wanted(model: str, tokens: int) -> float:
+    """Return how many times as fast as eager graphs must be."""
+    return WANTED[model][TOKENS.index(tokens)]
+
+
 def failures(records: Records) -> list[str]:
     """Return what misses what is wanted."""
     measured = {(r["case"], r["mode"]): r for r in records if not r["case"].startswith("plan_")}
@@ -402,7 +441,7 @@ def _misses(r: dict[str, Any], measured: dict[tuple[str, str], dict[str, Any]]) 
     if "error" in r:
         yield f"{case}, {mode}: {r['error']}"
         return
-    speed, wanted = 1 / r["ratio"], WANTED[case.partition("_")[0]][TOKENS.index(r["tokens"])]
+    speed, wanted = 1 / r["ratio"], _wanted(case.partition("_")[0], r["tokens"])
     if mode == "plugin" and speed < wanted:
         yield f"{case}: {speed:.2f} times as fast as eager, wanted {wanted}"
     if r["fallbacks"]:

@@ -21,12 +21,25 @@ def speed(records: Records) -> str:
         more = "" if four is None else f"{four['ms'] / r['ms'] - 1:+.1%}"
         rows.append(
             [r["case"].partition("_")[0], r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
-            + [number(r, "ms"), f"**{1 / r['ratio']:.2f}**", more, number(parts, "ms"), number(base, "eager_memory_gb")]
+            + [
+                number(r, "ms"),
+                f"**{1 / r['ratio']:.2f}**",
+                number(r, "aim", ".2f"),
+                more,
+                number(parts, "ms"),
+                number(base, "eager_memory_gb"),
+            ]
             + [number(r, "memory_gb"), number(parts, "memory_gb"), number(r, "grad_rel", ".0e")]
             + [number(r, "grad_noise", ".0e")]
         )
-    header = ["model", "tokens", "eager ms", "of it GPU busy", "graphs ms", "times as fast", "4 times the documents"]
-    header += ["every part a graph, ms", "eager peak GiB", "graphs GiB", "every part a graph, GiB"]
+    header = ["model", "tokens", "eager ms", "of it GPU busy", "graphs ms", "times as fast", "aim"]
+    header += [
+        "4 times the documents",
+        "every part a graph, ms",
+        "eager peak GiB",
+        "graphs GiB",
+        "every part a graph, GiB",
+    ]
     made = table([*header, "gradients differ by", "eager runs by"], rows)
     return f"{made}\n\n{origin(found)}"
 

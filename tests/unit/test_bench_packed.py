@@ -1,5 +1,7 @@
 """What the benchmark of packed documents makes of its measurements."""
 
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,10 @@ from bridge_cg_plugin.planner.cost import DEFAULTS
 from bridge_cg_plugin.planner.plan import limits_of, place
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_packed, packed_plans
-from scripts.performance.bench_packed import PLANNED, PLANS, WANTED, failures
+from scripts.performance.bench_packed import PLANNED, WANTED, failures
 from scripts.performance.language_model import SHAPES, draw, split
 from scripts.performance.packed_costs import Measured, fit, non_negative
-from scripts.performance.results import check_record, provenance, put_record, read_records
+from scripts.performance.results import check_record, provenance, read_records
 
 
 def record(case="dense_2048", mode="plugin", **changes):
@@ -102,7 +104,7 @@ def test_a_cost_model_is_found_again():
 
 
 class FakeProcess:
-    """Measures nothing, in no time; one case ends with an error."""
+    """Measures nothing, in no time; one model ends with an error."""
 
     def __init__(self, prepare, module):
         assert prepare == f"{module}:import_stack" and module == bench_packed.MODULE
@@ -110,37 +112,55 @@ class FakeProcess:
     wait_until_ready = close = lambda self: None
 
     def train(self, mode, words):
-        case = words[words.index("--case") + 1]
-        if case == "moe_4096":
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            bench_packed.train_words(["--train", mode, "--out", str(out), *words])
+            return json.loads(out.read_text())
+
+
+class FakeBench:
+    def __init__(self, name, repeats, fused_rope):
+        self.name = name
+
+    def pack(self, tokens):
+        if self.name == "moe":
             raise TrainingFailed("process 0 of 1 ended with status 1: made to fail")
-        made = GOOD[3:] if case == PLANS else [record(case, tokens=int(case.partition("_")[2]), ratio=0.2)]
-        for one in made:
-            put_record(Path(words[words.index("--records") + 1]), one)
-        return {"records": made}
+        yield record(f"{self.name}_{tokens}", tokens=tokens, ratio=0.2)
+
+    def free_memory(self):
+        pass
+
+    def fit_costs(self, out):
+        return DEFAULTS["packed"]
+
+    def plan(self, found):
+        yield from GOOD[3:] if found.name == "short" else ()
 
 
 def run(monkeypatch, tmp_path, *words):
     monkeypatch.setattr(bench_packed, "TrainingProcess", FakeProcess)
+    monkeypatch.setattr(bench_packed, "Bench", FakeBench)
+    monkeypatch.setattr("scripts.performance.tower.start_process", lambda: None)
     monkeypatch.setattr("sys.argv", ["bench_packed.py", "--out", str(tmp_path / "r.jsonl"), *words])
     return bench_packed.main()
 
 
-def test_every_case_has_a_process_and_records(monkeypatch, tmp_path, capsys):
+def test_every_model_has_a_process_and_records(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, "--models", "dense,large", "--plans") == 0
     cases = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
     assert cases == [f"{m}_{n}" for m in ("dense", "large") for n in (2048, 4096, 8192)] + ["plan_short"] * 3
     assert "all 9 records inside their limits" in capsys.readouterr().out
 
 
-def test_plans_go_without_models(monkeypatch, tmp_path):
+def test_costs_go_without_models_and_plans(monkeypatch, tmp_path):
     assert run(monkeypatch, tmp_path, "--models", "", "--cost-model", str(tmp_path / "c.json")) == 0
-    assert {one["case"] for one in read_records(tmp_path / "r.jsonl")} == {"plan_short"}
+    assert read_records(tmp_path / "r.jsonl") == []
 
 
-def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, capsys):
-    assert run(monkeypatch, tmp_path, "--models", "moe") == 1
-    assert "moe_4096: TrainingFailed: process 0 of 1 ended with status 1" in capsys.readouterr().out
-    assert [one["case"] for one in read_records(tmp_path / "r.jsonl")] == ["moe_2048", "moe_8192"]
+def test_a_model_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    assert run(monkeypatch, tmp_path, "--models", "moe,dense") == 1
+    assert "moe: TrainingFailed: process 0 of 1 ended with status 1" in capsys.readouterr().out
+    assert {one["case"] for one in read_records(tmp_path / "r.jsonl")} == {"dense_2048", "dense_4096", "dense_8192"}
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch, tmp_path, capsys):
