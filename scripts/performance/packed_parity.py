@@ -28,16 +28,23 @@ Result = tuple[Tensor, list[Tensor]]
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, everything adds up in one order; new memory stays as it is.
 
-    Transformer Engine's attention asks when it is built, so a model must be built inside, too.
+    Args:
+        model: One that was built outside, whose attention is told: Transformer Engine's asks when it is built. None for
+            models that are built inside.
     """
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    modules = () if model is None else model.modules()
     try:
-        yield
+        with ExitStack() as stack:
+            for module in modules:
+                if isinstance(getattr(module, "deterministic", None), bool):
+                    stack.enter_context(replaced(module, "deterministic", True))
+            yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(False)

@@ -9,6 +9,7 @@ from scripts.performance.language_model import Pack
 from scripts.performance.packed_parity import (
     Fp32Reference,
     beyond_noise,
+    deterministic,
     distances,
     eager_at,
     noise_of,
@@ -62,6 +63,15 @@ def test_documents_alone_are_the_pack(model):
     losses, gradients = Fp32Reference(new_model, model).results(Pack(arguments, (30, 100), weights))
     expected = losses_and_gradients(model, arguments)
     assert_close([losses, *gradients], [expected[0], *expected[1]])
+
+
+def test_attention_that_was_built_before_is_told_to_add_up_in_one_order():
+    made = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    made[1].deterministic = False
+    with deterministic(made):
+        assert made[1].deterministic and torch.are_deterministic_algorithms_enabled()
+        assert not hasattr(made[0], "deterministic")
+    assert not made[1].deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_distances_from_an_exact_result():
