@@ -239,14 +239,13 @@ class Bench:
 
     def _profiled(self, pack: Any) -> dict[str, Any]:
         """Return eager's peak of activations, and for how long its kernels keep the GPU busy."""
-        import torch
+        from scripts.performance.group import PeakMemory
 
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
+        peak = PeakMemory()
         self._step(pack)
-        peak = torch.cuda.max_memory_allocated() - base
+        memory = peak.read()
         kernels = self.measure.profile(lambda: self._step(pack))
-        return {"eager_memory_gb": peak / 2**30, "gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count}
+        return {"eager_memory_gb": memory, "gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count}
 
     def _parity(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
         """Compare graphs with two eager runs while everything adds up in one order, where all three must be equal.

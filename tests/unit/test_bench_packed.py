@@ -5,16 +5,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from bridge_cg_plugin.graphs.buckets import scan_cost
 from bridge_cg_plugin.planner.cost import DEFAULTS
 from bridge_cg_plugin.planner.plan import limits_of, place
 from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_packed, packed_plans
+from scripts.performance import bench_packed, language_model, packed_plans
 from scripts.performance.bench_packed import PLANNED, WANTED, failures
-from scripts.performance.language_model import SHAPES, draw, split
+from scripts.performance.language_model import SHAPES, Pack, draw, split
 from scripts.performance.packed_costs import Measured, fit, non_negative
 from scripts.performance.results import check_record, provenance, read_records
+
+from . import packs
 
 
 def record(case="dense_2048", mode="plugin", **changes):
@@ -89,18 +92,18 @@ def test_the_fit_has_no_weight_below_zero():
 def test_a_cost_model_is_found_again():
     """What a known cost model would measure gives that model."""
     known = DEFAULTS["packed"]
-    packs = []
+    measured = []
     for tokens, documents in (*bench_packed.SHAPES, *((n, 5) for n in bench_packed.TOKENS)):
         lengths = split(tokens, documents)
         limits = max(documents, 32), max(lengths)
         busy = known.busy_ms(tokens, lengths, *limits)
         memory = known.memory_gb(tokens) * 1024
-        packs.append(Measured(lengths, limits, known.eager_ms(lengths), busy, busy, memory))
-    found = fit(packs, "test")
-    for pack in packs:
+        measured.append(Measured(lengths, limits, known.eager_ms(lengths), busy, busy, memory))
+    found = fit(measured, "test")
+    for pack in measured:
         assert found.graph_ms(pack.tokens, pack.lengths, *pack.limits) == pytest.approx(pack.graphs_ms, rel=1e-6)
         assert found.memory_gb(pack.tokens) == pytest.approx(known.memory_gb(pack.tokens))
-    assert found.per_row_ms == pytest.approx(known.per_row_ms) and scan_cost(*packs[0].limits) > 0
+    assert found.per_row_ms == pytest.approx(known.per_row_ms) and scan_cost(*measured[0].limits) > 0
 
 
 class FakeProcess:
@@ -166,6 +169,32 @@ def test_a_model_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path,
 def test_what_there_was_no_time_for_is_named(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, "--models", "dense", "--seconds", "-1") == 1
     assert "dense_4096: not measured, --seconds were over" in capsys.readouterr().out
+
+
+def small_pack(lengths):
+    return Pack(packs.pack(lengths), lengths, torch.ones(1, sum(lengths)))
+
+
+def test_a_model_is_measured_in_every_mode(monkeypatch, tmp_path):
+    """Without a GPU: the small model of the other tests, and the reference executor."""
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", small_pack)
+    monkeypatch.setattr(bench_packed, "TrainingProcess", FakeProcess)
+    monkeypatch.setattr(bench_packed, "TOKENS", (320, 480, 640))
+    words = ["--models", "dense", "--repeats", "3", "--out", str(tmp_path / "r.jsonl")]
+    monkeypatch.setattr("sys.argv", ["bench_packed.py", *words])
+    bench_packed.main()
+    records = read_records(tmp_path / "r.jsonl")
+    modes = ("eager", "plugin", "plugin_4x")
+    expected = [("dense_320", mode) for mode in (*modes, "plugin_layers")]
+    expected += [(case, mode) for case in ("dense_480", "dense_640") for mode in modes]
+    assert [(one["case"], one["mode"]) for one in records] == expected
+    for one in records:
+        check_record(one)
+        assert one["mode"] == "eager" or not one["fallbacks"]
+        assert one["mode"] != "plugin" or one["bit_equal"]
+    assert [one["aim"] for one in records if one["mode"] == "plugin"] == [2.5, 1.6, 1.2]
+    assert records[0]["gpu_busy_ms"] == 0 and records[2]["max_packed_seqs"] == 20
 
 
 def test_lengths_add_up():

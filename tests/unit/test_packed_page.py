@@ -45,6 +45,8 @@ RECORDS = {
     "packed_training": [
         record("in_batch", "eager", ms=100.0, **RUN),
         record("in_batch", ms=50.0, ratio=0.5, inside_spread=True, packed_graphs={"replays": 8}, **RUN),
+        record("mamba_in_batch", "eager", ms=None, **RUN),
+        record("mamba_in_batch", ms=None, inside_spread=True, packed_graphs={"replays": 8}, **RUN),
     ],
 }
 LINES = {
@@ -58,7 +60,10 @@ LINES = {
         "| default | plugin | 1 | 1 | 0.0e+00 | 1.0e-03 |  |  |  |",
     ],
     "packed_ranks": ["| CP2 | 0e+00 | 0e+00 | 10 | 100.0 / 50.0 (**2.00**) |"],
-    "packed_training": ["| in_batch | 2 | 100 | 50 | **2.00** | inside | 8 | 20.0 | 20.0 |"],
+    "packed_training": [
+        "| in_batch | 2 | 100 | 50 | **2.00** | inside | 8 | 20.0 | 20.0 |",
+        "| mamba_in_batch | 2 |  |  |  | inside | 8 | 20.0 | 20.0 |",
+    ],
 }
 
 
