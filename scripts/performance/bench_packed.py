@@ -24,13 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.graphs.errors import CaptureError  # noqa: E402
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
 from bridge_cg_plugin.planner.plan import limits_of, place  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
 from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
 from scripts.performance.packed_plans import records_of as plan_records  # noqa: E402
-from scripts.performance.results import first_line, output_path, provenance, put_record  # noqa: E402
+from scripts.performance.results import first_line, output_path, provenance, put_record, read_records  # noqa: E402
 
 MODULE = "scripts.performance.bench_packed"
 TOKENS = (2048, 4096, 8192)
@@ -57,6 +57,14 @@ MODULES = {"moe": ("attn", "moe_router")}
 LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
 USUAL_LAYER_MODULES = ("attn", "mlp")
 MOST_PADDING_COST = 1.03
+# Seconds that a process has; one that hangs must not keep the others.
+LIMIT_S = 240.0
+# Runs that say what eager differs from itself by where it cannot be made to add up in one order, and on graphs.
+NOISE_RUNS = 5
+NOISE = 1.5
+# Gradients are compared relative to their norm, or to this share of the largest norm of all: those of experts that few
+# tokens go to may be zero in one run and not in another.
+LEAST_NORM = 1e-3
 # Packs of other shapes, that tell the parts of the cost model apart: (tokens, documents).
 SHAPES = ((1024, 1), (2048, 1), (2048, 32), (4096, 1), (4096, 64), (8192, 1), (8192, 16), (8192, 128))
 COST_REPEATS = 5
@@ -84,21 +92,22 @@ def main() -> int:
         cases.append(PLANS)
         words += ["--plans"] * args.plans
         words += ["--cost-model", str(args.cost_model.resolve())] if args.cost_model else []
-    records, missed = run_cases(cases, words, args.seconds)
+    records, missed = run_cases(cases, words, args.seconds, out)
     missed = [*failures(records), *missed]
     print("\n".join(missed) or f"all {len(records)} records inside their limits")
     return 1 if missed else 0
 
 
-def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tuple[Records, list[str]]:
+def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float, out: Path) -> tuple[Records, list[str]]:
     """Run every case in a process of its own; returns the records, and why packs or cases have none.
 
     Args:
         cases: Models, or `PLANS`.
         words: Further words of every process's command line.
         seconds: No further pack begins after this long.
+        out: File that the processes write records to; what one measured before it failed counts.
     """
-    records: Records = []
+    before = read_records(out)
     missed = []
     with ExitStack() as stack:
         processes = {}
@@ -110,12 +119,10 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tup
             try:
                 process.wait_until_ready()
                 left = ["--seconds", f"{end - time.monotonic():.1f}"]
-                found = process.train("graphs", ["--case", case, *left, *words])
-                records += found["records"]
-                missed += found["missed"]
+                missed += process.train("graphs", ["--case", case, *left, *words], LIMIT_S)["missed"]
             except TrainingFailed as error:
                 missed.append(f"{case}: {first_line(error)}")
-    return records, missed
+    return [record for record in read_records(out) if record not in before], missed
 
 
 def import_stack() -> None:
@@ -125,7 +132,7 @@ def import_stack() -> None:
 
 
 def train_words(words: Sequence[str]) -> None:
-    """Measure one case in this process: write its records, and all of them to `--out`."""
+    """Measure one case in this process: write its records as they come, and what was not measured to `--out`."""
     parser = argparse.ArgumentParser(prog="bench_packed", description=__doc__.splitlines()[0])
     parser.add_argument("--train", choices=("graphs",), required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -142,18 +149,17 @@ def train_words(words: Sequence[str]) -> None:
 
     end = time.monotonic() + args.seconds
     tower.start_process()
-    records, missed = [], []
+    missed = []
     for record in measured(args, end):
         if isinstance(record, str):
             missed.append(record)
-            continue
-        put_record(args.records, record)
-        records.append(record)
-    args.out.write_text(json.dumps({"records": records, "missed": missed}))
+        else:
+            put_record(args.records, record)
+    args.out.write_text(json.dumps({"missed": missed}))
 
 
 def measured(args: argparse.Namespace, end: float) -> Iterator[dict[str, Any] | str]:
-    """Yield the records of the case that a command line names, and what there was no time for.
+    """Yield the records of the case that a command line names, and why parts of it have none; the others go on.
 
     Args:
         args: Of the process.
@@ -163,8 +169,11 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[dict[str, Any] | 
     for name, part in parts:
         if time.monotonic() > end:
             yield f"{name}: not measured, --seconds were over"
-        else:
+            continue
+        try:
             yield from part()
+        except Exception as error:
+            yield f"{name}: {first_line(error)}"
 
 
 # What is measured at once, by name.
@@ -248,17 +257,23 @@ class Bench:
         return {"eager_memory_gb": memory, "gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count}
 
     def _parity(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
-        """Compare graphs with two eager runs while everything adds up in one order, where all three must be equal.
+        """Compare graphs with eager: to the bit where everything can be made to add up in one order.
 
-        Otherwise eager differs from itself by what a few runs do not show.
+        That takes cuDNN's attention memory that grows with the square of the tokens.
         """
-        with self.parity.deterministic(self.model):
-            runs = [self._results(pack) for _ in range(2)]
-            helper = self._helper(pack, most, modules)
-            found = self._results(pack)
-            replays = helper.graphs.statistics().replays
-            helper.delete_cuda_graphs()
-        assert replays, "nothing was replayed"
+        import torch
+
+        try:
+            with self.parity.deterministic(self.model):
+                return self._to_the_bit(pack, most, modules)
+        except (torch.OutOfMemoryError, OutOfMemoryInCapture) as error:
+            print(f"{self.name}_{pack.tokens}: not compared to the bit: {first_line(error)}", flush=True)
+        self.free_memory()
+        return self._within_noise(pack, most, modules)
+
+    def _to_the_bit(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        runs = [self._results(pack) for _ in range(2)]
+        found, *_ = self._replayed(pack, most, modules, 1)
         losses, gradients = self.parity.nearest(found, runs[:1])
         forward_noise, grad_noise = self.parity.noise_of(runs)
         return {
@@ -269,10 +284,35 @@ class Bench:
             "grad_noise": grad_noise,
         }
 
+    def _within_noise(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        """Compare how far runs are from the nearest other eager run: the middle replay, the farthest eager run."""
+        runs = [self._results(pack) for _ in range(NOISE_RUNS)]
+        spread = self.parity.spread_of(runs, self._replayed(pack, most, modules, NOISE_RUNS), LEAST_NORM)
+        return {
+            "forward_rel": spread.graphs[:, 0].median().item(),
+            "grad_rel": spread.graphs[:, 1:].amax(1).median().item(),
+            "forward_noise": spread.eager[:, 0].max().item(),
+            "grad_noise": spread.eager[:, 1:].max().item(),
+        }
+
+    def _replayed(self, pack: Any, most: int, modules: Sequence[str] | None, runs: int) -> list[Any]:
+        """Return what so many replays give; nothing of the graphs is left."""
+        helper = self._helper(pack, most, modules)
+        try:
+            found = [self._results(pack) for _ in range(runs)]
+            statistics = helper.graphs.statistics()
+        finally:
+            helper.delete_cuda_graphs()
+        assert statistics.replays and not statistics.fallbacks, statistics
+        return found
+
     def free_memory(self) -> None:
-        """Give back what a pack of another size cannot use."""
+        """Give back what a pack of another size, or other algorithms, cannot use."""
+        import gc
+
         import torch
 
+        gc.collect()
         torch.cuda.empty_cache()
 
     def _modes(self, tokens: int) -> Iterator[tuple[str, int, Sequence[str] | None]]:
@@ -422,8 +462,8 @@ class Bench:
             extra = f", GPU busy {record['gpu_busy_ms']:.1f} ms, {record['kernels']} kernels"
         else:
             extra = f", {1 / record['ratio']:.2f} times as fast, {record['memory_gb']:.1f} GiB"
-        if "bit_equal" in record:
-            extra += ", equal to the bit" if record["bit_equal"] else f", {_difference(record)}"
+        if "grad_rel" in record:
+            extra += ", equal to the bit" if record.get("bit_equal") else f", {_difference(record)}"
         at = f"[{time.monotonic() - self._began:.0f} s]"
         print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra} {at}", flush=True)
 
@@ -432,6 +472,14 @@ def _difference(record: dict[str, Any]) -> str:
     """Return how far graphs are from eager, and eager from itself."""
     losses = f"losses differ by {record['forward_rel']:.2e}, eager runs by {record['forward_noise']:.2e}"
     return f"{losses}; gradients by {record['grad_rel']:.2e}, eager runs by {record['grad_noise']:.2e}"
+
+
+def _is_eagers(record: dict[str, Any]) -> bool:
+    """Whether graphs gave what eager gives: to the bit, or no farther from it than it is from itself."""
+    if "bit_equal" in record:
+        return record["bit_equal"]
+    near = (record[f"{kind}_rel"] <= NOISE * record[f"{kind}_noise"] for kind in ("forward", "grad"))
+    return all(near)
 
 
 def _wanted(model: str, tokens: int) -> float:
@@ -458,7 +506,7 @@ def _misses(r: dict[str, Any], measured: dict[tuple[str, str], dict[str, Any]]) 
         yield f"{case}: {speed:.2f} times as fast as eager, wanted {wanted}"
     if r["fallbacks"]:
         yield f"{case}, {mode}: {r['fallbacks']}"
-    if mode == "plugin" and not r["bit_equal"]:
+    if mode == "plugin" and not _is_eagers(r):
         yield f"{case}: {_difference(r)}"
     plugin = measured.get((case, "plugin"), r)
     if mode == "plugin_4x" and r["ms"] > MOST_PADDING_COST * plugin.get("ms", r["ms"]):

@@ -175,22 +175,21 @@ class Spread:
     graphs: Tensor
 
 
-def spread_of(runs: Sequence[Result], replays: Sequence[Result]) -> Spread:
+def spread_of(runs: Sequence[Result], replays: Sequence[Result], least: float = 0.0) -> Spread:
     """Return how far eager runs and replays of one pack are from the nearest eager run, each tensor by itself.
 
     Args:
         runs: Eager, at least two.
         replays: On graphs.
+        least: The norm of a gradient counts as at least this share of the largest.
     """
-    flat = [[losses.float(), *gradients] for losses, gradients in runs]
-    eager = [
-        torch.stack([relatives(one, other) for j, other in enumerate(flat) if j != i]).amin(0)
-        for i, one in enumerate(flat)
-    ]
-    graphs = [
-        torch.stack([relatives([losses.float(), *gradients], other) for other in flat]).amin(0)
-        for losses, gradients in replays
-    ]
+
+    def apart(one: Result, other: Result) -> Tensor:
+        losses = relatives([one[0].float()], [other[0].float()])
+        return torch.cat((losses, relatives(one[1], other[1], least)))
+
+    eager = [torch.stack([apart(one, other) for other in runs if other is not one]).amin(0) for one in runs]
+    graphs = [torch.stack([apart(one, other) for other in runs]).amin(0) for one in replays]
     return Spread(torch.stack(eager), torch.stack(graphs))
 
 
