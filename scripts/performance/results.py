@@ -100,6 +100,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "documents": int,
     "max_packed_seqs": int,
     "predicted_ms": NUMBER,
+    "aim": NUMBER,
     "chosen": bool,
 }
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")
