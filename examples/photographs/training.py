@@ -38,6 +38,7 @@ from bridge_cg_plugin.upstream.graph_fields import apply_options
 from .arguments import layout_of, parse
 from .layout import Layout
 from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
+from .turns import Turns, steps_alone
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
@@ -66,6 +67,8 @@ class Run:
             half the memory and a fraction of the time.
         layout: How it is spread over GPUs.
         loader_workers: Processes that load data, of each GPU.
+        turns: Folder of the locks by which runs share GPUs; None where the run has them for itself.
+        timed_steps: Steps that are timed, in which a run with `turns` has its GPUs to itself.
     """
 
     impl: str = "none"
@@ -84,6 +87,8 @@ class Run:
     small: bool = False
     layout: Layout = Layout()
     loader_workers: int = 4
+    turns: Path | None = None
+    timed_steps: int = 0
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the images' sizes in pixels."""
@@ -277,7 +282,8 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     skip_helper_build()
     ranks = RankResults()
     # What is kept last is gathered first.
-    pretrain(training_config(run), forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
+    turns = [Turns(run.turns, steps_alone(run.timed_steps))] if run.turns is not None else []
+    pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
     result = merge_ranks(ranks.gathered or [ranks.own()])
     if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))
@@ -388,4 +394,6 @@ def run_of(args: argparse.Namespace) -> Run:
         global_batch=args.global_batch or 4,
         # Workers import the whole stack, longer than a small run trains.
         loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,
+        turns=args.turns,
+        timed_steps=args.timed_steps,
     )
