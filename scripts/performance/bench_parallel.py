@@ -6,7 +6,8 @@
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
 scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
 by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
-With --untimed none has.
+With --untimed none has. --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: what graphs take
+must not grow with them.
 """
 
 import argparse
@@ -14,9 +15,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,10 @@ MUST = ("DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
 MODES = ("eager1", "eager2", "plugin")
 # Of two eager runs the first one's times are enough.
 TIMED = ("eager1", "plugin")
+# Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
+SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
+SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_cost_fallback=false")
+MOST_GROWTH = 0.02
 # Runs that share a GPU, small ones and others: their memory has to fit.
 BESIDE = {True: 6, False: 3}
 
@@ -61,14 +67,18 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0  # torchrun's first process starts those that train
     path = output_path(args.out, "parallel.jsonl")
     bench = Bench(args, path, gpus_here() if args.gpus is None else args.gpus)
-    return 0 if all(bench.run([LAYOUTS[name] for name in args.layouts])) else 1
+    layouts, slots = ([LAYOUTS[name] for name in names] for names in (args.layouts, args.slots))
+    return 0 if all(bench.run(layouts, slots)) else 1
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--layouts", nargs="+", choices=LAYOUTS, default=MUST, metavar="LAYOUT", help=", ".join(LAYOUTS)
+        "--layouts", nargs="*", choices=LAYOUTS, default=MUST, metavar="LAYOUT", help=", ".join(LAYOUTS)
+    )
+    parser.add_argument(
+        "--slots", nargs="+", choices=LAYOUTS, default=(), metavar="LAYOUT", help="of 8 and of 32 microbatches"
     )
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run")
     parser.add_argument(
@@ -98,13 +108,15 @@ class Job:
     Attributes:
         turn: Its number in the order of the runs.
         layout: Its layout over GPUs.
-        mode: Of `MODES`.
+        mode: Of `MODES`, or `SLOTS`.
+        microbatches: Of a step, for each replica of the model.
         devices: The GPUs that it takes.
     """
 
     turn: int
     layout: Layout
     mode: str
+    microbatches: int
     devices: tuple[int, ...]
 
 
@@ -128,26 +140,43 @@ class Bench:
         self._imports = Places([len(os.sched_getaffinity(0))])
         self._ms: dict[tuple[Layout, str], float] = {}
 
-    def run(self, layouts: Sequence[Layout]) -> list[bool]:
-        """Run the layouts; returns for each whether graphs trained the same.
+    def run(self, layouts: Sequence[Layout], slots: Sequence[Layout] = ()) -> list[bool]:
+        """Run the layouts; returns for each whether graphs trained the same, or took as much with more microbatches.
+
+        Args:
+            layouts: Those that are trained eager and with graphs.
+            slots: Those that are trained with few and with many microbatches.
 
         Raises:
             ValueError: A layout needs more GPUs than there are.
         """
-        for layout in layouts:
-            if layout.gpus > self._count:
-                raise ValueError(f"--layouts {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}")
-        jobs = list(in_order(layouts, self._count))
-        with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(jobs)) as pool:
-            runs = {(job.layout, job.mode): pool.submit(self._train, job, Path(turns)) for job in jobs}
-            same = {job.layout: self._finish(job.layout, runs) for job in jobs if job.mode == MODES[0]}
-        return [same[layout] for layout in layouts]
+        for option, names in (("layouts", layouts), ("slots", slots)):
+            for layout in names:
+                if layout.gpus > self._count:
+                    raise ValueError(
+                        f"--{option} {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}"
+                    )
+        trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
+        if not (trained or counted):
+            return []
+        with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(trained) + len(counted)) as pool:
+            runs = {job: pool.submit(self._train, job, Path(turns)) for job in (*trained, *counted)}
+            same = [self._finish(jobs, runs, self._write) for jobs in batched(trained, len(MODES))]
+            return same + [
+                self._finish(jobs, runs, self._write_slots) for jobs in batched(counted, len(SLOTS_MICROBATCHES))
+            ]
 
-    def _finish(self, layout: Layout, runs: dict[tuple[Layout, str], Future[dict[str, Any]]]) -> bool:
+    def _finish(
+        self,
+        jobs: Sequence[Job],
+        runs: dict[Job, Future[dict[str, Any]]],
+        write: Callable[[Sequence[Job], list[dict[str, Any]]], bool],
+    ) -> bool:
+        layout = jobs[0].layout
         try:
-            return self._write(layout, [runs[layout, mode].result() for mode in MODES])
+            return write(jobs, [runs[job].result() for job in jobs])
         except TrainingFailed as error:
-            self._write_error(layout, error)
+            self._write_error(jobs[-1], error)
         except TimeIsUp:
             print(f"{layout}: not measured, the time was used up; give more --seconds", flush=True)
         return False
@@ -176,8 +205,8 @@ class Bench:
         return {**run, "step_ms": run["step_ms"][: gpu.SKIPPED + self._timed(job)] if self._timed(job) else None}
 
     def _train_in(self, process: TrainingProcess, job: Job, turns: Path) -> dict[str, Any]:
-        began, told = time.monotonic(), "graphs" if job.mode == "plugin" else "eager"
-        words = [*self._words(job.layout), *self._turns(job, turns)]
+        began, told = time.monotonic(), "graphs" if job.mode in ("plugin", SLOTS) else "eager"
+        words = [*self._words(job), *self._turns(job, turns)]
         if began >= self._end:
             raise TimeIsUp
         try:
@@ -186,7 +215,7 @@ class Bench:
             if time.monotonic() >= self._end:
                 raise TimeIsUp from None
             raise
-        print(f"{job.layout} {job.mode}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{job.layout} {job.mode} {job.microbatches}: {time.monotonic() - began:.0f} s", flush=True)
         return run
 
     def _timed(self, job: Job) -> int:
@@ -204,29 +233,40 @@ class Bench:
         if folder is None:
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{job.layout}_{job.mode}.log".replace(" ", "_")
+        return folder / f"{job.layout}_{job.mode}_{job.microbatches}.log".replace(" ", "_")
 
-    def _words(self, layout: Layout) -> list[str]:
-        samples = self._args.microbatches * layout.data
-        words = ["--steps", str(self._args.steps), "--global-batch", str(samples), *layout.words()]
-        layers = layout.fitting_layers(LAYERS)
+    def _words(self, job: Job) -> list[str]:
+        steps = SLOTS_STEPS if job.mode == SLOTS else self._args.steps
+        words = ["--steps", str(steps), "--global-batch", str(job.microbatches * job.layout.data), *job.layout.words()]
+        layers = job.layout.fitting_layers(LAYERS)
         words += ["--language-model", f"{layers}x{WIDTH}"] if layers != LAYERS else []
+        words += SLOTS_WORDS if job.mode == SLOTS else ()
         return [*words, "--small", "--loader-workers", "0"] if self._args.small else words
 
-    def _write(self, layout: Layout, runs: list[dict[str, Any]]) -> bool:
-        same = gpu.compare(runs[:-1], runs[-1], self._words(layout), self._args.steps, None)
-        times = {mode: gpu.median_ms(run) for mode, run in zip(MODES, runs, strict=True)}
-        for mode, run in zip(MODES, runs, strict=True):
+    def _write(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
+        same = gpu.compare(runs[:-1], runs[-1], self._words(jobs[-1]), self._args.steps, None)
+        eager_ms = gpu.median_ms(runs[0])
+        for job, run in zip(jobs, runs, strict=True):
+            ms = gpu.median_ms(run)
             repeats = len(run["step_ms"] or ()) - gpu.SKIPPED
-            record = {**self._origin(layout, mode, max(repeats, 0)), "ms": times[mode], "losses": run["losses"]}
+            record = {**self._origin(job, max(repeats, 0)), "ms": ms, "losses": run["losses"]}
             record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
             record["rank_peak_gb"] = [rank["peak_gb"] for rank in run.get("ranks", [run])]
-            record["microbatches"] = self._args.microbatches
-            record["inside_spread"] = same if mode == "plugin" else None
-            if times[mode] is not None:
-                record |= self._ratios(layout, mode, times[mode], times[MODES[0]])
+            record["inside_spread"] = same if job.mode == "plugin" else None
+            if ms is not None:
+                record |= self._ratios(job.layout, job.mode, ms, eager_ms)
             put_record(self._path, record)
         return same
+
+    def _write_slots(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
+        taken = [run["graphs"]["memory_bytes"] for run in runs]
+        for job, run in zip(jobs, runs, strict=True):
+            found = {"memory_gb": run["graphs"]["memory_bytes"] / 2**30, "replays": run["graphs"]["replays"]}
+            put_record(self._path, {**self._origin(job, 1), "ms": None, **found, "graphs": run["graphs"]})
+            print(
+                f"{job.layout}, {job.microbatches} microbatches: graphs take {found['memory_gb']:.3f} GiB", flush=True
+            )
+        return max(taken) <= (1 + MOST_GROWTH) * min(taken)
 
     def _ratios(self, layout: Layout, mode: str, ms: float, eager_ms: float) -> dict[str, float]:
         """Return a run's time over eager's, and what its scaling keeps of one GPU's speed where that was measured."""
@@ -238,23 +278,31 @@ class Bench:
             print(f"{layout} {mode}: weak scaling {alone / ms:.3f}", flush=True)
         return ratios
 
-    def _write_error(self, layout: Layout, error: TrainingFailed) -> None:
-        print(f"{layout}: {error}", flush=True)
+    def _write_error(self, job: Job, error: TrainingFailed) -> None:
+        print(f"{job.layout}: {error}", flush=True)
         said = str(error).strip().splitlines()
-        put_record(self._path, {**self._origin(layout, "plugin", 0), "error": f"{said[0]}: {said[-1]}"[:300]})
+        put_record(self._path, {**self._origin(job, 0), "error": f"{said[0]}: {said[-1]}"[:300]})
 
-    def _origin(self, layout: Layout, mode: str, repeats: int) -> dict[str, Any]:
-        case = f"{layout}{'_small' if self._args.small else ''}".replace(" ", "_")
-        return {"case": case, "mode": mode, **provenance(repeats, 1234)}
+    def _origin(self, job: Job, repeats: int) -> dict[str, Any]:
+        case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
+        case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
+        return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **provenance(repeats, 1234)}
 
 
-def in_order(layouts: Sequence[Layout], gpus: int) -> Iterator[Job]:
-    """Yield the runs layout by layout: what has ended is recorded. One GPU comes first, as scaling is told by it."""
+def in_order(
+    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int
+) -> tuple[list[Job], list[Job]]:
+    """Return the runs of `layouts` and those of `slots`, each layout's one behind the other: what has ended is recorded.
+
+    One GPU comes first, as scaling is told by it.
+    """
     first = sorted(layouts, key=lambda layout: layout.gpus > 1)
-    runs = [(layout, mode) for layout in first for mode in MODES]
-    places = place([layout.gpus for layout, _ in runs], gpus)
-    for turn, ((layout, mode), devices) in enumerate(zip(runs, places, strict=True)):
-        yield Job(turn, layout, mode, devices)
+    runs = [(layout, mode, microbatches) for layout in first for mode in MODES]
+    runs += [(layout, SLOTS, count) for layout in slots for count in SLOTS_MICROBATCHES]
+    places = place([layout.gpus for layout, *_ in runs], gpus)
+    jobs = [Job(turn, *run, devices) for turn, (run, devices) in enumerate(zip(runs, places, strict=True))]
+    trained = len(first) * len(MODES)
+    return jobs[:trained], jobs[trained:]
 
 
 def place(sizes: Sequence[int], gpus: int) -> list[tuple[int, ...]]:

@@ -47,11 +47,13 @@ def started(monkeypatch):
             time.sleep(0.02)
             with lock:
                 busy.subtract(self._devices)
-            if "--tensor-parallel" in words and failing:
+            if "--tensor-parallel" in words and "TP2" in failing:
                 raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
             steps = int(words[words.index("--steps") + 1])
             ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": None} for i in self._devices]
-            graphs = {"replays": 4} if mode == "graphs" else None
+            samples = int(words[words.index("--global-batch") + 1])
+            grown = samples if "grow" in failing else 0
+            graphs = {"replays": samples, "memory_bytes": 2**30 + grown * 2**22} if mode == "graphs" else None
             ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
             run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [ms] * steps}
             return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
@@ -127,6 +129,24 @@ def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
     assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[False]
 
 
+@pytest.mark.parametrize("grow", [False, True])
+def test_graphs_of_many_microbatches_take_what_those_of_few_do(started, tmp_path, grow):
+    out = tmp_path / "parallel.jsonl"
+    if grow:
+        started[0].append("grow")
+    words = ["--gpus", "2", "--small", "--out", str(out), "--layouts", "--slots", "PP2"]
+    assert bench_parallel.main(words) == int(grow)
+    assert all("vision_cuda_graph_buckets=[2304,4608]" in words for _, words, *_ in started[1:])
+    records = read_records(out)
+    for record in records:
+        check_record(record)
+    found = [(r["case"], r["microbatches"], r["replays"], r["memory_gb"]) for r in records]
+    assert found[0] == ("PP2_small_8_microbatches", 8, 8, 1.03125 if grow else 1.0)
+    assert found[1] == ("PP2_small_32_microbatches", 32, 32, 1.125 if grow else 1.0)
+    page = layout_parts(tmp_path)
+    assert page["layouts"].startswith("Not measured yet") and "| PP2_small_32_microbatches | 32 | 32 |" in page["slots"]
+
+
 def test_as_many_steps_are_timed_as_are_wanted(started, tmp_path):
     words = [
         "--gpus",
@@ -164,7 +184,7 @@ def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monk
 
     class Process(original):
         def wait_until_ready(self):
-            if self.log.name == "one_GPU_eager1.log":
+            if self.log.name == "one_GPU_eager1_8.log":
                 raise TrainingFailed("process 0 of 1 ended with status 1: importing the stack", "ImportError: no")
 
         def __init__(self, log, *place):
