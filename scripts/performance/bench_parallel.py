@@ -6,8 +6,8 @@
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
 scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
 by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
-With --untimed none has. --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: what graphs take
-must not grow with them.
+With --untimed none has. --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must
+take as much memory with these as with those.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -28,34 +27,24 @@ sys.path.insert(0, str(ROOT))
 from examples.photographs import gpu  # noqa: E402
 from examples.photographs.layout import Layout  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
+from scripts.performance.layout_runs import (  # noqa: E402
+    LAYERS,
+    LAYOUTS,
+    MODES,
+    MUST,
+    SLOTS,
+    SLOTS_MICROBATCHES,
+    SLOTS_STEPS,
+    SLOTS_WORDS,
+    TIMED,
+    WIDTH,
+    Job,
+    in_order,
+)
 from scripts.performance.places import Places  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
-LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
-LAYOUTS = {
-    str(layout): layout
-    for layout in (
-        Layout(),
-        Layout(data=2),
-        Layout(tensor=2),
-        Layout(pipeline=2),
-        Layout(pipeline=2, chunks=2),
-        Layout(context=2),
-        Layout(tensor=2, pipeline=2),
-        Layout(data=2, pipeline=2),
-        Layout(data=4),
-        Layout(tensor=4),
-        Layout(pipeline=4),
-    )
-}
-MUST = ("DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
-MODES = ("eager1", "eager2", "plugin")
-# Of two eager runs the first one's times are enough.
-TIMED = ("eager1", "plugin")
-# Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
-SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
-SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_cost_fallback=false")
-MOST_GROWTH = 0.02
+MOST_GROWTH = 0.02  # of what graphs take, with more microbatches
 # Runs that share a GPU, small ones and others: their memory has to fit.
 BESIDE = {True: 6, False: 3}
 
@@ -101,25 +90,6 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One training run of the benchmark.
-
-    Attributes:
-        turn: Its number in the order of the runs.
-        layout: Its layout over GPUs.
-        mode: Of `MODES`, or `SLOTS`.
-        microbatches: Of a step, for each replica of the model.
-        devices: The GPUs that it takes.
-    """
-
-    turn: int
-    layout: Layout
-    mode: str
-    microbatches: int
-    devices: tuple[int, ...]
-
-
 class TimeIsUp(Exception):
     """A run had not ended when the time for all runs had."""
 
@@ -150,12 +120,10 @@ class Bench:
         Raises:
             ValueError: A layout needs more GPUs than there are.
         """
-        for option, names in (("layouts", layouts), ("slots", slots)):
-            for layout in names:
-                if layout.gpus > self._count:
-                    raise ValueError(
-                        f"--{option} {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}"
-                    )
+        asked = [("layouts", layout) for layout in layouts] + [("slots", layout) for layout in slots]
+        for option, layout in asked:
+            if layout.gpus > self._count:
+                raise ValueError(f"--{option} {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}")
         trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
         if not (trained or counted):
             return []
@@ -261,11 +229,10 @@ class Bench:
     def _write_slots(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
         taken = [run["graphs"]["memory_bytes"] for run in runs]
         for job, run in zip(jobs, runs, strict=True):
-            found = {"memory_gb": run["graphs"]["memory_bytes"] / 2**30, "replays": run["graphs"]["replays"]}
-            put_record(self._path, {**self._origin(job, 1), "ms": None, **found, "graphs": run["graphs"]})
-            print(
-                f"{job.layout}, {job.microbatches} microbatches: graphs take {found['memory_gb']:.3f} GiB", flush=True
-            )
+            graphs, gib = run["graphs"], run["graphs"]["memory_bytes"] / 2**30
+            found = {"memory_gb": gib, "replays": graphs["replays"], "graphs": graphs}
+            put_record(self._path, {**self._origin(job, 1), "ms": None, **found})
+            print(f"{job.layout}, {job.microbatches} microbatches: graphs take {gib:.3f} GiB", flush=True)
         return max(taken) <= (1 + MOST_GROWTH) * min(taken)
 
     def _ratios(self, layout: Layout, mode: str, ms: float, eager_ms: float) -> dict[str, float]:
@@ -287,33 +254,6 @@ class Bench:
         case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
         case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
         return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **provenance(repeats, 1234)}
-
-
-def in_order(
-    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int
-) -> tuple[list[Job], list[Job]]:
-    """Return the runs of `layouts` and those of `slots`, each layout's one behind the other: what has ended is recorded.
-
-    One GPU comes first, as scaling is told by it.
-    """
-    first = sorted(layouts, key=lambda layout: layout.gpus > 1)
-    runs = [(layout, mode, microbatches) for layout in first for mode in MODES]
-    runs += [(layout, SLOTS, count) for layout in slots for count in SLOTS_MICROBATCHES]
-    places = place([layout.gpus for layout, *_ in runs], gpus)
-    jobs = [Job(turn, *run, devices) for turn, (run, devices) in enumerate(zip(runs, places, strict=True))]
-    trained = len(first) * len(MODES)
-    return jobs[:trained], jobs[trained:]
-
-
-def place(sizes: Sequence[int], gpus: int) -> list[tuple[int, ...]]:
-    """Return GPUs for each of several runs, those that need as many in turn on disjoint sets."""
-    turns: dict[int, int] = {}
-    placed = []
-    for size in sizes:
-        turn = turns[size] = turns.get(size, -1) + 1
-        first = turn % (gpus // size) * size
-        placed.append(tuple(range(first, first + size)))
-    return placed
 
 
 if __name__ == "__main__":

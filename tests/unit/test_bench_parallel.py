@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_parallel
+from scripts.performance import bench_parallel, layout_runs
 from scripts.performance.layouts_page import layout_parts
 from scripts.performance.results import check_record, read_records
 
@@ -22,7 +22,7 @@ from scripts.performance.results import check_record, read_records
     ],
 )
 def test_layouts_go_side_by_side(sizes, gpus, expected):
-    assert bench_parallel.place(sizes, gpus) == expected
+    assert layout_runs.place(sizes, gpus) == expected
 
 
 @pytest.fixture
