@@ -69,6 +69,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timed-steps", type=int, default=0, metavar="N", help="with --turns: steps with the GPUs to themselves"
     )
+    parser.add_argument("--setup-in-turn", action="store_true", help="with --turns: set-up waits for its turn too")
+    parser.add_argument(
+        "--distinct", type=int, default=0, metavar="N", help="with --train: samples begin again after so many; 0: never"
+    )
     parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
     return parser.parse_intermixed_args(words)
 

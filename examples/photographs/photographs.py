@@ -81,16 +81,37 @@ def caption(name: str, vocabulary: int) -> list[int]:
 
 
 class PhotographDataset(Dataset):
-    """Sequences of images, each followed by its caption, padded to a fixed length."""
+    """Sequences of images, each followed by its caption, padded to a fixed length.
 
-    def __init__(self, samples: int, sequence: int, most: int, sizes: tuple, seed: int, text_only_every: int) -> None:
+    Args:
+        samples: How many.
+        sequence: Tokens of a sample.
+        most: Images of a sample at most.
+        sizes: Their heights and widths in pixels.
+        seed: Of the draw.
+        text_only_every: Every how many samples one has no image, 0 for none.
+        distinct: After so many the samples begin again, kept in memory; 0 for never.
+    """
+
+    def __init__(
+        self, samples: int, sequence: int, most: int, sizes: tuple, seed: int, text_only_every: int, distinct: int = 0
+    ) -> None:
         self.samples, self.sequence, self.most, self.sizes = samples, sequence, most, sizes
-        self.seed, self.text_only_every = seed, text_only_every
+        self.seed, self.text_only_every, self.distinct = seed, text_only_every, distinct
+        self._kept: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.distinct:
+            return self._sample(index)
+        index %= self.distinct
+        if index not in self._kept:
+            self._kept[index] = self._sample(index)
+        return self._kept[index]
+
+    def _sample(self, index: int) -> dict[str, Any]:
         text_only = self.text_only_every and index % self.text_only_every == self.text_only_every - 1
         images = draw_images(self.seed * 1_000_003 + index, self.most, self.sizes)
         tokens, counted = [], []
@@ -141,6 +162,7 @@ class PhotographProvider(DatasetProvider):
     sizes: list[tuple[int, int]] = field(default_factory=lambda: list(MIXED_SIZES))
     seed: int = 1
     text_only_every: int = 0
+    distinct: int = 0
     skip_getting_attention_mask_from_dataset: bool = True
     enable_in_batch_packing: bool = False
 
@@ -149,7 +171,13 @@ class PhotographProvider(DatasetProvider):
         counts = (context.train_samples, context.valid_samples, context.test_samples)
         return tuple(
             PhotographDataset(
-                max(count, 1), self.seq_length, self.most_images, tuple(self.sizes), self.seed + i, self.text_only_every
+                max(count, 1),
+                self.seq_length,
+                self.most_images,
+                tuple(self.sizes),
+                self.seed + i,
+                self.text_only_every,
+                self.distinct,
             )
             for i, count in enumerate(counts)
         )

@@ -66,14 +66,18 @@ class Turns(Callback):
     Args:
         folder: Of the lock files, the same for all runs that share the GPUs.
         alone: Steps, from 0, without others beside them.
+        at_once: Whether to take the GPUs now, beside others, so that set-up too waits for steps alone. That, too, waits
+            for the first rank.
     """
 
-    def __init__(self, folder: Path, alone: range) -> None:
+    def __init__(self, folder: Path, alone: range, at_once: bool = False) -> None:
         self._gpus = SharedGpus(folder, visible_gpus())
         self._alone = alone
         self._step = 0
         self._is_alone = False
         self._group: distributed.ProcessGroup | None = None
+        if at_once and os.environ.get("RANK", "0") == "0":
+            self._gpus.take(alone=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Let the ranks meet without the GPUs, on which they would disturb others."""

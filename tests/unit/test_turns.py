@@ -152,6 +152,20 @@ def test_a_run_has_its_gpus_alone_in_the_steps_that_it_says(two_ranks, tmp_path)
     assert len(met) == 2 * (2 * 4 + 1)
 
 
+@pytest.mark.parametrize("rank, holds", [("0", True), ("1", False), (None, True)])
+def test_set_up_may_wait_for_its_turn(monkeypatch, tmp_path, rank, holds):
+    monkeypatch.setattr(turns, "visible_gpus", lambda: ["0"])
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    first = Turns(tmp_path, range(0), at_once=True)
+    other = SharedGpus(tmp_path, ["0"])
+    wants = Waiting(other, alone=True)
+    assert wants.waits() is holds
+    first._gpus.give_back()
+    assert wants.gets_them()
+    other.give_back()
+
+
 def test_places_are_given_in_the_order_of_turns():
     places, begun = Places([2, 2]), []
 
