@@ -98,6 +98,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "load_cpu_ms": NUMBER,
     "added_ms": NUMBER,
     "documents": int,
+    "distinct_samples": int,
     "max_packed_seqs": int,
     "predicted_ms": NUMBER,
     "aim": NUMBER,
