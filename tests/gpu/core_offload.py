@@ -25,8 +25,9 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.graph_fields import apply_options
-from examples.photographs.training import Recorder, skip_helper_build
+from examples.photographs.training import Recorder
 from scripts.performance import packed_training, tower
 
 QWEN, ITERATIONS, MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
@@ -55,14 +56,14 @@ def offloaded_bytes() -> int:
 
 def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
     """Run Bridge's `pretrain()` on documents that are not packed."""
-    skip_helper_build()
     config = packed_training.training_config("eager", steps)
     config.dataset = WholeDocumentProvider()
     for name, value in (word.split("=", 1) for word in words):
         setattr(config.model, name, value)
     apply_options(graph_options(config.model), config)
     recorder = Recorder()
-    pretrain(config, forward_step, callbacks=[recorder])
+    with helper_as_shipped():
+        pretrain(config, forward_step, callbacks=[recorder])
     return {"losses": recorder.losses, "peak_gb": recorder.peak_gb}
 
 
