@@ -4,7 +4,8 @@ Without a GPU the tower is the small one of examples/photographs: the same code 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,12 @@ def build_tower(
 
 
 class MainGrads:
-    """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does."""
+    """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does.
+
+    It is a `Reduction` for the plugin, too, which waits for gradients in every backward but inside `not_awaited`.
+    """
+
+    _awaited = True
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -114,6 +120,22 @@ class MainGrads:
             parameter.grad = None
 
         return accumulate
+
+    def waits(self) -> bool:
+        """See `graphs.gradients.Reduction`."""
+        return self._awaited
+
+    def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `graphs.gradients.Reduction`."""
+
+    @contextmanager
+    def not_awaited(self) -> Iterator[None]:
+        """Inside, no reduction waits for gradients, as in all microbatches of a step but the last."""
+        self._awaited = False
+        try:
+            yield
+        finally:
+            self._awaited = True
 
     def zero(self) -> None:
         """Zero all gradients."""
