@@ -146,15 +146,17 @@ def train_words(words: Sequence[str]) -> None:
     args = parser.parse_args(words)
 
     from scripts.performance import tower
+    from scripts.performance.tilings import compiled_side_by_side
 
     end = time.monotonic() + args.seconds
     tower.start_process()
     missed = []
-    for record in measured(args, end):
-        if isinstance(record, str):
-            missed.append(record)
-        else:
-            put_record(args.records, record)
+    with compiled_side_by_side():
+        for record in measured(args, end):
+            if isinstance(record, str):
+                missed.append(record)
+            else:
+                put_record(args.records, record)
     args.out.write_text(json.dumps({"missed": missed}))
 
 

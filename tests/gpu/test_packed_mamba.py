@@ -15,6 +15,7 @@ from triton.runtime.autotuner import Autotuner
 import bridge_cg_plugin
 from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
+from scripts.performance.tilings import compiled_side_by_side
 from scripts.performance.tower import relative
 
 from .packs import (
@@ -52,7 +53,8 @@ def few_tilings():
     for tuner in given:
         tuner.configs = tuner.configs[-TILINGS:]
         tuner.cache.clear()
-    yield
+    with compiled_side_by_side():
+        yield
     for tuner, configs in given.items():
         tuner.configs = configs
         tuner.cache.clear()
