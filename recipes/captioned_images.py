@@ -71,6 +71,7 @@ class CaptionedImages(Dataset, ABC):
         sizes: Of images, height and width in pixels.
         seed: Of what is drawn.
         text_only_every: Every how many samples one has captions and no image, 0 for none.
+        distinct: After so many the samples begin again, kept in memory; 0 for never.
     """
 
     vocabulary: ClassVar[Vocabulary]
@@ -83,9 +84,11 @@ class CaptionedImages(Dataset, ABC):
         sizes: tuple[tuple[int, int], ...],
         seed: int,
         text_only_every: int,
+        distinct: int = 0,
     ) -> None:
         self.samples, self.sequence, self.most, self.sizes = samples, sequence, most, sizes
-        self.seed, self.text_only_every = seed, text_only_every
+        self.seed, self.text_only_every, self.distinct = seed, text_only_every, distinct
+        self._kept: dict[int, dict[str, Any]] = {}
 
     @abstractmethod
     def draw(self, seed: int) -> Images:
@@ -95,6 +98,14 @@ class CaptionedImages(Dataset, ABC):
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.distinct:
+            return self._sample(index)
+        index %= self.distinct
+        if index not in self._kept:
+            self._kept[index] = self._sample(index)
+        return self._kept[index]
+
+    def _sample(self, index: int) -> dict[str, Any]:
         text_only = self.text_only_every and index % self.text_only_every == self.text_only_every - 1
         images = self.draw(self.seed * 1_000_003 + index)
         ids, tokens, counted = self.vocabulary, [], []
@@ -145,6 +156,7 @@ class CaptionedImageProvider(DatasetProvider):
     sizes: list[tuple[int, int]] = field(default_factory=lambda: list(FEW_SIZES))
     seed: int = 1
     text_only_every: int = 0
+    distinct: int = 0
     skip_getting_attention_mask_from_dataset: bool = True
     enable_in_batch_packing: bool = False
 
@@ -152,7 +164,15 @@ class CaptionedImageProvider(DatasetProvider):
         """Build train, validation and test sets of the sizes that training asks for."""
         counts = (context.train_samples, context.valid_samples, context.test_samples)
         return tuple(
-            self.kind(max(count, 1), self.seq_length, self.most_images, self.sizes, self.seed + i, self.text_only_every)
+            self.kind(
+                max(count, 1),
+                self.seq_length,
+                self.most_images,
+                self.sizes,
+                self.seed + i,
+                self.text_only_every,
+                self.distinct,
+            )
             for i, count in enumerate(counts)
         )
 

@@ -8,7 +8,7 @@ from .combinations import COMBINATIONS
 from .graph_options import GraphOptions
 from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
-from .offload import OFFLOAD_FIELDS, OffloadOptions
+from .offload import CORE_FIELDS, OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions
 from .releases import RELEASES
 from .vision import PROVIDER_FIELDS, VisionGraphOptions
@@ -115,6 +115,9 @@ def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> s
 
 
 def _offload(options: OffloadOptions) -> str:
+    if options.parts:
+        core = f", by megatron-core {_listed(list(options.modules))}" if options.enabled else ""
+        return f"activations of {_listed(list(options.parts))} to host memory{core}"
     return f"inputs of {_listed(list(options.modules))} to host memory" if options.enabled else "off"
 
 
@@ -162,7 +165,7 @@ def tables() -> dict[str, str]:
 
 
 def _release_row(release: Any) -> tuple[str, ...]:
-    lacking = [f"`{name}`" for name in OFFLOAD_FIELDS.values() if name not in release.fields]
+    lacking = [f"`{name}`" for name in CORE_FIELDS.values() if name not in release.fields]
     return (
         release.name,
         "`cuda_graph_impl`" if release.splits_scope else "`cuda_graph_impl=local`, in `cuda_graph_scope`",

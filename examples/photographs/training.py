@@ -39,6 +39,7 @@ from bridge_cg_plugin.upstream.graph_fields import apply_options
 from .arguments import layout_of, parse
 from .layout import Layout
 from .photographs import MIXED_SIZES, PhotographProvider
+from .turns import Turns, steps_alone
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
@@ -67,6 +68,10 @@ class Run:
             half the memory and a fraction of the time.
         layout: How it is spread over GPUs.
         loader_workers: Processes that load data, of each GPU.
+        turns: Folder of the locks by which runs share GPUs; None where the run has them for itself.
+        timed_steps: Steps that are timed, in which a run with `turns` has its GPUs to itself.
+        setup_in_turn: Whether set-up as well keeps off others' timed steps.
+        distinct: Samples that differ, 0 for all.
     """
 
     impl: str = "none"
@@ -85,6 +90,10 @@ class Run:
     small: bool = False
     layout: Layout = Layout()
     loader_workers: int = 4
+    turns: Path | None = None
+    timed_steps: int = 0
+    setup_in_turn: bool = False
+    distinct: int = 0
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the images' sizes in pixels."""
@@ -214,6 +223,7 @@ def training_config(run: Run) -> ConfigContainer:
             most_images=run.most_images(),
             sizes=list(run.sizes()),
             text_only_every=run.text_only_every,
+            distinct=run.distinct,
         ),
         logger=LoggerConfig(log_interval=min(10, run.steps)),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
@@ -270,8 +280,9 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
         bridge_cg_plugin.activate()
     ranks = RankResults()
     # What is kept last is gathered first.
+    turns = [Turns(run.turns, steps_alone(run.timed_steps), run.setup_in_turn)] if run.turns is not None else []
     with helper_as_shipped():
-        pretrain(training_config(run), forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
+        pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
     result = merge_ranks(ranks.gathered or [ranks.own()])
     if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))
@@ -382,4 +393,8 @@ def run_of(args: argparse.Namespace) -> Run:
         global_batch=args.global_batch or 4,
         # Workers import the whole stack, longer than a small run trains.
         loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,
+        turns=args.turns,
+        timed_steps=args.timed_steps,
+        setup_in_turn=args.setup_in_turn,
+        distinct=args.distinct,
     )

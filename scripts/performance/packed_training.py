@@ -47,6 +47,7 @@ from bridge_cg_plugin.upstream.graph_helper import active_helpers
 from examples.photographs import training as photographs
 from examples.photographs.photographs import PhotographDataset, PhotographProvider
 from examples.photographs.training import Recorder, Run
+from scripts.performance.tilings import compiled_side_by_side
 
 VOCABULARY = 32_768
 SEQUENCE = 1024
@@ -107,7 +108,7 @@ def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: 
         config, step = training_config(mode, steps, modules, rows, model), forward_step
     else:
         config, step = photograph_config(mode, steps, modules, rows), qwen3_vl_step.forward_step
-    with helper_as_shipped():
+    with helper_as_shipped(), compiled_side_by_side():
         pretrain(config, step, callbacks=[recorder, keeper])
     return {
         "losses": recorder.losses,
