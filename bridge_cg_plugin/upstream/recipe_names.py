@@ -17,47 +17,49 @@ class AddedNames(AtSeam):
     """Presets that one upstream module has while the plugin is active. Nothing of upstream's is replaced.
 
     Attributes:
-        values: The presets by name.
+        derived: The presets by name that derive from recipes of the release that the seam names.
+        own: Those that derive from none.
     """
 
-    values: Mapping[str, Callable[..., Any]]
+    derived: Mapping[str, Callable[..., Any]]
+    own: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     _owner: ModuleType | None = field(default=None, init=False, repr=False)
-    _added: list[str] = field(default_factory=list, init=False, repr=False)
+    _added: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, module: ModuleType) -> None:
         """Add the presets once. Names that upstream has itself stay upstream's and are noted in `reason`."""
         if self._owner is module:
             return
         self.revert()
-        if not self.seam.expected_in(bridge_release()):
-            self.state, self.reason = "native", f"the presets derive from recipes of megatron-bridge {self.seam.since}"
-            return
-        taken = [name for name, value in self.values.items() if getattr(module, name, value) is not value]
-        self._owner, self._added = module, [name for name in self.values if name not in taken]
-        for name in self._added:
-            setattr(module, name, self.values[name])
-        self.state = "active"
+        expected = self.seam.expected_in(bridge_release())
+        wanted = {**(self.derived if expected else {}), **self.own}
+        taken = [name for name, value in wanted.items() if getattr(module, name, value) is not value]
+        self._owner, self._added = module, {name: value for name, value in wanted.items() if name not in taken}
+        for name, value in self._added.items():
+            setattr(module, name, value)
+        self.state = "active" if wanted else "native"
         self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
+        if not expected:
+            self.reason = f"presets that derive from recipes of megatron-bridge {self.seam.since} are left out"
 
     def revert(self) -> None:
         """Remove what was added; what somebody put in its place since stays."""
-        for name in self._added:
-            if vars(self._owner).get(name, _ABSENT) is self.values[name]:
+        for name, value in self._added.items():
+            if vars(self._owner).get(name, _ABSENT) is value:
                 delattr(self._owner, name)
-        self._owner, self._added = None, []
+        self._owner, self._added = None, {}
         self.state, self.reason = "off", ""
 
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the module since."""
-        gone = [name for name in self._added if vars(self._owner).get(name, _ABSENT) is not self.values[name]]
+        gone = [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
         if gone:
             self.state, self.reason = "broken", f"something replaced {', '.join(gone)} in {self.module}"
 
 
 # Of the families' packages only Qwen3-VL's is asked for names.
-_VALUES = {
-    "recipe_names": RECIPES | PACKED_RECIPES,
-    "recipe_names.qwen_vl": RECIPES,
-    "recipe_names.small": SMALL_RECIPES,
+_PRESETS: dict[str, tuple[Mapping[str, Callable[..., Any]], ...]] = {
+    "recipe_names": (RECIPES | PACKED_RECIPES, SMALL_RECIPES),
+    "recipe_names.qwen_vl": (RECIPES,),
 }
-PATCHES = tuple(AddedNames(seam, _VALUES[seam.name]) for seam in SEAMS if seam.patched_by == "recipe_names")
+PATCHES = tuple(AddedNames(seam, *_PRESETS[seam.name]) for seam in SEAMS if seam.patched_by == "recipe_names")

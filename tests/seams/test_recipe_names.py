@@ -54,6 +54,19 @@ def test_a_release_of_before_the_recipes_gets_no_presets(monkeypatch):
     assert names.state == "native" and "0.6.2" in names.reason
 
 
+def test_a_release_of_before_the_recipes_gets_what_derives_from_none(monkeypatch):
+    monkeypatch.setattr(recipe_names, "bridge_release", lambda: "0.5.1")
+    module, names = (
+        SimpleNamespace(base=len),
+        AddedNames(replace(SEAM, since="0.6.2"), {A: RECIPES[A]}, {B: RECIPES[B]}),
+    )
+    names.apply(module)
+    assert vars(module) == {"base": len, B: RECIPES[B]}
+    assert names.state == "active" and "0.6.2" in names.reason
+    names.revert()
+    assert vars(module) == {"base": len}
+
+
 def test_a_preset_without_its_recipe_says_which(active):
     preset = replace(PRESETS[0], model="qwen9_vl")
     with pytest.raises(RuntimeError, match="qwen9_vl_pretrain_mock_config.*0.6"):

@@ -1,6 +1,5 @@
 """Seams of Bridge's recipe packages, where launchers look recipes up by name."""
 
-from ..releases import RELEASES
 from ..seams import Seam
 
 RECIPES = "megatron.bridge.recipes"
@@ -14,13 +13,9 @@ SEAMS = tuple(
         kind="module",
         touch="extended",
         purpose="presets are found by name where Bridge's own recipes are",
-        since=since,
+        since=NAMES_BY_TASK,
         undo="deactivate() takes the names off",
         patched_by="recipe_names",
     )
-    for name, module, since in (
-        ("recipe_names", RECIPES, NAMES_BY_TASK),
-        ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl", NAMES_BY_TASK),
-        ("recipe_names.small", RECIPES, RELEASES[-1].bridge),
-    )
+    for name, module in (("recipe_names", RECIPES), ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl"))
 )
