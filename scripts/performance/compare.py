@@ -14,6 +14,7 @@ shown to train what eager trains; 2 for input that is refused.
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from bridge_cg_plugin.report.command import print_page, write_page  # noqa: E402
 from bridge_cg_plugin.report.page import Page, make_page  # noqa: E402
 from bridge_cg_plugin.report.records import read_records  # noqa: E402
 from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
+from examples.photographs.processes import free_port  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
 from scripts.performance.bench_step import WRONG  # noqa: E402
 from scripts.performance.recorded_run import KINDS  # noqa: E402
@@ -163,12 +165,14 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
     """Make every run and return their records; one that failed has its error."""
     records: list[dict[str, Any]] = []
+    environment = {"MASTER_PORT": str(free_port()), **os.environ}  # Bridge's default may be another job's
     with tempfile.TemporaryDirectory() as folder:
         for run in runs:
             file = Path(folder) / f"{run.mode}.json"
             log = args.out / f"{run.mode}.log"
             with watch.run(run.mode):
-                error = run_watched([*run.command, "--record", str(file)], log, args.time_limit, watch.step)
+                command = [*run.command, "--record", str(file)]
+                error = run_watched(command, log, args.time_limit, watch.step, environment)
             if not error and not file.exists():
                 error = "the process ended well and wrote no record"
             measured = {"error": error} if error else json.loads(file.read_text())

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ _STEP = re.compile(r"\[compare\] step (\d+) of \d+")
 _LAST_LINES = 200
 
 
-def run_watched(command: Sequence[str], log: Path, limit: float, on_step: Callable[[int], None]) -> str:
+def run_watched(
+    command: Sequence[str],
+    log: Path,
+    limit: float,
+    on_step: Callable[[int], None],
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a command to its end and return its error in one line, empty where there was none.
 
     Args:
@@ -26,9 +32,16 @@ def run_watched(command: Sequence[str], log: Path, limit: float, on_step: Callab
         log: File for its output.
         limit: Seconds after which the group is ended.
         on_step: Called with the number of each step that the output says is done.
+        environment: Its environment variables; None for this process's.
     """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env=environment,
     )
     late = threading.Event()
 

@@ -7,7 +7,6 @@ import pytest
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.report.records import read_records
 from bridge_cg_plugin.report.training_log import read_log
-from examples.photographs.processes import free_port
 from scripts.performance import compare
 
 STEPS = 14
@@ -15,7 +14,6 @@ STEPS = 14
 
 
 def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status = compare.main(["--recipe", NAME, "--steps", str(STEPS), "--out", str(tmp_path), "--time_limit", "120"])
     said = capsys.readouterr().out

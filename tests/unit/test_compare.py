@@ -15,7 +15,8 @@ from scripts.performance.watched import TimeLeft, run_watched
 RECIPE = "some_recipe_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.
 FAKE = """
-import json, sys, time
+import json, os, sys, time
+print("port", os.environ["MASTER_PORT"])
 kind, told, record = sys.argv[1], json.loads(sys.argv[2]), sys.argv[-1]
 told = told.get(kind, {})
 for step in range(1, 9):
@@ -60,6 +61,16 @@ def comparing(tmp_path, monkeypatch):
         return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
 
     return run
+
+
+def test_runs_have_a_port_of_their_own_unless_one_is_given(comparing, monkeypatch):
+    for given in ("", "4711"):
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        if given:
+            monkeypatch.setenv("MASTER_PORT", given)
+        said = comparing({"plugin": {"say": "where"}})[2] / "eager1.log"
+        port = int(said.read_text().partition("port ")[2].split()[0])
+        assert port == int(given) if given else 20_000 <= port < 30_000
 
 
 def test_all_modes_make_one_page(comparing, capsys):
