@@ -23,7 +23,7 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
     "mlp": EXPERTS,
     "layernorm": ("attn_norm", "mlp_norm"),
 }
-# What a pack's or an image's activations are in, the unit of one size and the bytes of the other.
+# megatron-core counts elements, of bf16 where it trains, where regions count bytes.
 ELEMENT_BYTES = 2
 
 
