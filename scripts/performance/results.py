@@ -98,8 +98,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "load_cpu_ms": NUMBER,
     "added_ms": NUMBER,
     "documents": int,
+    "distinct_samples": int,
     "max_packed_seqs": int,
     "predicted_ms": NUMBER,
+    "aim": NUMBER,
     "chosen": bool,
 }
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")

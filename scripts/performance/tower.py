@@ -206,6 +206,19 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return (distance / expected.float().norm().clamp(min=1e-30)).item()
 
 
+def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float = 0.0) -> Tensor:
+    """Return the relative L2 differences of matching fp32 tensors, `[tensors]`, without waiting for the device.
+
+    Args:
+        actual: Tensors.
+        expected: What they should be.
+        least: A norm counts as at least this share of the largest.
+    """
+    distances = torch.stack(torch._foreach_norm(torch._foreach_sub(list(actual), list(expected))))
+    norms = torch.stack(torch._foreach_norm(list(expected)))
+    return distances / torch.maximum(norms, least * norms.max()).clamp(min=1e-30)
+
+
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative L2 difference of matching tensors; NaN if one of them is."""
-    return torch.tensor([relative(a, e) for a, e in zip(actual, expected, strict=True)]).max().item()
+    return relatives([a.float() for a in actual], [e.float() for e in expected]).max().item()

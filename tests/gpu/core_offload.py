@@ -26,8 +26,9 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.graph_fields import apply_options
-from examples.photographs.training import Recorder, skip_helper_build
+from examples.photographs.training import Recorder
 from scripts.performance import packed_training, tower
 
 QWEN, ITERATIONS, MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
@@ -56,7 +57,6 @@ def offloaded_bytes() -> int:
 
 def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
     """Run Bridge's `pretrain()` on documents that are not packed; several do so side by side, on any cores."""
-    skip_helper_build()
     utils.set_ideal_affinity_for_current_gpu = lambda: None
     config = packed_training.training_config("eager", steps)
     config.dataset = WholeDocumentProvider()
@@ -64,7 +64,8 @@ def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
         setattr(config.model, name, value)
     apply_options(graph_options(config.model), config)
     recorder = Recorder()
-    pretrain(config, forward_step, callbacks=[recorder])
+    with helper_as_shipped():
+        pretrain(config, forward_step, callbacks=[recorder])
     return {"losses": recorder.losses, "peak_gb": recorder.peak_gb}
 
 
