@@ -11,6 +11,7 @@ TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
 TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
 GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
+CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
@@ -208,6 +209,15 @@ SEAMS = (
         kind="value",
         touch="read",
         purpose="whether Transformer Engine leaves weights on the device while megatron-core offloads",
+    ),
+    Seam(
+        name="offload_marks",
+        module=CORE_OFFLOAD,
+        target="ChunkOffloadHandler.tensor_need_offloading_checker",
+        kind="function",
+        touch="read",
+        purpose="a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
+        parameters=("self", "tensor"),
     ),
     Seam(
         name="offload_begins",
