@@ -32,9 +32,11 @@ class GraphedModule(ABC):
         before_replay: Called before each replay; waits for parameters that are still being gathered.
 
     Attributes:
+        slots: Microbatches between forward and backward at once, fixed by a capture.
         failure: Why the last capture failed, None if it did not.
     """
 
+    slots: int = 1
     title: str
     noun: str
     group: str

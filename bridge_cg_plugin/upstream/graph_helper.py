@@ -26,10 +26,16 @@ class GraphHelper:
     """
 
     graphs: GraphedModule | None = None
+    _in_flight: Callable[[], int] | None = None
 
     def create_cudagraphs(self) -> None:
-        """Capture; on failure the module goes on eager unless the options say strict."""
+        """Capture; on failure the module goes on eager unless the options say strict.
+
+        Slots are counted now: a callback may have changed the run's batch sizes since this helper was made.
+        """
         if self.graphs is not None:
+            if self._in_flight is not None:
+                self.graphs.slots = self._in_flight()
             with named_failure("capture"), STALLS.during("capture"):
                 self.graphs.capture()
 
@@ -48,8 +54,14 @@ class GraphHelper:
         self.graphs.detach()
         self.graphs = None
 
-    def _take(self, graphs: GraphedModule) -> None:
-        self.graphs = graphs
+    def _take(self, graphs: GraphedModule, in_flight: Callable[[], int] | None) -> None:
+        """Make these graphs this helper's.
+
+        Args:
+            graphs: The module's graphs.
+            in_flight: Counts the slots; None where the options say how many.
+        """
+        self.graphs, self._in_flight = graphs, in_flight
         _active.add(self)
 
 

@@ -1,6 +1,7 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -66,12 +67,13 @@ class VisionTECudaGraphHelper(GraphHelper):
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
         exchange = image_exchange(vision_model, family, self.options.balance)
+        in_flight = partial(microbatches_in_flight, source, num_microbatches)
         graphs = VisionGraphs(
             vision_model,
             self.options,
             family,
             executor or default_executor(isolated=without_messages(tensor), shared=tensor is not None),
-            slots=microbatches_in_flight(source, num_microbatches),
+            slots=in_flight(),
             before_replay=parameter_gather(chunks, vision_model),
             reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
             grids=GRIDS,
@@ -81,7 +83,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         )
         if exchange is not None:
             self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
-        self._take(graphs)
+        self._take(graphs, in_flight if self.options.slots == "auto" else None)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

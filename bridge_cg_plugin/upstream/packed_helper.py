@@ -1,6 +1,7 @@
 """The helper that Bridge's train loop drives for the language model, where packed-sequence graphs are asked for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,7 @@ class PackedCudaGraphHelper:
                 options.packed,
                 module_names(options.language_model.modules),
                 list(model),
-                microbatches_in_flight(config, count),
+                partial(microbatches_in_flight, config, count),
                 executor or _executor(decoder),
             )
             for decoder in find_decoders(model)
@@ -97,7 +98,7 @@ class DecoderHelper(GraphHelper):
         options: What the user asked for.
         modules: Names of the parts of layers to record.
         chunks: The training loop's model chunks.
-        slots: Microbatches in flight.
+        in_flight: Counts the microbatches in flight.
         executor: Makes recordings.
     """
 
@@ -107,7 +108,7 @@ class DecoderHelper(GraphHelper):
         options: PackedOptions,
         modules: Sequence[str],
         chunks: Sequence[nn.Module],
-        slots: int,
+        in_flight: Callable[[], int],
         executor: Executor,
     ) -> None:
         release_module(decoder)
@@ -119,12 +120,13 @@ class DecoderHelper(GraphHelper):
                 modules,
                 family,
                 executor,
-                slots=slots,
+                slots=in_flight(),
                 before_replay=parameter_gather(chunks, decoder),
                 reduction=gradient_reduction(chunks, decoder, pipelined=stages_of(decoder.config) > 1),
                 host=PACK_OFFSETS,
                 peers=peers_of(shared_group(decoder)),
-            )
+            ),
+            in_flight if options.slots == "auto" else None,
         )
 
 

@@ -53,12 +53,18 @@ def _interleaved(microbatches: int, chunks: int, in_a_row: int, ahead: int) -> i
 
 
 def most_microbatches(num_microbatches: int) -> int:
-    """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer."""
+    """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer.
+
+    Args:
+        num_microbatches: Microbatches of a step as the caller knows it; megatron-core may know of more.
+    """
     from megatron.core import num_microbatches_calculator
 
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    if calculator is None:
+        return num_microbatches
     samples = getattr(calculator, "micro_batch_times_data_parallel_size", None)
     if samples is None:  # every step has as many
-        return num_microbatches
+        return max(num_microbatches, calculator.get())
     batches = [batch for _, batch in getattr(calculator, "schedule", ())]
     return max(num_microbatches, *(batch // samples for batch in (calculator.global_batch_size, *batches)))

@@ -60,6 +60,19 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="train once in this process, without comparison; upstream is its own vision graphs, without the plugin",
     )
     parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
+    parser.add_argument(
+        "--turns",
+        type=Path,
+        metavar="FOLDER",
+        help="with --train: runs of one FOLDER share GPUs and wait for each other",
+    )
+    parser.add_argument(
+        "--timed-steps", type=int, default=0, metavar="N", help="with --turns: steps with the GPUs to themselves"
+    )
+    parser.add_argument("--setup-in-turn", action="store_true", help="with --turns: set-up waits for its turn too")
+    parser.add_argument(
+        "--distinct", type=int, default=0, metavar="N", help="with --train: samples begin again after so many; 0: never"
+    )
     parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
     return parser.parse_intermixed_args(words)
 

@@ -153,7 +153,9 @@ class _Rank:
         context = multiprocessing.get_context("spawn")
         self.rank, self.log, self.first = rank, log, False
         self.connection, theirs = context.Pipe()
-        environment = {} if world == 1 else {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
+        # One process alone is told too where torchrun started the parent, which knows of more.
+        placed = world > 1 or "WORLD_SIZE" in os.environ
+        environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank} if placed else {}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
         told = {name: str(value) for name, value in environment.items()}

@@ -13,7 +13,6 @@ import yaml
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
-from megatron.bridge.training import initialize
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -33,11 +32,14 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
 from .arguments import layout_of, parse
 from .layout import Layout
-from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
+from .photographs import MIXED_SIZES, PhotographProvider
+from .turns import Turns, steps_alone
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
@@ -66,6 +68,10 @@ class Run:
             half the memory and a fraction of the time.
         layout: How it is spread over GPUs.
         loader_workers: Processes that load data, of each GPU.
+        turns: Folder of the locks by which runs share GPUs; None where the run has them for itself.
+        timed_steps: Steps that are timed, in which a run with `turns` has its GPUs to itself.
+        setup_in_turn: Whether set-up as well keeps off others' timed steps.
+        distinct: Samples that differ, 0 for all.
     """
 
     impl: str = "none"
@@ -84,6 +90,10 @@ class Run:
     small: bool = False
     layout: Layout = Layout()
     loader_workers: int = 4
+    turns: Path | None = None
+    timed_steps: int = 0
+    setup_in_turn: bool = False
+    distinct: int = 0
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the images' sizes in pixels."""
@@ -213,6 +223,7 @@ def training_config(run: Run) -> ConfigContainer:
             most_images=run.most_images(),
             sizes=list(run.sizes()),
             text_only_every=run.text_only_every,
+            distinct=run.distinct,
         ),
         logger=LoggerConfig(log_interval=min(10, run.steps)),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
@@ -261,23 +272,17 @@ class Recorder(Callback):
         self.evaluations += [float(v) for v in list(losses.values())[:1]]
 
 
-def skip_helper_build() -> None:
-    """Do not run `make` for megatron-core's dataset helper: its wheel ships it compiled and has no Makefile."""
-    from megatron.core.datasets import helpers_cpp  # noqa: F401
-
-    initialize.compile_helpers = lambda: None
-
-
 def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     """Train and return losses, gradient norms, step times, memory and the graphs' statistics."""
     if run.upstream:
         bridge_cg_plugin.deactivate()
     else:
         bridge_cg_plugin.activate()
-    skip_helper_build()
     ranks = RankResults()
     # What is kept last is gathered first.
-    pretrain(training_config(run), forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
+    turns = [Turns(run.turns, steps_alone(run.timed_steps), run.setup_in_turn)] if run.turns is not None else []
+    with helper_as_shipped():
+        pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
     result = merge_ranks(ranks.gathered or [ranks.own()])
     if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))
@@ -388,4 +393,8 @@ def run_of(args: argparse.Namespace) -> Run:
         global_batch=args.global_batch or 4,
         # Workers import the whole stack, longer than a small run trains.
         loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,
+        turns=args.turns,
+        timed_steps=args.timed_steps,
+        setup_in_turn=args.setup_in_turn,
+        distinct=args.distinct,
     )

@@ -1,21 +1,22 @@
 """Train over several GPUs, eager twice and with vision graphs once, and write what came out as records.
 
-    python scripts/performance/bench_parallel.py --small
-    torchrun --standalone --nproc_per_node 4 scripts/performance/bench_parallel.py --layouts TP2 DP4
+    python scripts/performance/bench_parallel.py --small --microbatches 2
+    torchrun --standalone --nproc_per_node 4 scripts/performance/bench_parallel.py --small --layouts TP2xPP2 DP4
 
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
-scaling, and the others share one GPU's work. The first eager run and the graphed one have their GPUs to themselves; the
-second eager one, whose times nobody needs, goes beside others of its kind. With --untimed all go at once.
+scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
+by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
+With --untimed none has. --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must
+take as much memory with these as with those.
 """
 
 import argparse
 import os
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -26,29 +27,26 @@ sys.path.insert(0, str(ROOT))
 from examples.photographs import gpu  # noqa: E402
 from examples.photographs.layout import Layout  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
+from scripts.performance.layout_runs import (  # noqa: E402
+    LAYERS,
+    LAYOUTS,
+    MODES,
+    MUST,
+    SLOTS,
+    SLOTS_MICROBATCHES,
+    SLOTS_STEPS,
+    SLOTS_WORDS,
+    TIMED,
+    WIDTH,
+    Job,
+    in_order,
+)
+from scripts.performance.places import Places  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
-LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
-LAYOUTS = {
-    str(layout): layout
-    for layout in (
-        Layout(),
-        Layout(data=2),
-        Layout(tensor=2),
-        Layout(pipeline=2),
-        Layout(pipeline=2, chunks=2),
-        Layout(context=2),
-        Layout(tensor=2, pipeline=2),
-        Layout(data=2, pipeline=2),
-        Layout(data=4),
-        Layout(tensor=4),
-        Layout(pipeline=4),
-    )
-}
-MUST = ("DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
-MODES = ("eager1", "eager2", "plugin")
-# Runs that go on without times share a GPU with so many of their kind.
-SIDE_BY_SIDE = 3
+MOST_GROWTH = 0.02  # of what graphs take, with more microbatches
+# Runs that share a GPU, small ones and others: their memory has to fit.
+BESIDE = {True: 6, False: 3}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -58,21 +56,27 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0  # torchrun's first process starts those that train
     path = output_path(args.out, "parallel.jsonl")
     bench = Bench(args, path, gpus_here() if args.gpus is None else args.gpus)
-    return 0 if all(bench.run([LAYOUTS[name] for name in args.layouts])) else 1
+    layouts, slots = ([LAYOUTS[name] for name in names] for names in (args.layouts, args.slots))
+    return 0 if all(bench.run(layouts, slots)) else 1
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--layouts", nargs="+", choices=LAYOUTS, default=MUST, metavar="LAYOUT", help=", ".join(LAYOUTS)
+        "--layouts", nargs="*", choices=LAYOUTS, default=MUST, metavar="LAYOUT", help=", ".join(LAYOUTS)
+    )
+    parser.add_argument(
+        "--slots", nargs="+", choices=LAYOUTS, default=(), metavar="LAYOUT", help="of 8 and of 32 microbatches"
     )
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run")
     parser.add_argument(
         "--microbatches", type=int, default=8, help="microbatches of a step, one sample each, for each model replica"
     )
     parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes")
-    parser.add_argument("--untimed", action="store_true", help="all runs side by side, without times")
+    parser.add_argument("--untimed", action="store_true", help="all steps side by side, without times")
+    parser.add_argument("--timed-steps", type=int, default=20, metavar="N", help="steps that are timed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="when runs that have not ended are ended")
     parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
     parser.add_argument("--logs", type=Path, help="folder for the runs' output; without it, it goes to this one's")
     parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/parallel.jsonl without it")
@@ -86,6 +90,10 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
+class TimeIsUp(Exception):
+    """A run had not ended when the time for all runs had."""
+
+
 class Bench:
     """The runs of several layouts on the GPUs of one machine.
 
@@ -96,79 +104,136 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, path: Path, gpus: int) -> None:
-        self._args, self._path = args, path
-        self._gpus = Gpus(gpus)
-        self._writing = threading.Lock()
+        self._args, self._path, self._count = args, path, gpus
+        self._end = time.monotonic() + args.seconds
+        self._gpus = Places([BESIDE[args.small]] * gpus)
+        self._imports = Places([len(os.sched_getaffinity(0))])
         self._ms: dict[tuple[Layout, str], float] = {}
 
-    def run(self, layouts: Sequence[Layout]) -> list[bool]:
-        """Run the layouts; returns for each whether graphs trained the same.
+    def run(self, layouts: Sequence[Layout], slots: Sequence[Layout] = ()) -> list[bool]:
+        """Run the layouts; returns for each whether graphs trained the same, or took as much with more microbatches.
+
+        Args:
+            layouts: Those that are trained eager and with graphs.
+            slots: Those that are trained with few and with many microbatches.
 
         Raises:
             ValueError: A layout needs more GPUs than there are.
         """
-        for layout in layouts:
-            if layout.gpus > self._gpus.count:
-                raise ValueError(
-                    f"--layouts {layout}: it needs {layout.gpus} GPUs, allowed here are {self._gpus.count}"
-                )
-        jobs = list(in_order(layouts))
-        places = place([layout.gpus for layout, _ in jobs], self._gpus.count)
-        with ThreadPoolExecutor(len(jobs)) as pool:  # all import while the first train
-            started = enumerate(zip(jobs, places, strict=True))
-            futures = {job: pool.submit(self._train, turn, *job, devices) for turn, (job, devices) in started}
-            # One GPU first, as others' scaling is told by it.
-            first = sorted(layouts, key=lambda layout: layout.gpus > 1)
-            same = {layout: self._finish(layout, futures) for layout in first}
-        return [same[layout] for layout in layouts]
+        asked = [("layouts", layout) for layout in layouts] + [("slots", layout) for layout in slots]
+        for option, layout in asked:
+            if layout.gpus > self._count:
+                raise ValueError(f"--{option} {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}")
+        trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
+        if not (trained or counted):
+            return []
+        with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(trained) + len(counted)) as pool:
+            runs = {job: pool.submit(self._train, job, Path(turns)) for job in (*trained, *counted)}
+            same = [self._finish(jobs, runs, self._write) for jobs in batched(trained, len(MODES))]
+            return same + [
+                self._finish(jobs, runs, self._write_slots) for jobs in batched(counted, len(SLOTS_MICROBATCHES))
+            ]
 
-    def _finish(self, layout: Layout, futures: dict[tuple[Layout, str], Any]) -> bool:
+    def _finish(
+        self,
+        jobs: Sequence[Job],
+        runs: dict[Job, Future[dict[str, Any]]],
+        write: Callable[[Sequence[Job], list[dict[str, Any]]], bool],
+    ) -> bool:
+        layout = jobs[0].layout
         try:
-            return self._write(layout, [futures[layout, mode].result() for mode in MODES])
+            return write(jobs, [runs[job].result() for job in jobs])
         except TrainingFailed as error:
-            self._write_error(layout, error)
-            return False
+            self._write_error(jobs[-1], error)
+        except TimeIsUp:
+            print(f"{layout}: not measured, the time was used up; give more --seconds", flush=True)
+        return False
 
-    def _train(self, turn: int, layout: Layout, mode: str, devices: tuple[int, ...]) -> dict[str, Any]:
-        process = TrainingProcess(self._log(layout, mode), layout.gpus, devices)
-        timed = is_timed(mode) and not self._args.untimed
-        try:
-            with self._gpus.used(turn, devices, timed):
+    def _train(self, job: Job, turns: Path) -> dict[str, Any]:
+        """Train once; the processes import while others train.
+
+        Raises:
+            TrainingFailed: A process failed.
+            TimeIsUp: The run had no time, or not enough.
+        """
+        failure = None
+        with self._imports.held(job.turn, (0,), job.layout.gpus):
+            process = TrainingProcess(self._log(job), job.layout.gpus, job.devices)
+            try:
                 process.wait_until_ready()
-                began = time.monotonic()
-                run = process.train("graphs" if mode == "plugin" else "eager", self._words(layout))
-                print(f"{layout} {mode}: {time.monotonic() - began:.0f} s", flush=True)
+            except TrainingFailed as error:
+                failure = error
+        try:
+            with self._gpus.held(job.turn, job.devices):  # later runs wait for this turn
+                if failure is not None:
+                    raise failure
+                run = self._train_in(process, job, turns)
         finally:
             process.close()
-        return run if timed else {**run, "step_ms": None}
+        return {**run, "step_ms": run["step_ms"][: gpu.SKIPPED + self._timed(job)] if self._timed(job) else None}
 
-    def _log(self, layout: Layout, mode: str) -> Path | None:
+    def _train_in(self, process: TrainingProcess, job: Job, turns: Path) -> dict[str, Any]:
+        began, told = time.monotonic(), "graphs" if job.mode in ("plugin", SLOTS) else "eager"
+        words = [*self._words(job), *self._turns(job, turns)]
+        if began >= self._end:
+            raise TimeIsUp
+        try:
+            run = process.train(told, words, None if self._end == float("inf") else self._end - began)
+        except TrainingFailed:
+            if time.monotonic() >= self._end:
+                raise TimeIsUp from None
+            raise
+        print(f"{job.layout} {job.mode} {job.microbatches}: {time.monotonic() - began:.0f} s", flush=True)
+        return run
+
+    def _timed(self, job: Job) -> int:
+        """Return how many of a run's steps are timed."""
+        wanted = job.mode in TIMED and not self._args.untimed
+        return min(self._args.timed_steps, max(self._args.steps - gpu.SKIPPED, 0)) if wanted else 0
+
+    def _turns(self, job: Job, folder: Path) -> list[str]:
+        if self._args.untimed:
+            return []
+        return ["--turns", str(folder), "--timed-steps", str(self._timed(job))]
+
+    def _log(self, job: Job) -> Path | None:
         folder = self._args.logs
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{layout}_{mode}.log".replace(" ", "_") if folder is not None else None
+        if folder is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{job.layout}_{job.mode}_{job.microbatches}.log".replace(" ", "_")
 
-    def _words(self, layout: Layout) -> list[str]:
-        samples = self._args.microbatches * layout.data
-        words = ["--steps", str(self._args.steps), "--global-batch", str(samples), *layout.words()]
-        layers = layout.fitting_layers(LAYERS)
+    def _words(self, job: Job) -> list[str]:
+        steps = SLOTS_STEPS if job.mode == SLOTS else self._args.steps
+        words = ["--steps", str(steps), "--global-batch", str(job.microbatches * job.layout.data), *job.layout.words()]
+        layers = job.layout.fitting_layers(LAYERS)
         words += ["--language-model", f"{layers}x{WIDTH}"] if layers != LAYERS else []
+        words += SLOTS_WORDS if job.mode == SLOTS else ()
         return [*words, "--small", "--loader-workers", "0"] if self._args.small else words
 
-    def _write(self, layout: Layout, runs: list[dict[str, Any]]) -> bool:
-        with self._writing:
-            same = gpu.compare(runs[:-1], runs[-1], self._words(layout), self._args.steps, None)
-            times = {mode: gpu.median_ms(run) for mode, run in zip(MODES, runs, strict=True)}
-            for mode, run in zip(MODES, runs, strict=True):
-                record = {**self._origin(layout, mode), "ms": times[mode], "losses": run["losses"]}
-                record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
-                record["rank_peak_gb"] = [rank["peak_gb"] for rank in run.get("ranks", [run])]
-                record["microbatches"] = self._args.microbatches
-                record["inside_spread"] = same if mode == "plugin" else None
-                if times[mode] is not None:
-                    record |= self._ratios(layout, mode, times[mode], times[MODES[0]])
-                put_record(self._path, record)
+    def _write(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
+        same = gpu.compare(runs[:-1], runs[-1], self._words(jobs[-1]), self._args.steps, None)
+        eager_ms = gpu.median_ms(runs[0])
+        for job, run in zip(jobs, runs, strict=True):
+            ms = gpu.median_ms(run)
+            repeats = len(run["step_ms"] or ()) - gpu.SKIPPED
+            record = {**self._origin(job, max(repeats, 0)), "ms": ms, "losses": run["losses"]}
+            record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
+            record["rank_peak_gb"] = [rank["peak_gb"] for rank in run.get("ranks", [run])]
+            record["inside_spread"] = same if job.mode == "plugin" else None
+            if ms is not None:
+                record |= self._ratios(job.layout, job.mode, ms, eager_ms)
+            put_record(self._path, record)
         return same
+
+    def _write_slots(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
+        taken = [run["graphs"]["memory_bytes"] for run in runs]
+        for job, run in zip(jobs, runs, strict=True):
+            graphs, gib = run["graphs"], run["graphs"]["memory_bytes"] / 2**30
+            found = {"memory_gb": gib, "replays": graphs["replays"], "graphs": graphs}
+            put_record(self._path, {**self._origin(job, 1), "ms": None, **found})
+            print(f"{job.layout}, {job.microbatches} microbatches: graphs take {gib:.3f} GiB", flush=True)
+        return max(taken) <= (1 + MOST_GROWTH) * min(taken)
 
     def _ratios(self, layout: Layout, mode: str, ms: float, eager_ms: float) -> dict[str, float]:
         """Return a run's time over eager's, and what its scaling keeps of one GPU's speed where that was measured."""
@@ -180,86 +245,15 @@ class Bench:
             print(f"{layout} {mode}: weak scaling {alone / ms:.3f}", flush=True)
         return ratios
 
-    def _write_error(self, layout: Layout, error: TrainingFailed) -> None:
-        print(f"{layout}: {error}", flush=True)
+    def _write_error(self, job: Job, error: TrainingFailed) -> None:
+        print(f"{job.layout}: {error}", flush=True)
         said = str(error).strip().splitlines()
-        with self._writing:
-            put_record(self._path, {**self._origin(layout, "plugin"), "error": f"{said[0]}: {said[-1]}"[:300]})
+        put_record(self._path, {**self._origin(job, 0), "error": f"{said[0]}: {said[-1]}"[:300]})
 
-    def _origin(self, layout: Layout, mode: str) -> dict[str, Any]:
-        args = self._args
-        case = f"{layout}{'_small' if args.small else ''}".replace(" ", "_")
-        return {"case": case, "mode": mode, **provenance(max(args.steps - gpu.SKIPPED, 0), 1234)}
-
-
-class Gpus:
-    """The GPUs of a machine: a timed run has its own to itself, others share one.
-
-    Args:
-        count: How many.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._turn = 0
-        self._left = [SIDE_BY_SIDE] * count
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def used(self, turn: int, devices: tuple[int, ...], alone: bool) -> Iterator[None]:
-        """Wait until all of these GPUs are free for a run whose turn it is, and hold them inside.
-
-        Args:
-            turn: Number of the run, from 0: none begins before those of lower numbers have begun.
-            devices: Its GPUs.
-            alone: Whether it has them to itself.
-        """
-        places = SIDE_BY_SIDE if alone else 1
-
-        def may_begin() -> bool:
-            return turn == self._turn and all(self._left[device] >= places for device in devices)
-
-        with self._changed:
-            self._changed.wait_for(may_begin)
-            self._take(devices, places)
-            self._turn += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            self._give_back(devices, places)
-
-    def _take(self, devices: tuple[int, ...], places: int) -> None:
-        for device in devices:
-            self._left[device] -= places
-
-    def _give_back(self, devices: tuple[int, ...], places: int) -> None:
-        with self._changed:
-            self._take(devices, -places)
-            self._changed.notify_all()
-
-
-def is_timed(mode: str) -> bool:
-    """Whether a mode's times are wanted: of two eager runs the first one's are enough."""
-    return mode != "eager2"
-
-
-def in_order(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, str]]:
-    """Yield the runs of layouts, some layouts' to their end before the next: what has ended is recorded."""
-    for some in batched(layouts, SIDE_BY_SIDE):
-        yield from ((layout, mode) for layout in some for mode in MODES if is_timed(mode))
-        yield from ((layout, mode) for layout in some for mode in MODES if not is_timed(mode))
-
-
-def place(sizes: Sequence[int], gpus: int) -> list[tuple[int, ...]]:
-    """Return GPUs for each of several runs, those that need as many in turn on disjoint sets."""
-    turns: dict[int, int] = {}
-    placed = []
-    for size in sizes:
-        turn = turns[size] = turns.get(size, -1) + 1
-        first = turn % (gpus // size) * size
-        placed.append(tuple(range(first, first + size)))
-    return placed
+    def _origin(self, job: Job, repeats: int) -> dict[str, Any]:
+        case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
+        case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
+        return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **provenance(repeats, 1234)}
 
 
 if __name__ == "__main__":

@@ -3,26 +3,31 @@
     python scripts/performance/bench_step.py
     python scripts/performance/bench_step.py --images mixed --language-models 16x2048 --modes eager,plugin --seconds 200
 
-Trains examples/photographs, each run in a process of its own, with 4 microbatches a step. A record is written after
+Trains examples/photographs, each run in a process of its own, with 4 microbatches a step. While steps of one run are
+timed the next ones import; where memory allows, they are set up and warm up before and after. A record is written after
 each run and replaces an older one of its case and mode; a run that fails has a record with the error.
 """
 
 import argparse
-import itertools
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs.gpu import SKIPPED, median_ms  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
+from scripts.performance.places import Places  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record, read_records  # noqa: E402
 
 IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}
@@ -36,8 +41,14 @@ MODES = {
     "plugin_language_model": ("graphs", ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[]")),
     "plugin_full_iteration": ("graphs", ("model.cuda_graph_impl=full_iteration",)),
 }
-# Processes that import side by side while none trains.
+# Processes that import while others train.
 AHEAD = 4
+# Samples, those of 4 steps: all are met before steps are timed, so that eager's attention is planned by then.
+DISTINCT = 16
+USABLE = 0.92  # part of a GPU's memory
+# For an estimate of what a run takes: weights, their gradients and optimizer states; the rest.
+VOCABULARY, TOWER_WEIGHTS, BYTES_OF_A_WEIGHT, ACTIVATIONS_GIB = 151_936, 0.58e9, 18, 22
+WHOLE = 1 << 20
 WRONG = "computes another function: no rotary embedding, attention across images"
 
 
@@ -60,6 +71,13 @@ class Case:
         """Name in records."""
         return f"{self.images}_{self.language_model}"
 
+    @property
+    def gib(self) -> int:
+        """Device memory that the run may take; upstream's graphs, of every microbatch, are given all."""
+        layers, width = map(int, self.language_model.split("x"))
+        weights = 15.5 * layers * width**2 + 2 * VOCABULARY * width + TOWER_WEIGHTS
+        return WHOLE if self.mode == "upstream" else int(weights * BYTES_OF_A_WEIGHT / 2**30) + ACTIVATIONS_GIB
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
@@ -70,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", default=",".join(IMAGES), help=f"comma-separated; all: {', '.join(IMAGES)}")
     parser.add_argument("--language-models", default=",".join(LANGUAGE_MODELS), help="comma-separated LAYERSxWIDTH")
     parser.add_argument("--modes", default=",".join(MODES), help=f"comma-separated; all: {', '.join(MODES)}")
-    parser.add_argument("--steps", type=int, default=16, help=f"optimizer steps; the first {SKIPPED} do not count")
+    parser.add_argument("--steps", type=int, default=14, help=f"optimizer steps; the first {SKIPPED} do not count")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no further run begins after this long")
     return parser.parse_args(arguments)
 
@@ -84,39 +102,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"bench_step.py: {error}", file=sys.stderr)
         return 2
-    deadline = time.monotonic() + args.seconds
-    with tempfile.TemporaryDirectory() as folder:
-        for some in itertools.batched(runs, AHEAD):
-            for case, record in measure_some(some, args.steps, deadline, out, Path(folder)):
-                put_record(out, record)
-                print(
-                    f"{case.name} {case.mode}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True
-                )
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(runs)) as pool:
+        bench = Bench(Path(folder), args.steps, time.monotonic() + args.seconds)
+        trained = [pool.submit(bench.train, turn, case) for turn, case in enumerate(runs)]
+        for case, future in zip(runs, trained, strict=True):
+            record = record_of(case, future.result(), args.steps, eager_of(case, read_records(out)))
+            put_record(out, record)
+            print(f"{case.name} {case.mode}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True)
     return 0
 
 
-def measure_some(
-    some: Sequence[Case], steps: int, deadline: float, out: Path, folder: Path
-) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yield the records of a few runs, whose processes import side by side and train one after another."""
-    processes = [] if time.monotonic() > deadline else [TrainingProcess(folder / f"{i}.log") for i in range(len(some))]
-    failed: dict[int, TrainingFailed] = {}
+class Bench:
+    """Runs that share a GPU as far as its memory goes: one is set up and warms up beside others' steps, never beside
+    those that are timed.
+
+    Args:
+        folder: For the runs' output and locks.
+        steps: Optimizer steps of each run.
+        deadline: When no further run begins.
+    """
+
+    def __init__(self, folder: Path, steps: int, deadline: float) -> None:
+        self._folder, self._steps, self._deadline = folder, steps, deadline
+        self._ahead, self._gpu = Places([AHEAD]), Places([gpu_gib()])
+
+    def train(self, turn: int, case: Case) -> dict[str, Any] | str:
+        """Train one run; returns what it did, or why it did not."""
+        with ExitStack() as stack:
+            with self._ahead.held(turn, (0,)):
+                process = TrainingProcess(self._folder / f"{turn}.log")
+                stack.callback(process.close)
+                failure = ready(process)
+                stack.enter_context(self._gpu.held(turn, (0,), case.gib))
+            if failure is None and time.monotonic() > self._deadline:
+                failure = "not measured, the time was used up; give more --seconds"
+            return failure or self._measure(process, case)
+
+    def _measure(self, process: TrainingProcess, case: Case) -> dict[str, Any] | str:
+        told, further = MODES[case.mode]
+        words = ["--steps", str(self._steps), "--language-model", case.language_model, *IMAGES[case.images], *further]
+        words += ["--distinct", str(DISTINCT), "--loader-workers", "0", "--setup-in-turn"]
+        words += ["--turns", str(self._folder), "--timed-steps", str(self._steps - SKIPPED)]
+        began = time.monotonic()
+        try:
+            run = process.train(told, words)
+        except TrainingFailed as error:
+            return error_in(str(error))
+        print(f"{case.name} {case.mode}: {time.monotonic() - began:.0f} s", flush=True)
+        return run
+
+
+def ready(process: TrainingProcess) -> str | None:
+    """Wait until a process has imported the stack; returns the error if it could not."""
     try:
-        for index, process in enumerate(processes):
-            try:
-                process.wait_until_ready()
-            except TrainingFailed as error:
-                failed[index] = error
-        for index, case in enumerate(some):
-            if time.monotonic() > deadline:
-                yield case, unmeasured(case, "not measured, the time was used up; give more --seconds")
-            elif index in failed:
-                yield case, unmeasured(case, error_in(str(failed[index])))
-            else:
-                yield case, measure(processes[index], case, steps, eager_of(case, read_records(out)))
-    finally:
-        for process in processes:
-            process.close()
+        process.wait_until_ready()
+    except TrainingFailed as error:
+        return error_in(str(error))
+    return None
+
+
+def gpu_gib() -> int:
+    """Return the GiB of the GPU that runs may take together, 1 where there is none: then each is alone."""
+    if not torch.cuda.is_available():
+        return 1
+    return int(USABLE * torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -126,7 +175,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
         ValueError: A name is unknown, or there are too few steps.
     """
     if args.steps <= SKIPPED:
-        raise ValueError(f"--steps {args.steps}: allowed is more than {SKIPPED}, which do not count; take 16")
+        raise ValueError(f"--steps {args.steps}: allowed is more than {SKIPPED}, which do not count; take 14")
     chosen = {}
     for option, allowed in (("images", IMAGES), ("modes", MODES)):
         names = [name for name in getattr(args, option).split(",") if name]
@@ -146,14 +195,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return [Case(images, model, mode) for model in models for images in chosen["images"] for mode in modes]
 
 
-def measure(process: TrainingProcess, case: Case, steps: int, eager: dict[str, Any] | None) -> dict[str, Any]:
-    """Train one run in its process and return its record."""
-    told, further = MODES[case.mode]
-    words = ["--steps", str(steps), "--language-model", case.language_model, *IMAGES[case.images], *further]
-    try:
-        run = process.train(told, words)
-    except TrainingFailed as error:
-        return unmeasured(case, error_in(str(error)))
+def record_of(case: Case, run: dict[str, Any] | str, steps: int, eager: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the record of what a run did, or of why it did not."""
+    if isinstance(run, str):
+        return unmeasured(case, run)
     ms = median_ms(run)
     record = {
         **description(case),
@@ -162,6 +207,7 @@ def measure(process: TrainingProcess, case: Case, steps: int, eager: dict[str, A
         "grad_norms": run["grad_norms"],
         "peak_gb": run["peak_gb"],
         "graphs": run["graphs"],
+        "distinct_samples": DISTINCT,
         **provenance(steps - SKIPPED, 1234),
     }
     if case.mode != "upstream":  # its vision layers look alike

@@ -81,7 +81,9 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
         ("forward_rel", "forward_noise", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER
     ),
     **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb", "memory_ratio", "memory_target_gb"), NUMBER),
-    **dict.fromkeys(("pinned_gb", "copy_ms", "copy_overlap"), NUMBER),
+    **dict.fromkeys(("pinned_gb", "copy_ms", "copy_overlap", "limit_gb"), NUMBER),
+    **dict.fromkeys(("memory_steps", "rebuild_ms_per_gb"), dict),
+    "flat": bool,
     **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
     **dict.fromkeys(("fp32_output", "fp32_median", "fp32_mean", "fp32_worst"), NUMBER),
     "fp32_kinds": dict,
@@ -96,6 +98,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "load_cpu_ms": NUMBER,
     "added_ms": NUMBER,
     "documents": int,
+    "distinct_samples": int,
     "max_packed_seqs": int,
     "predicted_ms": NUMBER,
     "aim": NUMBER,

@@ -10,9 +10,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.report.spread import FACTOR, Spread, compare_to_spread  # noqa: E402
 from scripts.performance.layouts_page import layout_parts  # noqa: E402
-from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, table  # noqa: E402
+from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, share_of_spread, table  # noqa: E402
 from scripts.performance.packed_page import packed_parts  # noqa: E402
 from scripts.performance.page import page_parts  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
@@ -81,10 +80,10 @@ def training(records: Records) -> str:
         same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
         eager = [e for e in same if e["mode"].startswith("eager")]
         own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"] and e["ms"]]
-        loss, norm = (compare_to_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms"))
+        loss, norm = (share_of_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms"))
         rows.append(
             [r["case"], release(r), r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
-            + [f"**{r['ratio']:.2f}**", len(eager), share_of_spread(loss), share_of_spread(norm)]
+            + [f"**{r['ratio']:.2f}**", len(eager), loss, norm]
             + [f"{eager[0]['peak_gb']:.1f}", f"{r['peak_gb']:.1f}"]
         )
     header = [
@@ -115,11 +114,6 @@ def autoload(records: Records) -> str:
         "Processes that import PyTorch and never Bridge, with the plugin off (`BRIDGE_CG_PLUGIN=0`) and on in turn,\n"
         f"medians. {origin(records)}\n\n{columns}\n"
     )
-
-
-def share_of_spread(spread: Spread) -> str:
-    """Return the largest distance as a share of the eager runs' spread."""
-    return f"{spread.worst * FACTOR:.2f}"
 
 
 def main() -> int:

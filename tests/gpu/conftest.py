@@ -20,7 +20,7 @@ LAYERS = 4
 # Small training runs take some 20 GB each.
 SIDE_BY_SIDE = 5
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
-PARALLEL_SIDE_BY_SIDE = 3
+PARALLEL_SIDE_BY_SIDE = 4
 # One whose processes wait for each other for ever must not take the others' time.
 LIMIT_S = 240.0
 
@@ -128,7 +128,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 # What takes times has the GPU to itself: these come first, before training runs start.
 SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare")
-TIMED = (*SCRIPTS, "test_costs")
+TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")
 

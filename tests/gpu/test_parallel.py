@@ -7,6 +7,7 @@ import pytest
 from examples.photographs.arguments import layout_in
 from examples.photographs.processes import TrainingFailed
 from tests.gpu.conftest import Training
+from tests.gpu.parallel_faults import GROWING_MICROBATCHES
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
 # What a microbatch does must depend on no clock here.
@@ -100,6 +101,22 @@ def test_slots_and_their_memory_do_not_grow_with_the_microbatches(trained, few, 
 
 
 FAULTS = "tests.gpu.parallel_faults"
+
+
+def growing(mode, *words):
+    """Return a run whose first steps have two microbatches and its last eight."""
+    words = (*words, *SMALL, *(BUCKETS if mode == "graphs" else ()))
+    return Training(mode, words, steps=len(GROWING_MICROBATCHES), prepare=f"{FAULTS}:batch_sizes_grow")
+
+
+@pytest.mark.parametrize(
+    "expected, run", [(growing("eager", *words), growing("graphs", *words)) for words in (PP2, PP4)], ids=["PP2", "PP4"]
+)
+def test_microbatches_that_grow_during_the_run_all_replay(trained, expected, run):
+    result, other = trained(run), trained(expected)
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    (found,) = encoders(result, run)
+    assert (found["replays"], found["fallbacks"]) == (sum(GROWING_MICROBATCHES[WARMUP_STEPS:]), {})
 
 
 def faulty(fault, *words):

@@ -14,7 +14,8 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.options import OptionError, vision_options
+from bridge_cg_plugin.options import OptionError, normalize, vision_options
+from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
 from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.patches import bridge_release
@@ -171,6 +172,17 @@ def test_its_options_resolve(bridge, preset):
     assert options.buckets == options.slots == "auto"
     assert options.memory_gb * config.model.pipeline_model_parallel_size == pytest.approx(gpu.memory_gb, abs=0.1)
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
+
+
+@every_preset
+def test_it_is_explained(bridge, preset):
+    said = in_words(normalize(getattr(bridge, preset.name)())[0])
+    longest = GPUS[preset.gpu].max_seq_length
+    assert (
+        f"one graph per bucket over the whole encoder; buckets chosen from what warm-up steps show, up to {longest}"
+        in said
+    )
+    assert "language model: no graphs" in said and "packed sequences: no graphs" in said and "warning" not in said
 
 
 @every_h200_preset

@@ -1,5 +1,6 @@
 """bench_parallel.py without a GPU: what runs where, and what is recorded."""
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -7,7 +8,7 @@ from collections import Counter
 import pytest
 
 from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_parallel
+from scripts.performance import bench_parallel, layout_runs
 from scripts.performance.layouts_page import layout_parts
 from scripts.performance.results import check_record, read_records
 
@@ -21,7 +22,7 @@ from scripts.performance.results import check_record, read_records
     ],
 )
 def test_layouts_go_side_by_side(sizes, gpus, expected):
-    assert bench_parallel.place(sizes, gpus) == expected
+    assert layout_runs.place(sizes, gpus) == expected
 
 
 @pytest.fixture
@@ -46,11 +47,13 @@ def started(monkeypatch):
             time.sleep(0.02)
             with lock:
                 busy.subtract(self._devices)
-            if "--tensor-parallel" in words and failing:
+            if "--tensor-parallel" in words and "TP2" in failing:
                 raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
             steps = int(words[words.index("--steps") + 1])
             ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": None} for i in self._devices]
-            graphs = {"replays": 4} if mode == "graphs" else None
+            samples = int(words[words.index("--global-batch") + 1])
+            grown = samples if "grow" in failing else 0
+            graphs = {"replays": samples, "memory_bytes": 2**30 + grown * 2**22} if mode == "graphs" else None
             ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
             run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [ms] * steps}
             return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
@@ -106,7 +109,8 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
         ("1.00", "1.00 |"),
         ("0.62", "0.80 |"),
     ]
-    assert cells[1]["graphs peak GiB"] == "1.0/2.0" and cells[1]["eager's spread"] == "inside"
+    assert cells[1]["graphs peak GiB"] == "1.0/2.0"
+    assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00", "0.00")
     assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `python")
 
 
@@ -115,9 +119,83 @@ def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
     assert bench_parallel.main(words) == 0
     times = {(r["case"], r["mode"]): r["ms"] for r in read_records(tmp_path / "r.jsonl")}
     assert {key for key, ms in times.items() if ms is None} == {(c, "eager2") for c in ("DP2", "TP2", "PP2", "CP2")}
-    assert all(beside == 0 for mode, _, _, beside in started[1:] if mode == "graphs")
-    assert sum(beside > 0 for *_, beside in started[1:]) <= 3
-    assert len(started[1:]) == 12
+    runs = [(mode, dict(itertools.pairwise(words))) for mode, words, *_ in started[1:]]
+    assert len({words["--turns"] for _, words in runs}) == 1
+    assert Counter((mode, words["--timed-steps"]) for mode, words in runs) == {
+        ("eager", "2"): 4,
+        ("eager", "0"): 4,
+        ("graphs", "2"): 4,
+    }
+    assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[False]
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_graphs_of_many_microbatches_take_what_those_of_few_do(started, tmp_path, grow):
+    out = tmp_path / "parallel.jsonl"
+    if grow:
+        started[0].append("grow")
+    words = ["--gpus", "2", "--small", "--out", str(out), "--layouts", "--slots", "PP2"]
+    assert bench_parallel.main(words) == int(grow)
+    assert all("vision_cuda_graph_buckets=[2304,4608]" in words for _, words, *_ in started[1:])
+    records = read_records(out)
+    for record in records:
+        check_record(record)
+    found = [(r["case"], r["microbatches"], r["replays"], r["memory_gb"]) for r in records]
+    assert found[0] == ("PP2_small_8_microbatches", 8, 8, 1.03125 if grow else 1.0)
+    assert found[1] == ("PP2_small_32_microbatches", 32, 32, 1.125 if grow else 1.0)
+    page = layout_parts(tmp_path)
+    assert page["layouts"].startswith("Not measured yet") and "| PP2_small_32_microbatches | 32 | 32 |" in page["slots"]
+
+
+def test_as_many_steps_are_timed_as_are_wanted(started, tmp_path):
+    words = [
+        "--gpus",
+        "2",
+        "--steps",
+        "30",
+        "--timed-steps",
+        "4",
+        "--out",
+        str(tmp_path / "r.jsonl"),
+        "--layouts",
+        "DP2",
+    ]
+    assert bench_parallel.main(words) == 0
+    repeats = {r["mode"]: r["repeats"] for r in read_records(tmp_path / "r.jsonl")}
+    assert repeats == {"eager1": 4, "eager2": 0, "plugin": 4}
+
+
+def test_untimed_runs_take_no_turns(started, tmp_path):
+    words = ["--gpus", "2", "--steps", "8", "--untimed", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2"]
+    assert bench_parallel.main(words) == 0
+    assert not any("--turns" in words for _, words, *_ in started[1:])
+    assert {r["ms"] for r in read_records(tmp_path / "r.jsonl")} == {None}
+
+
+def test_what_has_no_time_left_leaves_no_record(started, tmp_path, capsys):
+    words = ["--gpus", "2", "--seconds", "0", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "TP2"]
+    assert bench_parallel.main(words) == 1
+    assert not started[1:] and read_records(tmp_path / "r.jsonl") == []
+    assert "TP2: not measured, the time was used up; give more --seconds" in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monkeypatch):
+    original = bench_parallel.TrainingProcess
+
+    class Process(original):
+        def wait_until_ready(self):
+            if self.log.name == "one_GPU_eager1_8.log":
+                raise TrainingFailed("process 0 of 1 ended with status 1: importing the stack", "ImportError: no")
+
+        def __init__(self, log, *place):
+            super().__init__(log, *place)
+            self.log = log
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
+    assert bench_parallel.main([*words, "--layouts", "DP2", "one GPU"]) == 1
+    records = read_records(tmp_path / "r.jsonl")
+    assert [r["case"] for r in records if "error" in r] == ["one_GPU"] and len(records) == 4
 
 
 def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):

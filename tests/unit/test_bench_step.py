@@ -1,5 +1,8 @@
 """The benchmark of training steps without a GPU: what is run, what records say, what the runs train."""
 
+import itertools
+import time
+
 import pytest
 
 from examples.photographs.processes import TrainingFailed
@@ -105,6 +108,39 @@ def test_the_error_is_the_last_that_was_named(text, expected):
     assert bench_step.error_in(text) == expected
 
 
+def test_runs_share_the_gpu_as_far_as_its_memory_goes(runs, tmp_path, monkeypatch):
+    beside, most = [], {}
+
+    def start(case):
+        beside.append(case.mode)
+        most[case.mode] = max(most.get(case.mode, 0), len(beside))
+        time.sleep(0.05)
+        beside.remove(case.mode)
+        return result(500.0)
+
+    runs()
+    monkeypatch.setattr(bench_step, "gpu_gib", lambda: 128)
+    monkeypatch.setattr(bench_step.Bench, "_measure", lambda self, process, case: start(case))
+    found = bench(
+        tmp_path, "--images", "mixed,single", "--language-models", "4x2048", "--modes", "eager,plugin,upstream"
+    )
+    assert len(found) == 6 and most["upstream"] == 1 and max(most.values()) == 2
+
+
+@pytest.mark.parametrize("model, least, most", [("4x2048", 40, 50), ("16x2048", 50, 64), ("28x2560", 90, 120)])
+def test_estimates_of_memory(model, least, most):
+    assert least <= bench_step.Case("mixed", model, "plugin").gib <= most
+
+
+def test_every_run_waits_for_its_turn(runs, tmp_path):
+    started = runs(eager=result(500.0))
+    bench(tmp_path, "--images", "mixed", "--language-models", "4x2048", "--modes", "eager")
+    ((_, words),) = started
+    said = dict(itertools.pairwise(words))
+    assert (said["--timed-steps"], said["--loader-workers"], said["--distinct"]) == ("2", "0", "16")
+    assert "--setup-in-turn" in words and "--turns" in words
+
+
 def test_a_process_that_cannot_import_is_an_error_of_its_run(runs, tmp_path):
     started = runs(import_fails=True)
     found = bench(tmp_path, "--images", "mixed", "--modes", "eager")
@@ -192,7 +228,6 @@ def test_a_run_of_upstreams_graphs_is_without_the_plugin(training, monkeypatch):
         seen.append((train.VisionTECudaGraphHelper.__module__, config.model.max_vision_cuda_graph_seq_length))
 
     monkeypatch.setattr(training, "pretrain", pretrain)
-    monkeypatch.setattr(training, "skip_helper_build", lambda: None)
     try:
         training.train(training.Run(upstream=True, overlap=False))
         training.train(training.Run(impl="transformer_engine"))

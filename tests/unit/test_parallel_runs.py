@@ -116,7 +116,9 @@ def stand_in_for_training():
             time.sleep(600)
         told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")}
         args.out.with_suffix(f".{rank}").write_text(json.dumps(told))
-        if rank == 0:
+        if os.environ["WORLD_SIZE"] == "1":
+            args.out.write_text(json.dumps([told]))
+        elif rank == 0:
             other = args.out.with_suffix(".1")
             while not other.exists() or not other.read_text():
                 time.sleep(0.05)
@@ -139,6 +141,14 @@ def test_every_process_knows_its_place(two_processes):
     assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    process = TrainingProcess(tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training")
+    process.wait_until_ready()
+    assert process.train("eager", ["--steps", "1"])[0]["WORLD_SIZE"] == "1"
 
 
 def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.recipes.captioned_images import caption
 from bridge_cg_plugin.report.spread import compare_to_spread
 from examples.photographs.photographs import (
     FILES,
@@ -8,7 +9,6 @@ from examples.photographs.photographs import (
     MIXED_SIZES,
     SMALL_SIZES,
     PhotographDataset,
-    caption,
     draw_images,
 )
 
@@ -134,3 +134,11 @@ def test_a_text_only_microbatch_has_no_visual_inputs():
 def test_a_sample_too_long_is_refused():
     with pytest.raises(ValueError, match="seq_length is 16"):
         PhotographDataset(1, 16, 2, SMALL_SIZES, 1, 0)[0]
+
+
+def test_samples_begin_again_after_the_distinct_ones():
+    whole, few = PhotographDataset(8, 512, 2, SMALL_SIZES, 1, 0), PhotographDataset(8, 512, 2, SMALL_SIZES, 1, 0, 3)
+    assert len(few) == 8
+    for index in range(8):
+        assert few[index]["tokens"].tolist() == whole[index % 3]["tokens"].tolist()
+    assert few[7] is few[1], "an image is prepared once"

@@ -109,13 +109,23 @@ def schedule_of_batch_sizes():
     calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = made
 
 
-def ramp_up(stages):
-    """Train six steps whose microbatches grow, and then one that is small again; return what every step left."""
+def ramp_up(stages, late):
+    """Train six steps whose microbatches grow, and then one that is small again; return what every step left.
+
+    Args:
+        stages: Of the pipeline.
+        late: Whether the schedule comes after the helper was made, as from a callback at the start of training.
+    """
     provider = provider_of(stages)
-    schedule_of_batch_sizes()
+    constant = calculator.ConstantNumMicroBatchesCalculator(1, 1, 1, False, 0)
+    if late:
+        calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = constant
+    else:
+        schedule_of_batch_sizes()
     plain = build_stage(provider)
     chunks = build_stage(provider)
     helper = helper_on(chunks, provider, calculator.get_num_microbatches())
+    schedule_of_batch_sizes()
     helper.create_cudagraphs()
     samples, sizes, left = 0, [], []
     for step in range(7):
@@ -133,9 +143,9 @@ def ramp_up(stages):
     return sizes, left, helper.graphs and helper.graphs.statistics().replays
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_microbatches_that_grow_and_shrink_need_no_new_capture_and_leave_nothing(tmp_path, stages):
-    ranks = run_ranks(stages, ramp_up, tmp_path, stages, **pipeline(stages))
+@pytest.mark.parametrize("stages, late", [(1, False), (2, False), (2, True)])
+def test_microbatches_that_grow_and_shrink_need_no_new_capture_and_leave_nothing(tmp_path, stages, late):
+    ranks = run_ranks(stages, ramp_up, tmp_path, stages, late, **pipeline(stages))
     sizes, left, replays = ranks[0]
     assert sizes[0] == 1 and max(sizes) == 4 and sizes[-1] == 1
     assert replays == sum(sizes)

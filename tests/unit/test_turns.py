@@ -1,0 +1,183 @@
+"""Runs that share GPUs: steps side by side, steps alone, places in the order of turns."""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from examples.photographs import turns
+from examples.photographs.turns import SharedGpus, Turns, steps_alone
+from scripts.performance.places import Places
+
+
+class Waiting:
+    """A thread that takes GPUs and says when it has them."""
+
+    def __init__(self, gpus, alone):
+        self.has = threading.Event()
+        self._thread = threading.Thread(target=self._take, args=(gpus, alone))
+        self._thread.start()
+
+    def _take(self, gpus, alone):
+        gpus.take(alone)
+        self.has.set()
+
+    def gets_them(self):
+        self._thread.join(10)
+        return self.has.is_set()
+
+    def waits(self):
+        return not self.has.wait(0.1)
+
+
+def test_steps_go_side_by_side(tmp_path):
+    first, second = (SharedGpus(tmp_path, ["0", "1"]) for _ in range(2))
+    first.take(alone=False)
+    assert Waiting(second, alone=False).gets_them()
+    first.give_back()
+    second.give_back()
+
+
+def test_a_step_alone_waits_for_all_others_and_keeps_later_ones_waiting(tmp_path):
+    first, alone, later = (SharedGpus(tmp_path, ["0", "1"]) for _ in range(3))
+    first.take(alone=False)
+    wants = Waiting(alone, alone=True)
+    assert wants.waits()
+    after = Waiting(later, alone=False)
+    assert after.waits(), "the one that waits to be alone comes first"
+    first.give_back()
+    assert wants.gets_them() and after.waits()
+    alone.give_back()
+    assert after.gets_them()
+    later.give_back()
+
+
+def test_other_gpus_are_not_waited_for(tmp_path):
+    first, second = SharedGpus(tmp_path, ["0"]), SharedGpus(tmp_path, ["1"])
+    first.take(alone=True)
+    assert Waiting(second, alone=True).gets_them()
+    first.give_back()
+    second.give_back()
+
+
+def test_runs_that_want_the_same_gpus_in_any_order_all_get_them(tmp_path):
+    names = (["0", "1"], ["1", "0"], ["1"], ["0", "1"])
+    users, lock, wrong = [], threading.Lock(), []
+
+    def run(gpus, own):
+        for step in range(30):
+            alone = step % 3 == 0
+            gpus.take(alone)
+            with lock:
+                wrong.extend(other for other, others_alone in users if alone or others_alone)
+                users.append((own, alone))
+            time.sleep(0.0005)
+            with lock:
+                users.remove((own, alone))
+        gpus.give_back()
+
+    threads = [threading.Thread(target=run, args=(SharedGpus(tmp_path, own), own)) for own in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_the_steps_that_are_timed_are_alone():
+    from examples.photographs.gpu import SKIPPED
+
+    assert list(steps_alone(0)) == []
+    assert set(range(SKIPPED, SKIPPED + 5)) <= set(steps_alone(5)) and min(steps_alone(5)) < SKIPPED
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Return a function that calls another in two threads as ranks 0 and 1, and the list of their meetings."""
+    from torch import distributed
+
+    place, barrier, met = threading.local(), threading.Barrier(2), []
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "get_rank", lambda: place.rank)
+    monkeypatch.setattr(distributed, "new_group", lambda backend: backend)
+    monkeypatch.setattr(turns, "visible_gpus", lambda: ["0", "1"])
+
+    def meet(group):
+        assert group == "gloo", "NCCL would wait on the GPUs"
+        met.append(place.rank)
+        barrier.wait(10)
+
+    monkeypatch.setattr(distributed, "barrier", meet)
+
+    def run(act):
+        def one(rank):
+            place.rank = rank
+            act(rank)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    return run, met
+
+
+def test_a_run_has_its_gpus_alone_in_the_steps_that_it_says(two_ranks, tmp_path):
+    run, met = two_ranks
+    callbacks = [Turns(tmp_path, range(2, 4)) for _ in range(2)]
+    others = [SharedGpus(tmp_path, ["1"]) for _ in range(5)]
+    waiting, waited = [], []
+
+    def act(rank):
+        callbacks[rank].on_train_start(None)
+        for step in range(5):
+            callbacks[rank].on_train_step_start(None)
+            if rank == 1:
+                waiting.append(Waiting(others[step], alone=False))
+                waited.append(waiting[-1].waits())
+                if step < 2:
+                    others[step].give_back()
+        callbacks[rank].on_train_end(None)
+
+    run(act)
+    assert waited == [False, False, True, True, False]
+    assert all(each.gets_them() for each in waiting)
+    for other in others:
+        other.give_back()
+    # Two meetings at each change of hands, none between steps alone, one at the end.
+    assert len(met) == 2 * (2 * 4 + 1)
+
+
+@pytest.mark.parametrize("rank, holds", [("0", True), ("1", False), (None, True)])
+def test_set_up_may_wait_for_its_turn(monkeypatch, tmp_path, rank, holds):
+    monkeypatch.setattr(turns, "visible_gpus", lambda: ["0"])
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    first = Turns(tmp_path, range(0), at_once=True)
+    other = SharedGpus(tmp_path, ["0"])
+    wants = Waiting(other, alone=True)
+    assert wants.waits() is holds
+    first._gpus.give_back()
+    assert wants.gets_them()
+    other.give_back()
+
+
+def test_places_are_given_in_the_order_of_turns():
+    places, begun = Places([2, 2]), []
+
+    def run(turn, kinds, amount):
+        with places.held(turn, kinds, amount):
+            begun.append(turn)
+            time.sleep(0.01)
+
+    wanted = [(0, (0,), 1), (1, (0, 1), 2), (2, (1,), 1), (3, (0,), 9)]
+    with ExitStack() as stack:
+        for job in reversed(wanted):
+            thread = threading.Thread(target=run, args=job)
+            thread.start()
+            stack.callback(thread.join)
+    assert begun == [0, 1, 2, 3]
