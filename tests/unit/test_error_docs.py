@@ -19,7 +19,7 @@ SOURCES = [
 INDIRECT = {"field", "name", "longest_field", "on[0]", "str(error.argument_name)", "match['name']", "fields[option]"}
 IN_FULL = ("PlanError", "AuditError")
 # Not for a user: a seam that does not fit becomes a state, the group's failure a fallback that names its cause.
-INTERNAL = {"TimeIsUp", "GraphError", "NoSourceError", "DriftError", "ReplayError"}
+INTERNAL = {"TimeIsUp", "OutOfSpace", "GraphError", "NoSourceError", "DriftError", "ReplayError"}
 
 
 def calls(path):
