@@ -268,7 +268,9 @@ class Bench:
         try:
             with self.parity.deterministic(self.model):
                 return self._to_the_bit(pack, most, modules)
-        except (torch.OutOfMemoryError, OutOfMemoryInCapture) as error:
+        except (torch.OutOfMemoryError, CaptureError) as error:
+            if isinstance(error, CaptureError) and not isinstance(error.__cause__, OutOfMemoryInCapture):
+                raise
             print(f"{self.name}_{pack.tokens}: not compared to the bit: {first_line(error)}", flush=True)
         self.free_memory()
         return self._within_noise(pack, most, modules)
