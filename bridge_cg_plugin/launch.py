@@ -3,7 +3,6 @@
 Imports neither torch nor Megatron.
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -60,20 +59,20 @@ def slurm(job: Job, script: str, arguments: Sequence[str]) -> None:
     """Submit the script to SLURM through NeMo-Run, one task per GPU, and return once it is submitted.
 
     Raises:
-        OptionError: NeMo-Run is not installed, or the job lacks an account or partition.
+        OptionError: NeMo-Run cannot be imported, or the job lacks an account or partition.
     """
-    if importlib.util.find_spec("nemo_run") is None:
+    try:
+        import nemo_run
+    except ImportError as error:
         raise OptionError(
             "launcher",
             "slurm",
-            "none or torchrun while NeMo-Run is not installed",
-            "Install the package nemo-run, or start the script with srun, one task per GPU.",
-        )
+            "none or torchrun while NeMo-Run cannot be imported",
+            f"{error}. Install the package nemo-run, or start the script with srun, one task per GPU.",
+        ) from None
     for name in ("account", "partition"):
         if not getattr(job, name):
             raise OptionError(name, getattr(job, name), f"one of the cluster's {name}s", f"Pass --{name}.")
-    import nemo_run
-
     task = nemo_run.Script(path=script, entrypoint="python", args=list(arguments))
     with nemo_run.Experiment(job.name) as experiment:
         experiment.add(task, executor=_executor(nemo_run, job), name="training")
@@ -90,7 +89,7 @@ def _executor(nemo_run: Any, job: Job) -> Any:
         mem="0",
         exclusive=True,
         time=job.time,
-        tunnel=nemo_run.LocalTunnel(),
+        tunnel=nemo_run.LocalTunnel(job_dir=os.path.join(nemo_run.config.get_nemorun_home(), "experiments")),
         packager=nemo_run.Packager(),
     )
     executor.env_vars = dict(job.environment)

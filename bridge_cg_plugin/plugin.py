@@ -30,6 +30,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("language_offload",),
     "megatron.bridge.recipes": ("recipe_names",),
     "megatron.bridge.recipes.qwen_vl": ("recipe_names",),
     "megatron.bridge.training.utils.omegaconf_utils": ("performance",),

@@ -31,9 +31,14 @@ class PackedPreset:
         return f"{self.model}_sft_config"
 
 
-# Bridge's recipes of these pack SQuAD, whose documents have some 200 tokens and seldom fewer than 64, into 2048 tokens.
-# For other data `bridge-cg plan packed` recommends the bound.
-PACKED_PRESETS = (PackedPreset(model="nemotron_3_nano_4b", max_packed_seqs=32),)
+# Bridge's recipes of language models pack SQuAD, whose documents have some 200 tokens and seldom fewer than 64, into
+# 2048 tokens. That of Qwen3-VL joins a microbatch of 2 samples; there is room for 8. For other data
+# `bridge-cg plan packed` recommends the bound.
+PACKED_PRESETS = (
+    PackedPreset(model="nemotron_3_nano_4b", max_packed_seqs=32),
+    PackedPreset(model="qwen3_8b", max_packed_seqs=32),
+    PackedPreset(model="qwen3_vl_8b", max_packed_seqs=8),
+)
 
 
 def build_packed(preset: PackedPreset) -> Any:
@@ -49,13 +54,14 @@ def build_packed(preset: PackedPreset) -> Any:
 
 
 def set_packed_fields(config: Any, max_packed_seqs: int) -> None:
-    """Switch packed-sequence graphs of all layers on in a Bridge `ConfigContainer` whose data are packed offline."""
+    """Switch packed-sequence graphs of all layers on in a Bridge `ConfigContainer` whose data are packed."""
     model = config.model
     model.cuda_graph_impl, model.cuda_graph_modules, model.cuda_graph_scope = "transformer_engine", [], None
     setattr(model, PACKED_FIELDS["max_packed_seqs"], max_packed_seqs)
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    # Bridge asks for both where graphs are on and data are packed offline.
-    config.dataset.pad_to_max_length = config.dataset.offline_packing_specs.pad_cu_seqlens = True
+    if (specs := getattr(config.dataset, "offline_packing_specs", None)) is not None:
+        # Bridge asks for both where graphs are on and data are packed offline.
+        config.dataset.pad_to_max_length = specs.pad_cu_seqlens = True
 
 
 def _recipe(preset: PackedPreset) -> Callable[[], Any]:

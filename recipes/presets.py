@@ -94,15 +94,26 @@ def bridges_recipe(name: str, base: str) -> Callable[..., Any]:
     Raises:
         RuntimeError: The plugin is not active, or the installed release lacks the recipe.
     """
-    if not status()["active"]:
-        raise RuntimeError(
-            f"{name} needs the plugin: unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first. "
-            f"Without it, use {base}."
-        )
+    require_plugin(name, f"Without it, use {base}.")
     recipe = getattr(importlib.import_module(BRIDGE_RECIPES), base, None)
     if recipe is None:
         raise RuntimeError(f"{name} derives from {base}, which comes with megatron-bridge {SINCE}")
     return recipe
+
+
+def require_plugin(name: str, instead: str = "") -> None:
+    """Refuse to build a preset while the plugin is not active.
+
+    Args:
+        name: Of the preset.
+        instead: A sentence about what to do without the plugin.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    if not status()["active"]:
+        how = "unset BRIDGE_CG_PLUGIN or call bridge_cg_plugin.activate() first."
+        raise RuntimeError(f"{name} needs the plugin: {how} {instead}".rstrip())
 
 
 def set_graph_fields(config: Any, gpu: Gpu) -> None:

@@ -41,8 +41,8 @@ class Offloading(Protocol):
             CaptureError: They cannot be kept as asked for.
         """
 
-    def accepts(self, body: "RegionBody", nbytes: int) -> bool:
-        """Whether a recording's pool may take so many bytes; if not, `prepare` is asked again and plans for less.
+    def accepts(self, nbytes: int) -> bool:
+        """Whether a slot, all buckets recorded, may take so many bytes; if not, `prepare` is asked again for less.
 
         Raises:
             CaptureError: It takes too much and cannot take less.

@@ -14,7 +14,7 @@ from .executor import Executor
 from .gradients import GradientSinks, Reduction
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
-from .recording import TRAINING, Mode, Recording, RegionBody
+from .recording import TRAINING, Mode, RegionBody
 from .replay import BackwardObserver, replay
 from .slot import SharedInputs, Slot
 from .statistics import BucketStatistics, RegionStatistics
@@ -91,8 +91,7 @@ class Region:
         slots: list[Slot] = []
         try:
             for index in range(self.slot_count):
-                slots.append(Slot(index, self.executor.device, self.executor.new_pool(), self._shared))
-                self._record_slot(slots[-1])
+                slots.append(self._accepted_slot(index))
         except BaseException as error:
             slots.clear()
             self.reset()
@@ -105,8 +104,25 @@ class Region:
         self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
         self.statistics.capture_seconds += time.perf_counter() - started
 
-    def _record_slot(self, slot: Slot) -> None:
+    def _accepted_slot(self, index: int) -> Slot:
+        """Record a slot, again for as long as its activations take more memory than they may.
+
+        What a pool loses between its blocks is known only once all buckets share it.
+        """
+        while True:
+            slot = Slot(index, self.executor.device, self.executor.new_pool(), self._shared)
+            taken = self._record_slot(slot)
+            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes
+            if self._offloading is None or self._offloading.accepts(total):
+                for bucket, nbytes in taken.items():
+                    self.statistics.buckets[bucket].memory += nbytes
+                return slot
+            del slot
+
+    def _record_slot(self, slot: Slot) -> dict[Bucket, int]:
+        """Record every bucket; returns the bytes by which each made the slot's pool grow."""
         forward_only = self._forward_only_buckets() if slot.index == 0 else ()
+        taken = {}
         for bucket in sorted(self.buckets, reverse=True):
             before = self.executor.pool_bytes(slot.pool)
             specs = self.program.input_specs(bucket)
@@ -114,7 +130,8 @@ class Region:
             self.program.load_example(slot.buffers[bucket], bucket)
             for mode in self._modes(bucket in forward_only):
                 self._record(slot, bucket, mode)
-            self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
+            taken[bucket] = self.executor.pool_bytes(slot.pool) - before
+        return taken
 
     def _modes(self, evaluation: bool) -> Iterator[Mode]:
         """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
@@ -154,23 +171,12 @@ class Region:
         try:
             self.executor.warm_up(body, output_gradients)
             if self._offloading is not None and mode.gradients:
-                slot.recordings[bucket, mode] = self._record_offloading(self._offloading, body, slot)
-            else:
-                slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
+                body.activations = self._offloading.prepare(self.executor, body, slot.index)
+            slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
-
-    def _record_offloading(self, offloading: Offloading, body: RegionBody, slot: Slot) -> Recording:
-        """Record a body whose activations leave. A slot's first recording, the largest, shows what its pool takes."""
-        while True:
-            body.activations = offloading.prepare(self.executor, body, slot.index)
-            recording = self.executor.record(body, slot.pool)
-            if slot.recordings or offloading.accepts(body, self.executor.pool_bytes(slot.pool)):
-                return recording
-            del recording
-            slot.pool = self.executor.new_pool()
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""

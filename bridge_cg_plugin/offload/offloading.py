@@ -13,7 +13,7 @@ from ..graphs.program import Bucket
 from ..graphs.recording import RegionBody
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .host_memory import GIB, PinnedMemory, Plain
-from .inventory import Inventory
+from .inventory import Group, Inventory
 from .measure import measured_costs
 from .observe import Observed, Observer
 from .planner import Allowed, Costs, fixed_plan, forecast, plan_within, smallest_peak
@@ -21,9 +21,9 @@ from .schedule import Fate, Plan
 from .store import ActivationStore
 from .transfers import CudaTransfers, HostTransfers, Transfers
 
-# Recordings that are made again for less memory before a target is given up.
+# Slots that are recorded again for less memory before a target is given up.
 ATTEMPTS = 4
-# A recording may take this much more than its target.
+# A slot may take this much more than its target.
 TOLERANCE = 1.01
 
 
@@ -91,6 +91,11 @@ class RegionOffloading:
         """See `Offloading`."""
         return self._pinned.nbytes
 
+    @property
+    def rebuild_ms(self) -> dict[Group, float]:
+        """Time to make a storage of each group again over its bytes, in ms, in the bucket that was looked at first."""
+        return next((dict(observed.rebuild_ms) for observed, _ in self._looked.values()), {})
+
     def prepare(self, executor: Executor, body: RegionBody, slot: int) -> Activations | None:
         """See `Offloading`. A bucket's first slot decides for all."""
         if body.bucket not in self._plans:
@@ -102,18 +107,18 @@ class RegionOffloading:
         hosts = self._pinned.reserve(slot, sizes)
         return ActivationStore(planned.inventory, planned.plan, hosts, self._transfers, self._policy.least_bytes)
 
-    def accepts(self, body: RegionBody, nbytes: int) -> bool:
+    def accepts(self, nbytes: int) -> bool:
         """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
-        if self._policy.memory_target_gb is None or self._plans.get(body.bucket) is None:
+        if self._policy.memory_target_gb is None or not self._plans:
             return True
-        target, taken = self._policy.memory_target_gb * GIB, nbytes + body.static_bytes
-        if taken <= target * TOLERANCE:
+        target = self._policy.memory_target_gb * GIB
+        if nbytes <= target * TOLERANCE:
             return True
         self._excesses += 1
         if self._excesses > ATTEMPTS:
-            raise CaptureError(self._refusal(body.bucket, taken))
-        self._beyond += int(taken - target)
-        del self._plans[body.bucket]
+            raise CaptureError(self._refusal(max(self._plans), nbytes))
+        self._beyond += int(nbytes - target)
+        self._plans.clear()
         return False
 
     def release(self) -> None:

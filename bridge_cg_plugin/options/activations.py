@@ -40,7 +40,7 @@ def moves_activations(options: ActivationOptions) -> bool:
     return bool(options.offload or options.recompute) or options.memory_target_gb is not None
 
 
-def _some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
+def some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
     """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
 
     def parse(field: str, value: Any) -> tuple[str, ...]:
@@ -57,8 +57,8 @@ def _some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
 
 # Option -> parser.
 PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "offload": _some_of(OFFLOAD_MODULES),
-    "recompute": _some_of(RECOMPUTE),
+    "offload": some_of(OFFLOAD_MODULES),
+    "recompute": some_of(RECOMPUTE),
     "memory_target_gb": positive_number,
     "offload_min_bytes": whole_number(0),
     "offload_host_gb": positive_number,

@@ -1,5 +1,6 @@
 """Graph options in words, as JSON, and the tables of docs/options.md."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -7,10 +8,10 @@ from .combinations import COMBINATIONS
 from .graph_options import GraphOptions
 from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
-from .offload import OFFLOAD_FIELDS, OffloadOptions
-from .packed import PackedOptions
+from .offload import CORE_FIELDS, OFFLOAD_FIELDS, OffloadOptions
+from .packed import PACKED_FIELDS, PackedOptions
 from .releases import RELEASES
-from .vision import VisionGraphOptions
+from .vision import PROVIDER_FIELDS, VisionGraphOptions
 
 _PARTS = {
     CudaGraphModule.attn: "attention",
@@ -20,6 +21,9 @@ _PARTS = {
     CudaGraphModule.moe_preprocess: "MoE preprocessing",
     CudaGraphModule.mamba: "Mamba layers",
 }
+
+# Options that `_activations` says.
+_ACTIVATIONS = ("memory_target_gb", "offload", "recompute")
 
 
 def as_json(options: GraphOptions) -> dict[str, Any]:
@@ -74,10 +78,19 @@ def _vision(options: VisionGraphOptions) -> str:
         return "no graphs"
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
     buckets = _buckets(options.buckets, options.max_seq_length)
-    return "; ".join([f"one graph per bucket over {region}", buckets, *_activations(options)])
+    said = ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS)
+    further = _further(options, PROVIDER_FIELDS, said)
+    return "; ".join([f"one graph per bucket over {region}", buckets, *_activations(options), *further])
 
 
-def _activations(options: VisionGraphOptions) -> list[str]:
+def _further(options: Any, names: Mapping[str, str], said: Collection[str]) -> list[str]:
+    """Return options that are not their defaults and that nothing else says, as `field=value`."""
+    defaults = type(options)()
+    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in said}
+    return [f"{names[name]}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+
+
+def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     """Return what is said of activations: nothing where they stay."""
     chosen = options.memory_target_gb is not None
     target = [f"activations leave the device as {options.memory_target_gb:g} GiB a slot ask"] if chosen else []
@@ -89,7 +102,10 @@ def _activations(options: VisionGraphOptions) -> list[str]:
 def _packed(options: PackedOptions) -> str:
     if not options.enabled:
         return "no graphs"
-    return f"graphs of up to {options.max_packed_seqs} documents; {_buckets(options.buckets)}"
+    said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
+    further = _further(options, PACKED_FIELDS, said)
+    graphs = f"graphs of up to {options.max_packed_seqs} documents"
+    return "; ".join([graphs, _buckets(options.buckets), *_activations(options), *further])
 
 
 def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> str:
@@ -99,6 +115,9 @@ def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> s
 
 
 def _offload(options: OffloadOptions) -> str:
+    if options.parts:
+        core = f", by megatron-core {_listed(list(options.modules))}" if options.enabled else ""
+        return f"activations of {_listed(list(options.parts))} to host memory{core}"
     return f"inputs of {_listed(list(options.modules))} to host memory" if options.enabled else "off"
 
 
@@ -146,7 +165,7 @@ def tables() -> dict[str, str]:
 
 
 def _release_row(release: Any) -> tuple[str, ...]:
-    lacking = [f"`{name}`" for name in OFFLOAD_FIELDS.values() if name not in release.fields]
+    lacking = [f"`{name}`" for name in CORE_FIELDS.values() if name not in release.fields]
     return (
         release.name,
         "`cuda_graph_impl`" if release.splits_scope else "`cuda_graph_impl=local`, in `cuda_graph_scope`",

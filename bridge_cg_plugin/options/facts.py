@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import OptionError
+from .offload import CORE_FIELDS
 from .sources import Written
 from .values import is_unset, parse_flag, words
 
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
+# The release that waits for copies inside graphs brought this field.
+CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
 # Bridge's providers of models whose vision tower is Hugging Face's module.
 HUGGING_FACE_TOWERS = ("Qwen25VLModelProvider", "Gemma3VLModelProvider")
 
@@ -42,6 +45,8 @@ class Facts:
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
         multi_token_layers: Layers of multi-token prediction.
         low_precision: The fp8 or fp4 recipe that layers compute in.
+        cpu_offloading: Whether megatron-core offloads whole layers.
+        offload_in_graphs: Whether megatron-core can offload inside the graphs that it captures.
         by_hand: Fields that a person wrote.
     """
 
@@ -68,6 +73,8 @@ class Facts:
     in_batch_packing: str | None = None
     multi_token_layers: int | None = None
     low_precision: str | None = None
+    cpu_offloading: bool | None = None
+    offload_in_graphs: bool | None = None
     by_hand: frozenset[str] = frozenset()
 
 
@@ -108,6 +115,11 @@ def facts_of(written: Written) -> Facts:
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
         multi_token_layers=_count(settings, "mtp_num_layers"),
         low_precision=_low_precision(settings),
+        cpu_offloading=_flag(settings, "cpu_offloading"),
+        # Both came with the same release.
+        offload_in_graphs=None
+        if written.model is None
+        else hasattr(written.model, CORE_FIELDS["delay_until_cuda_graph"]),
         by_hand=written.by_hand,
     )
 

@@ -10,7 +10,7 @@ from . import offload as offloading
 from .activations import OFFLOAD_MODULES, RECOMPUTE
 from .errors import OptionError
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE
-from .offload import OFFLOAD_FIELDS
+from .offload import CORE_FIELDS, SHARED_FIELDS
 from .packed import PACKED_FIELDS
 from .values import words
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
@@ -65,7 +65,7 @@ def _activations(flag: Callable[[str, str, str], Flag]) -> tuple[Flag, ...]:
 
 
 def _offload(option: str, value: str, meaning: str) -> Flag:
-    return Flag(name=f"{OFFLOAD}_{option}", field=OFFLOAD_FIELDS[option], value=value, meaning=meaning)
+    return Flag(name=f"{OFFLOAD}_{option}", field=CORE_FIELDS[option], value=value, meaning=meaning)
 
 
 FLAGS = (
@@ -126,8 +126,21 @@ FLAGS = (
     _packed("evaluation", "BOOL", "evaluation of packs runs on graphs too"),
     _packed("strict", "BOOL", "a failed capture of packed-sequence graphs stops the run"),
     Flag(
+        name=SHARED_FIELDS["parts"],
+        field=SHARED_FIELDS["parts"],
+        value="LIST",
+        meaning=f"parts whose activations go to the host, of encoder and language model: {', '.join(OFFLOAD_MODULES)}; "
+        "all or none",
+    ),
+    Flag(
+        name=SHARED_FIELDS["min_bytes"],
+        field=SHARED_FIELDS["min_bytes"],
+        value="BYTES",
+        meaning=f"smallest activation that --{SHARED_FIELDS['parts']} sends there",
+    ),
+    Flag(
         name=OFFLOAD,
-        field=OFFLOAD_FIELDS["modules"],
+        field=CORE_FIELDS["modules"],
         value="LIST",
         meaning=f"offload inputs of parts of the language model's layers: {', '.join(offloading.MODULES)}; none is off",
     ),
@@ -199,4 +212,4 @@ def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
 
 def _offload_fields(value: Any) -> Mapping[str, Any]:
     off = words(value) in ((), ("none",))
-    return {OFFLOAD_FIELDS["enabled"]: not off, OFFLOAD_FIELDS["modules"]: [] if off else value}
+    return {CORE_FIELDS["enabled"]: not off, CORE_FIELDS["modules"]: [] if off else value}

@@ -11,6 +11,7 @@ from .language_model import IMPL, INFERENCE, MODULES, LanguageModelGraphOptions
 from .migration import Migration, language_model_options, module_names
 from .offload import OFFLOAD_FIELDS, OffloadOptions, offload_options
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
+from .shared_offload import share_offload
 from .sources import Written, collect
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 
@@ -25,7 +26,7 @@ class GraphOptions:
         language_model: Graphs of the language model.
         vision: Graphs of the vision encoder.
         packed: Packed (thd) sequences in language-model graphs.
-        offload: Activation offloading.
+        offload: Activation offloading, of all of them.
         warnings: What the user should know: deprecated spellings, options without effect.
     """
 
@@ -79,13 +80,14 @@ def options_of(written: Written) -> GraphOptions:
     if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
         names = ",".join(vision.modules)
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
-    return GraphOptions(
+    options = GraphOptions(
         language_model=language_model,
         vision=vision,
         packed=packed_options(written.fields),
         offload=offload_options(written.fields),
         warnings=warnings,
     )
+    return share_offload(options, facts_of(written)) if options.offload.parts else options
 
 
 def _unit(written: Written) -> tuple[int, str]:

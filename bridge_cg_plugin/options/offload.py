@@ -1,9 +1,10 @@
-"""Options of megatron-core's fine-grained activation offloading."""
+"""Options of offloading: the one that stands for all regions and layers, and megatron-core's own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .activations import OFFLOAD_MODULES, some_of
 from .errors import OptionError
 from .values import is_unset, parse_flag, real_number, whole_number, words
 
@@ -21,9 +22,14 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """Activation offloading to host memory, typed. It is megatron-core's own and works on the language model.
+    """Activation offloading to host memory, typed.
+
+    `parts` is what a person says; the regions that the plugin captures take it over, and so do megatron-core's own
+    options, which the others here are, for layers of the language model that the plugin does not capture.
 
     Attributes:
+        parts: Parts of a model whose activations are offloaded, wherever that can be done; None says nothing.
+        min_bytes: Smallest activation that is offloaded; None leaves everybody's default.
         enabled: Whether the inputs of `modules` are offloaded.
         modules: Parts of a layer whose input is offloaded.
         min_tensor_size: Smallest tensor, in elements, that is offloaded.
@@ -33,6 +39,8 @@ class OffloadOptions:
         max_inflight: Offloads of one group that nobody waited for yet; None is no limit.
     """
 
+    parts: tuple[str, ...] | None = None
+    min_bytes: int | None = None
     enabled: bool = False
     modules: tuple[str, ...] = ()
     min_tensor_size: int = 1024 * 1024
@@ -42,8 +50,10 @@ class OffloadOptions:
     max_inflight: int | None = None
 
 
+# Option -> field of a model provider, the plugin's own.
+SHARED_FIELDS: dict[str, str] = {"parts": "activation_offload", "min_bytes": "activation_offload_min_bytes"}
 # Option -> field of megatron-core's TransformerConfig.
-OFFLOAD_FIELDS: dict[str, str] = {
+CORE_FIELDS: dict[str, str] = {
     "enabled": "fine_grained_activation_offloading",
     "modules": "offload_modules",
     "min_tensor_size": "min_offloaded_tensor_size",
@@ -52,6 +62,7 @@ OFFLOAD_FIELDS: dict[str, str] = {
     "fraction": "activation_offload_fraction",
     "max_inflight": "fine_grained_offloading_max_inflight_offloads",
 }
+OFFLOAD_FIELDS = {**SHARED_FIELDS, **CORE_FIELDS}
 
 
 def offload_options(fields: Mapping[str, Any]) -> OffloadOptions:
@@ -79,6 +90,8 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "parts": some_of(OFFLOAD_MODULES),
+    "min_bytes": whole_number(0),
     "enabled": parse_flag,
     "modules": _parse_modules,
     "min_tensor_size": whole_number(0),

@@ -7,8 +7,8 @@ from .errors import OptionError
 from .graph_options import GraphOptions, as_fields
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE, InferenceCudaGraphScope, LanguageModelGraphOptions
 from .migration import SWITCHES, module_names
+from .offload import CORE_FIELDS, OFFLOAD_FIELDS, SHARED_FIELDS, OffloadOptions
 from .offload import MODULES as OFFLOAD_MODULES
-from .offload import OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
 
@@ -43,16 +43,16 @@ _EVERYWHERE = (
     SCOPE,
     *SWITCHES,
     TE_RNG,
-    OFFLOAD_FIELDS["enabled"],
-    OFFLOAD_FIELDS["modules"],
-    OFFLOAD_FIELDS["min_tensor_size"],
+    CORE_FIELDS["enabled"],
+    CORE_FIELDS["modules"],
+    CORE_FIELDS["min_tensor_size"],
 )
-_SPLIT = (*_EVERYWHERE, MODULES, INFERENCE, OFFLOAD_FIELDS["max_inflight"])
+_SPLIT = (*_EVERYWHERE, MODULES, INFERENCE, CORE_FIELDS["max_inflight"])
 _OLD_OFFLOAD = tuple(module for module in OFFLOAD_MODULES if module not in _LATEST_OFFLOAD)
 RELEASES = (
     Release(
         name="megatron-bridge 0.6.2 (megatron-core 0.19.2)",
-        fields=frozenset((*_SPLIT, *OFFLOAD_FIELDS.values())),
+        fields=frozenset((*_SPLIT, *CORE_FIELDS.values())),
         local_layers=False,
     ),
     Release(
@@ -139,13 +139,17 @@ def _packed_values(options: GraphOptions, release: Release) -> dict[str, Any]:
         if name in release.fields:
             values[name] = list(value) if isinstance(value, tuple) else value
         elif value != f.default:
-            raise OptionError(
-                name,
-                value,
-                "its default on a model whose configuration has no such field",
-                "Use a provider of a GPT or Qwen3-VL model, with the plugin active before it is imported.",
-            )
+            raise _no_such_field(name, value)
     return values
+
+
+def _no_such_field(name: str, value: object) -> OptionError:
+    return OptionError(
+        name,
+        value,
+        "its default on a model whose configuration has no such field",
+        "Use a provider of a GPT or Qwen3-VL model, with the plugin active before it is imported.",
+    )
 
 
 def _offload_values(options: OffloadOptions, release: Release) -> dict[str, Any]:
@@ -154,6 +158,8 @@ def _offload_values(options: OffloadOptions, release: Release) -> dict[str, Any]
         name, value = OFFLOAD_FIELDS[f.name], getattr(options, f.name)
         if name in release.fields:
             values[name] = list(value) if isinstance(value, tuple) else value
+        elif value != f.default and f.name in SHARED_FIELDS:
+            raise _no_such_field(name, value)
         elif value != f.default:
             raise _refuse(name, value, release, [r.name for r in RELEASES if name in r.fields])
     for module in options.modules:

@@ -47,6 +47,7 @@ SETTINGS = (
     "fp8",
     "fp4",
     "cuda_graph_warmup_steps",
+    "cpu_offloading",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (

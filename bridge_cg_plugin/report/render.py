@@ -80,7 +80,9 @@ def to_json(page: Page) -> str:
 
 def to_html(page: Page, plots: Sequence["Plot"]) -> str:
     """Return a page as one HTML file that needs nothing else."""
-    body = [f"<h1>{html.escape(page.title)}</h1>", *(f'<p class="origin">{html.escape(o)}</p>' for o in page.origins)]
+    # A recipe's name is longer than a narrow window: it breaks after an underscore.
+    heading = html.escape(page.title).replace("_", "_<wbr>")
+    body = [f"<h1>{heading}</h1>", *(f'<p class="origin">{html.escape(o)}</p>' for o in page.origins)]
     if page.verdicts:
         body += ["<h2>Parity with eager</h2>", *(_verdict(page, v) for v in page.verdicts)]
     if plots:

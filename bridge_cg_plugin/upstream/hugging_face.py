@@ -15,6 +15,7 @@ from ..vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ..vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from ..vision.qwen25_vl import Qwen25VLAdapter
 from .activations import known_activations
+from .patch_gradients import patch_gradients
 from .replaced import replaced
 
 WINDOW_ATTENTION = "Qwen2_5_VLVisionAttention"
@@ -57,6 +58,13 @@ def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module in every_module(modules):
             if type(module) is nn.Linear and is_misaligned(module):
                 stack.enter_context(replaced(module, "forward", partial(_aligned_forward, module)))
+        yield
+
+
+@contextmanager
+def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let Qwen2.5-VL's modules call kernels that round a gradient otherwise than eager does."""
+    with aligned_backward(modules), patch_gradients(modules):
         yield
 
 
@@ -117,7 +125,7 @@ QWEN25_VL = EncoderFamily(
     name="Qwen2.5-VL",
     adapt=adapt_qwen25_vl,
     kernels=packed_window_attention,
-    reordering_kernels=aligned_backward,
+    reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )
 SIGLIP = EncoderFamily(name="SigLIP", adapt=adapt_siglip, known_activations=known_activations)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..options import PACKED_FIELDS, PROVIDER_FIELDS, SCOPE_FIELD, PackedOptions, VisionGraphOptions
+from ..options.offload import SHARED_FIELDS
 from .patches import Patch
 from .registry import seam
 from .registry.models import PROVIDERS
@@ -19,7 +20,10 @@ DEFAULTS = {
 }
 
 
+# Of every model: offloading speaks for language model and encoder.
+SHARED_DEFAULTS = dict.fromkeys(SHARED_FIELDS.values())
 PACKED_DEFAULTS = {PACKED_FIELDS[f.name]: f.default for f in dataclasses.fields(PackedOptions)}
+LANGUAGE_MODEL_DEFAULTS = PACKED_DEFAULTS | SHARED_DEFAULTS
 
 Fields = Mapping[str, dataclasses.Field]
 
@@ -64,6 +68,14 @@ def _patches(module: str, provider: str, defaults: Mapping[str, Any]) -> tuple[P
 
 
 PATCHES = (
-    *(patch for module, provider, _ in PACKED_PROVIDERS for patch in _patches(module, provider, PACKED_DEFAULTS)),
-    *(patch for module, provider in PROVIDERS for patch in _patches(module, provider, DEFAULTS | PACKED_DEFAULTS)),
+    *(
+        patch
+        for module, provider, _ in PACKED_PROVIDERS
+        for patch in _patches(module, provider, PACKED_DEFAULTS | SHARED_DEFAULTS)
+    ),
+    *(
+        patch
+        for module, provider in PROVIDERS
+        for patch in _patches(module, provider, DEFAULTS | PACKED_DEFAULTS | SHARED_DEFAULTS)
+    ),
 )

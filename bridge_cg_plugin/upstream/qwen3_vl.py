@@ -19,6 +19,7 @@ from .direct_attention import (
 )
 from .graph_helper import unwrapped
 from .layer_kernels import fused_layer_kernels, fused_layernorm_backward, kernels_available
+from .patch_gradients import patch_gradients
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
@@ -62,7 +63,7 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
-    with fused_layernorm_backward(modules) if kernels_available() else nullcontext():
+    with patch_gradients(modules), fused_layernorm_backward(modules) if kernels_available() else nullcontext():
         yield
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ..recipes import PACKED_RECIPES, RECIPES
+from ..recipes import PACKED_RECIPES, RECIPES, SMALL_RECIPES
 from .patches import AtSeam, bridge_release
 from .registry import SEAMS
-from .registry.recipes import RECIPES as ALL_RECIPES
 
 _ABSENT = object()
 
@@ -56,7 +55,9 @@ class AddedNames(AtSeam):
 
 
 # Of the families' packages only Qwen3-VL's is asked for names.
-_VALUES = {ALL_RECIPES: RECIPES | PACKED_RECIPES}
-PATCHES = tuple(
-    AddedNames(seam, _VALUES.get(seam.module, RECIPES)) for seam in SEAMS if seam.patched_by == "recipe_names"
-)
+_VALUES = {
+    "recipe_names": RECIPES | PACKED_RECIPES,
+    "recipe_names.qwen_vl": RECIPES,
+    "recipe_names.small": SMALL_RECIPES,
+}
+PATCHES = tuple(AddedNames(seam, _VALUES[seam.name]) for seam in SEAMS if seam.patched_by == "recipe_names")

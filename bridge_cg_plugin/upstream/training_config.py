@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..options import (
+    OFFLOAD_FIELDS,
     PACKED_FIELDS,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
     CudaGraphModule,
     Facts,
     GraphOptions,
-    OffloadOptions,
     OptionError,
     check_options,
     facts_of,
@@ -19,16 +19,22 @@ from ..options import (
 from ..options.graph_options import options_of, warn_once
 from ..options.language_model import IMPL, LanguageModelGraphOptions
 from ..options.migration import SWITCHES
+from ..options.offload import SHARED_FIELDS
+from ..options.releases import field_values
 from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..plugin import broken_seams
-from .environment import check_process
+from .environment import check_offloading, check_process
 from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
+from .graph_fields import describe_release
 from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
 from .registry.hugging_face import SEAM_NAMES as TOWER_SEAMS
 from .registry.hybrid import SEAMS as HYBRID_SEAMS
 from .registry.packed import SEAMS as PACKED_SEAMS
+
+# Options of a region that the shared one of offloading sets.
+REGION = ("offload", "offload_min_bytes")
 
 
 def check_seams(options: GraphOptions, images: bool = False, tower: bool = False, mamba: bool = False) -> None:
@@ -79,17 +85,34 @@ def check_training_config(config: Any) -> None:
     """
     written = _without_idle_fields(collect(config))
     options = options_of(written)
-    if not (options.enabled or options.packed.enabled):
+    if not (options.enabled or options.packed.enabled or options.offload.parts):
         return
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
     check_seams(options, bool(facts.images), bool(facts.hugging_face_tower), bool(facts.mamba))
-    # megatron-core checks offloading itself, each release what it can do.
-    check_options(replace(options, offload=OffloadOptions()), facts, harmless=False)
+    check_options(options, facts, harmless=False)
     warn_once(options)
+    if options.offload.parts:
+        _share_offload(config.model, options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
+
+
+def _share_offload(model: Any, options: GraphOptions) -> None:
+    """Set what the shared option means on the fields that regions and megatron-core read.
+
+    Raises:
+        OptionError: Transformer Engine was imported before it could be told to leave weights on the device, or this
+            release lacks a field.
+    """
+    if options.offload.enabled:
+        check_offloading()
+    told = field_values(options, describe_release(model))
+    fields = (*OFFLOAD_FIELDS.values(), *(part[name] for part in (PROVIDER_FIELDS, PACKED_FIELDS) for name in REGION))
+    for field in fields:
+        if field in told:
+            setattr(model, field, told[field])
 
 
 def _facts(written: Written, options: GraphOptions) -> Facts:
@@ -109,10 +132,11 @@ def _without_idle_fields(written: Written) -> Written:
 
 
 def _asks_for_the_plugin(config: Any) -> bool:
-    """Whether a configuration has graphs that only the plugin makes."""
+    """Whether a configuration asks for what only the plugin does."""
     fields = collect(config).fields
     impl = fields.get(PROVIDER_FIELDS["impl"]) or "none"
-    return impl != "none" or fields.get(PACKED_FIELDS["max_packed_seqs"]) is not None
+    mine = (PACKED_FIELDS["max_packed_seqs"], SHARED_FIELDS["parts"])
+    return impl != "none" or any(fields.get(field) is not None for field in mine)
 
 
 def _checked(old: Callable[..., None]) -> Callable[..., None]:

@@ -13,7 +13,6 @@ import yaml
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
-from megatron.bridge.training import initialize
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import (
     CheckpointConfig,
@@ -33,11 +32,13 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 
 from .arguments import layout_of, parse
 from .layout import Layout
-from .photographs import FEW_SIZES, MIXED_SIZES, PhotographProvider
+from .photographs import MIXED_SIZES, PhotographProvider
 from .turns import Turns, steps_alone
 
 VOCABULARY = 151_936
@@ -271,24 +272,17 @@ class Recorder(Callback):
         self.evaluations += [float(v) for v in list(losses.values())[:1]]
 
 
-def skip_helper_build() -> None:
-    """Do not run `make` for megatron-core's dataset helper: its wheel ships it compiled and has no Makefile."""
-    from megatron.core.datasets import helpers_cpp  # noqa: F401
-
-    initialize.compile_helpers = lambda: None
-
-
 def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     """Train and return losses, gradient norms, step times, memory and the graphs' statistics."""
     if run.upstream:
         bridge_cg_plugin.deactivate()
     else:
         bridge_cg_plugin.activate()
-    skip_helper_build()
     ranks = RankResults()
     # What is kept last is gathered first.
     turns = [Turns(run.turns, steps_alone(run.timed_steps), run.setup_in_turn)] if run.turns is not None else []
-    pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
+    with helper_as_shipped():
+        pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
     result = merge_ranks(ranks.gathered or [ranks.own()])
     if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))

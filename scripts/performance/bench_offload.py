@@ -164,6 +164,7 @@ class Bench:
                 "capture_s": statistics.capture_seconds,
                 "grad_noise": relative(again[1], gradients),
                 "fallbacks": dict(statistics.fallbacks),
+                **rebuilding(helper),
                 **copies(lambda: run(self.model, batches)),
                 **provenance(times.repeats, 0),
             }
@@ -232,6 +233,13 @@ def compared(record: dict[str, Any], baseline: dict[str, Any], found: tuple, exp
         "grad_rel": relative(found[1], expected[1]),
         "grad_noise": baseline["grad_noise"],
     }
+
+
+def rebuilding(helper: Any) -> dict[str, Any]:
+    """Return the ms that a GiB of each kind takes to be made again, where a memory target had it measured."""
+    (region,) = helper.graphs._regions
+    costs = {} if region._offloading is None else region._offloading.rebuild_ms
+    return {"rebuild_ms_per_gb": {"/".join(group): ms * GIB for group, ms in costs.items()}} if costs else {}
 
 
 def copies(step: Any) -> dict[str, float]:

@@ -4,9 +4,10 @@ python scripts/performance/bench_packed.py --out docs/benchmarks/packed.jsonl
 python scripts/performance/bench_packed.py --models "" --plans --cost-model docs/benchmarks/costs.json
 
 Measures every model at every pack, graphs of every layer's parts, and graphs that allow four times the documents there
-are, each case in a process of its own; they import side by side and have the GPU one after the other. `--cost-model`
-fits the planner's cost model, `--plans` also measures what the planner predicts, for three distributions. A record is
-written as soon as it is measured; after `--seconds` no further case begins.
+are, each model in a process of its own; they import side by side and have the GPU one after the other. `--cost-model`
+fits the planner's cost model, `--plans` also measures what the planner predicts, for three distributions. Times are of
+default algorithms; under deterministic ones graphs must equal eager to the bit. A record is written as soon as it is
+measured; after `--seconds` no further pack begins.
 """
 
 import argparse
@@ -16,24 +17,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.graphs.errors import CaptureError  # noqa: E402
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
 from bridge_cg_plugin.planner.plan import limits_of, place  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
 from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
 from scripts.performance.packed_plans import records_of as plan_records  # noqa: E402
-from scripts.performance.results import first_line, output_path, provenance, put_record  # noqa: E402
+from scripts.performance.results import first_line, output_path, provenance, put_record, read_records  # noqa: E402
 
 MODULE = "scripts.performance.bench_packed"
 TOKENS = (2048, 4096, 8192)
 DOCUMENTS = 5
-# Wanted: eager's time over graphs' time, by model, at each of TOKENS.
+# Aims: eager's time over graphs' time, by model, at each of TOKENS.
 WANTED = {
     "dense": (2.5, 1.6, 1.2),
     "moe": (2.0, 1.7, 1.3),
@@ -55,11 +57,14 @@ MODULES = {"moe": ("attn", "moe_router")}
 LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
 USUAL_LAYER_MODULES = ("attn", "mlp")
 MOST_PADDING_COST = 1.03
-# Eager runs that say what eager differs from itself by; graphs may differ from the nearest of them by this much more.
-NOISE_RUNS = 3
+# Seconds that a process has; one that hangs must not keep the others.
+LIMIT_S = 240.0
+# Runs that say what eager differs from itself by where it cannot be made to add up in one order, and on graphs.
+NOISE_RUNS = 5
 NOISE = 1.5
-# Runs on graphs; the nearest to an eager run counts: attention's backward adds up in an order that timing decides.
-GRAPH_RUNS = 3
+# Gradients are compared relative to their norm, or to this share of the largest norm of all: those of experts that few
+# tokens go to may be zero in one run and not in another.
+LEAST_NORM = 1e-3
 # Packs of other shapes, that tell the parts of the cost model apart: (tokens, documents).
 SHAPES = ((1024, 1), (2048, 1), (2048, 32), (4096, 1), (4096, 64), (8192, 1), (8192, 16), (8192, 128))
 COST_REPEATS = 5
@@ -74,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed.jsonl if left out")
     parser.add_argument("--cost-model", type=Path, help="write the fitted cost model here")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=600.0, help="no further case begins after this long")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no further pack begins after this long")
     models = f"comma-separated, of {', '.join(WANTED)}, or empty"
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS), help=models)
     parser.add_argument("--fused-rope", action="store_true", help="eager rotates with Transformer Engine's kernel")
@@ -82,26 +87,27 @@ def main() -> int:
     args = parser.parse_args()
     out = output_path(args.out, "packed.jsonl").resolve()
     words = ["--records", str(out), "--repeats", str(args.repeats), *(["--fused-rope"] * args.fused_rope)]
-    cases = [f"{model}_{tokens}" for model in args.models.split(",") if model for tokens in TOKENS]
+    cases = [model for model in args.models.split(",") if model]
     if args.plans or args.cost_model:
         cases.append(PLANS)
         words += ["--plans"] * args.plans
         words += ["--cost-model", str(args.cost_model.resolve())] if args.cost_model else []
-    records, missed = run_cases(cases, words, args.seconds)
+    records, missed = run_cases(cases, words, args.seconds, out)
     missed = [*failures(records), *missed]
     print("\n".join(missed) or f"all {len(records)} records inside their limits")
     return 1 if missed else 0
 
 
-def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tuple[Records, list[str]]:
-    """Run every case in a process of its own; returns the records, and why cases have none.
+def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float, out: Path) -> tuple[Records, list[str]]:
+    """Run every case in a process of its own; returns the records, and why packs or cases have none.
 
     Args:
-        cases: Their names.
+        cases: Models, or `PLANS`.
         words: Further words of every process's command line.
-        seconds: No further case begins after this long.
+        seconds: No further pack begins after this long.
+        out: File that the processes write records to; what one measured before it failed counts.
     """
-    records: Records = []
+    before = read_records(out)
     missed = []
     with ExitStack() as stack:
         processes = {}
@@ -110,15 +116,13 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float) -> tup
             stack.callback(processes[case].close)
         end = time.monotonic() + seconds
         for case, process in processes.items():
-            if time.monotonic() > end:
-                missed.append(f"{case}: not measured, --seconds were over")
-                continue
             try:
                 process.wait_until_ready()
-                records += process.train("graphs", ["--case", case, *words])["records"]
+                left = ["--seconds", f"{end - time.monotonic():.1f}"]
+                missed += process.train("graphs", ["--case", case, *left, *words], LIMIT_S)["missed"]
             except TrainingFailed as error:
                 missed.append(f"{case}: {first_line(error)}")
-    return records, missed
+    return [record for record in read_records(out) if record not in before], missed
 
 
 def import_stack() -> None:
@@ -128,12 +132,13 @@ def import_stack() -> None:
 
 
 def train_words(words: Sequence[str]) -> None:
-    """Measure one case in this process: write its records, and all of them to `--out`."""
+    """Measure one case in this process: write its records as they come, and what was not measured to `--out`."""
     parser = argparse.ArgumentParser(prog="bench_packed", description=__doc__.splitlines()[0])
     parser.add_argument("--train", choices=("graphs",), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--case", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--fused-rope", action="store_true")
     parser.add_argument("--plans", action="store_true")
@@ -141,25 +146,54 @@ def train_words(words: Sequence[str]) -> None:
     args = parser.parse_args(words)
 
     from scripts.performance import tower
+    from scripts.performance.tilings import compiled_side_by_side
 
+    end = time.monotonic() + args.seconds
     tower.start_process()
-    records = []
-    for record in measured(args):
-        put_record(args.records, record)
-        records.append(record)
-    args.out.write_text(json.dumps({"records": records}))
+    missed = []
+    with compiled_side_by_side():
+        for record in measured(args, end):
+            if isinstance(record, str):
+                missed.append(record)
+            else:
+                put_record(args.records, record)
+    args.out.write_text(json.dumps({"missed": missed}))
 
 
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the records of the case that a command line names."""
-    model, _, tokens = args.case.partition("_")
-    if args.case != PLANS:
-        yield from Bench(model, args.repeats, args.fused_rope).pack(int(tokens))
-        return
+def measured(args: argparse.Namespace, end: float) -> Iterator[dict[str, Any] | str]:
+    """Yield the records of the case that a command line names, and why parts of it have none; the others go on.
+
+    Args:
+        args: Of the process.
+        end: Of `time.monotonic`; no further pack begins after it.
+    """
+    parts = _plan_parts(args) if args.case == PLANS else _model_parts(args)
+    for name, part in parts:
+        if time.monotonic() > end:
+            yield f"{name}: not measured, --seconds were over"
+            continue
+        try:
+            yield from part()
+        except Exception as error:
+            yield f"{name}: {first_line(error)}"
+
+
+# What is measured at once, by name.
+Parts = Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]
+
+
+def _model_parts(args: argparse.Namespace) -> Parts:
+    bench = Bench(args.case, args.repeats, args.fused_rope)
+    for tokens in TOKENS:
+        yield f"{args.case}_{tokens}", partial(bench.pack, tokens)
+        bench.free_memory()
+
+
+def _plan_parts(args: argparse.Namespace) -> Parts:
     bench = Bench(PLANNED, args.repeats, args.fused_rope)
     cost = bench.fit_costs(args.cost_model)
     for name in DISTRIBUTIONS if args.plans else ():
-        yield from bench.plan(Distribution(name, cost))
+        yield f"plan_{name}", partial(bench.plan, Distribution(name, cost))
 
 
 class Bench:
@@ -177,7 +211,7 @@ class Bench:
         from scripts.performance import language_model, measure, packed_parity, tower
 
         self.lm, self.tower, self.measure, self.parity = language_model, tower, measure, packed_parity
-        self.name, self.repeats = name, repeats
+        self.name, self.repeats, self._began = name, repeats, time.monotonic()
         shape = dataclasses.replace(language_model.SHAPES[name], fused_rope=fused_rope)
         self.model = language_model.build_model(shape)
         self.grads = tower.MainGrads(self.model)
@@ -185,53 +219,103 @@ class Bench:
 
     def pack(self, tokens: int) -> Iterator[dict[str, Any]]:
         """Measure a pack eager, on graphs, on graphs for four times its documents and on those of layers' parts."""
-        import torch
-
         pack = self.lm.make_pack(self.lm.split(tokens, DOCUMENTS))
-        runs = [self._results(pack) for _ in range(NOISE_RUNS)]
-        forward_noise, grad_noise = self.parity.noise_of(runs)
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-        self._step(pack)
-        peak = torch.cuda.max_memory_allocated() - base
-        kernels = self.measure.profile(lambda: self._step(pack))
-        noise = {"forward_noise": forward_noise, "grad_noise": grad_noise}
-        eager = {
-            **self._timed(pack, "eager"),
-            **noise,
-            "ratio": 1.0,
-            "eager_memory_gb": peak / 2**30,
-            "gpu_busy_ms": kernels.busy_ms,
-            "kernels": kernels.count,
-        }
+        eager = {**self._timed(pack, "eager"), "ratio": 1.0, **self._profiled(pack)}
         self._show(eager)
         yield eager
         for mode, most, modules in self._modes(tokens):
             try:
+                parity = self._parity(pack, most, modules) if mode == "plugin" else {}
                 helper = self._helper(pack, most, modules)
             except CaptureError as error:
                 yield self._failed(pack, mode, error)
                 continue
-            far = [self.parity.nearest(self._results(pack), runs) for _ in range(GRAPH_RUNS)]
-            losses, gradients = min(far, key=lambda pair: pair[::-1])
             timed = self._timed(pack, mode)
             statistics = helper.graphs.statistics()
             helper.delete_cuda_graphs()
             record = {
                 **timed,
-                **noise,
+                **parity,
                 "bucket": tokens,
+                "aim": _wanted(self.name, tokens),
                 "max_packed_seqs": most,
                 "slots": 1,
                 "ratio": timed["ms"] / eager["ms"],
-                "forward_rel": losses,
-                "grad_rel": gradients,
                 "memory_gb": statistics.memory_bytes / 2**30,
                 "capture_s": statistics.capture_seconds,
                 "fallbacks": dict(statistics.fallbacks),
             }
             self._show(record)
             yield record
+
+    def _profiled(self, pack: Any) -> dict[str, Any]:
+        """Return eager's peak of activations, and for how long its kernels keep the GPU busy."""
+        from scripts.performance.group import PeakMemory
+
+        peak = PeakMemory()
+        self._step(pack)
+        memory = peak.read()
+        kernels = self.measure.profile(lambda: self._step(pack))
+        return {"eager_memory_gb": memory, "gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count}
+
+    def _parity(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        """Compare graphs with eager: to the bit where everything can be made to add up in one order.
+
+        That takes cuDNN's attention memory that grows with the square of the tokens.
+        """
+        import torch
+
+        try:
+            with self.parity.deterministic(self.model):
+                return self._to_the_bit(pack, most, modules)
+        except (torch.OutOfMemoryError, OutOfMemoryInCapture) as error:
+            print(f"{self.name}_{pack.tokens}: not compared to the bit: {first_line(error)}", flush=True)
+        self.free_memory()
+        return self._within_noise(pack, most, modules)
+
+    def _to_the_bit(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        runs = [self._results(pack) for _ in range(2)]
+        found, *_ = self._replayed(pack, most, modules, 1)
+        losses, gradients = self.parity.nearest(found, runs[:1])
+        forward_noise, grad_noise = self.parity.noise_of(runs)
+        return {
+            "bit_equal": self.parity.same(found, runs[0]),
+            "forward_rel": losses,
+            "grad_rel": gradients,
+            "forward_noise": forward_noise,
+            "grad_noise": grad_noise,
+        }
+
+    def _within_noise(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        """Compare how far runs are from the nearest other eager run: the middle replay, the farthest eager run."""
+        runs = [self._results(pack) for _ in range(NOISE_RUNS)]
+        spread = self.parity.spread_of(runs, self._replayed(pack, most, modules, NOISE_RUNS), LEAST_NORM)
+        return {
+            "forward_rel": spread.graphs[:, 0].median().item(),
+            "grad_rel": spread.graphs[:, 1:].amax(1).median().item(),
+            "forward_noise": spread.eager[:, 0].max().item(),
+            "grad_noise": spread.eager[:, 1:].max().item(),
+        }
+
+    def _replayed(self, pack: Any, most: int, modules: Sequence[str] | None, runs: int) -> list[Any]:
+        """Return what so many replays give; nothing of the graphs is left."""
+        helper = self._helper(pack, most, modules)
+        try:
+            found = [self._results(pack) for _ in range(runs)]
+            statistics = helper.graphs.statistics()
+        finally:
+            helper.delete_cuda_graphs()
+        assert statistics.replays and not statistics.fallbacks, statistics
+        return found
+
+    def free_memory(self) -> None:
+        """Give back what a pack of another size, or other algorithms, cannot use."""
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _modes(self, tokens: int) -> Iterator[tuple[str, int, Sequence[str] | None]]:
         """Yield name, documents allowed and parts of layers; None are all parts of every layer, each a region.
@@ -376,16 +460,33 @@ class Bench:
         return record
 
     def _show(self, record: dict[str, Any]) -> None:
-        extra = (
-            f", GPU busy {record['gpu_busy_ms']:.1f} ms, {record['kernels']} kernels"
-            if record["mode"] == "eager"
-            else (
-                f", {1 / record['ratio']:.2f} times as fast, losses {record['forward_rel']:.1e} (noise "
-                f"{record['forward_noise']:.1e}), gradients {record['grad_rel']:.1e} (noise "
-                f"{record['grad_noise']:.1e}), {record['memory_gb']:.1f} GiB"
-            )
-        )
-        print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra}", flush=True)
+        if record["mode"] == "eager":
+            extra = f", GPU busy {record['gpu_busy_ms']:.1f} ms, {record['kernels']} kernels"
+        else:
+            extra = f", {1 / record['ratio']:.2f} times as fast, {record['memory_gb']:.1f} GiB"
+        if "grad_rel" in record:
+            extra += ", equal to the bit" if record.get("bit_equal") else f", {_difference(record)}"
+        at = f"[{time.monotonic() - self._began:.0f} s]"
+        print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra} {at}", flush=True)
+
+
+def _difference(record: dict[str, Any]) -> str:
+    """Return how far graphs are from eager, and eager from itself."""
+    losses = f"losses differ by {record['forward_rel']:.2e}, eager runs by {record['forward_noise']:.2e}"
+    return f"{losses}; gradients by {record['grad_rel']:.2e}, eager runs by {record['grad_noise']:.2e}"
+
+
+def _is_eagers(record: dict[str, Any]) -> bool:
+    """Whether graphs gave what eager gives: to the bit, or no farther from it than it is from itself."""
+    if "bit_equal" in record:
+        return record["bit_equal"]
+    near = (record[f"{kind}_rel"] <= NOISE * record[f"{kind}_noise"] for kind in ("forward", "grad"))
+    return all(near)
+
+
+def _wanted(model: str, tokens: int) -> float:
+    """Return how many times as fast as eager graphs must be."""
+    return WANTED[model][TOKENS.index(tokens)]
 
 
 def failures(records: Records) -> list[str]:
@@ -402,15 +503,13 @@ def _misses(r: dict[str, Any], measured: dict[tuple[str, str], dict[str, Any]]) 
     if "error" in r:
         yield f"{case}, {mode}: {r['error']}"
         return
-    speed, wanted = 1 / r["ratio"], WANTED[case.partition("_")[0]][TOKENS.index(r["tokens"])]
+    speed, wanted = 1 / r["ratio"], _wanted(case.partition("_")[0], r["tokens"])
     if mode == "plugin" and speed < wanted:
         yield f"{case}: {speed:.2f} times as fast as eager, wanted {wanted}"
     if r["fallbacks"]:
         yield f"{case}, {mode}: {r['fallbacks']}"
-    if not r["grad_rel"] <= NOISE * r["grad_noise"]:
-        yield f"{case}, {mode}: gradients differ by {r['grad_rel']:.2e}, eager runs by {r['grad_noise']:.2e}"
-    if not r["forward_rel"] <= NOISE * r["forward_noise"]:
-        yield f"{case}, {mode}: losses differ by {r['forward_rel']:.2e}, eager runs by {r['forward_noise']:.2e}"
+    if mode == "plugin" and not _is_eagers(r):
+        yield f"{case}: {_difference(r)}"
     plugin = measured.get((case, "plugin"), r)
     if mode == "plugin_4x" and r["ms"] > MOST_PADDING_COST * plugin.get("ms", r["ms"]):
         yield f"{case}: four times the documents cost more than 3 %: {r['ms']:.1f} ms"

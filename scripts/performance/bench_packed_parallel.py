@@ -26,7 +26,7 @@ LAYOUTS = ("TP2", "TP2_sequence", "CP2")
 GPUS = 2
 REPEATS = 10
 # Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others.
-LIMIT_S = 150.0
+LIMIT_S = 90.0
 
 
 def main() -> int:

@@ -211,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
             return 0
         plots.require()
+        run_recipe.require_gpu()
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2

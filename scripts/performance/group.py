@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scripts.performance import measure, tower
 from scripts.performance.arithmetic import step_flops
-from scripts.performance.modes import GIB, MODES, Eager, Mode
+from scripts.performance.modes import GIB, MODES, Eager, Mode, Plugin
 from scripts.performance.results import first_line, provenance, put_record
 from scripts.performance.workloads import Grid, description
 
@@ -65,6 +65,9 @@ class Group:
             outputs, gradients, peak = self._results(model, batch)
             fields.setdefault("memory_gb", peak)
             timed = self._timed(model, batch, self.repeats)
+            if isinstance(mode, Plugin):
+                with self.grads.not_awaited():
+                    timed["replay_host_ms"] = measure.host_in_a_row(lambda: tower.step(model, batch))
         forward = tower.largest_relative(outputs, baseline.outputs)
         return {
             **description(name, mode.name, grid),

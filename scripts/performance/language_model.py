@@ -65,6 +65,7 @@ def build_model(
         "moe_ffn_hidden_size": shape.ffn,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,  # as in Bridge's recipes
         "moe_router_load_balancing_type": "none",
     }
     # Mamba layers twice as wide as the model, in heads of 64, as Nemotron-H has them.

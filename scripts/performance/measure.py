@@ -72,6 +72,19 @@ def median_times(run: Run, repeats: int, warmup: int = 3, seconds: float = float
     return Times(total, forward, host, len(found))
 
 
+def host_in_a_row(run: Callable[[], object], count: int = 10, repeats: int = 5) -> float:
+    """Return the host's ms for one of `count` runs that follow one another without waiting for the GPU, a median."""
+    found = []
+    for _ in range(repeats):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        found.append((time.perf_counter() - began) * 1e3 / count)
+    synchronize()
+    return sorted(found)[repeats // 2]
+
+
 def _time_once(run: Run) -> tuple[float, float, float]:
     marks: list[Callable[[], float]] = []
 

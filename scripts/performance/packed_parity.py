@@ -4,10 +4,10 @@ A matrix library may choose another kernel for another number of rows, so eager 
 with padding differ by bf16 rounding. Graphs pad to a bucket: the same rows give the same kernels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import combinations
-from math import inf, isnan
 from typing import Any
 
 import torch
@@ -16,26 +16,35 @@ from torch.nn.functional import pad
 
 from bridge_cg_plugin.upstream.replaced import replaced
 from scripts.performance.language_model import draw
-from scripts.performance.tower import largest_relative, relative
+from scripts.performance.tower import largest_relative, relative, relatives
 
 PACKS = 30
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+# How much farther from eager graphs may be than eager runs are from each other.
+NOISE = 1.5
 # Per-token losses, and gradients in the order of the model's trainable parameters.
 Result = tuple[Tensor, list[Tensor]]
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, everything adds up in one order; new memory stays as it is.
 
-    Transformer Engine's attention asks when it is built, so a model must be built inside, too.
+    Args:
+        model: One that was built outside, whose attention is told: Transformer Engine's asks when it is built. None for
+            models that are built inside.
     """
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+    modules = () if model is None else model.modules()
     try:
-        yield
+        with ExitStack() as stack:
+            for module in modules:
+                if isinstance(getattr(module, "deterministic", None), bool):
+                    stack.enter_context(replaced(module, "deterministic", True))
+            yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(False)
@@ -153,11 +162,74 @@ def nearest(found: Result, runs: Sequence[Result]) -> tuple[float, float]:
     return min(losses for losses, _ in pairs), min(gradients for _, gradients in pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far runs of one pack are from the nearest other eager run, tensor for tensor: losses, then every gradient.
+
+    Attributes:
+        eager: `[eager runs, 1 + gradients]` relative differences, each from the other eager runs.
+        graphs: `[replays, 1 + gradients]`.
+    """
+
+    eager: Tensor
+    graphs: Tensor
+
+
+def spread_of(runs: Sequence[Result], replays: Sequence[Result], least: float = 0.0) -> Spread:
+    """Return how far eager runs and replays of one pack are from the nearest eager run, each tensor by itself.
+
+    Args:
+        runs: Eager, at least two.
+        replays: On graphs.
+        least: The norm of a gradient counts as at least this share of the largest.
+    """
+
+    def apart(one: Result, other: Result) -> Tensor:
+        losses = relatives([one[0].float()], [other[0].float()])
+        return torch.cat((losses, relatives(one[1], other[1], least)))
+
+    eager = [torch.stack([apart(one, other) for other in runs if other is not one]).amin(0) for one in runs]
+    graphs = [torch.stack([apart(one, other) for other in runs]).amin(0) for one in replays]
+    return Spread(torch.stack(eager), torch.stack(graphs))
+
+
+def beyond_noise(spreads: Mapping[str, Spread], names: Sequence[str]) -> list[str]:
+    """Return where graphs give something else than eager does, in words.
+
+    A sum that is added up in any order seldom falls on the other side of an edge between two values of bf16. Such a run
+    differs from all others, eager as on graphs. So of the replays of a pack the middle one counts, which another
+    function moves as it moves all of them. It may be as far away as eager runs are in any pack, tensor for tensor.
+
+    Args:
+        spreads: By pack.
+        names: Of the gradients.
+    """
+    eager = torch.cat([spread.eager for spread in spreads.values()]).amax(0)
+    missed = []
+    for pack, spread in spreads.items():
+        middle = spread.graphs.median(0).values
+        for name, found, noise in zip(("losses", *names), middle.tolist(), eager.tolist(), strict=True):
+            if not found <= NOISE * noise:
+                missed.append(f"{pack}: {name} differs by {found:.2e}, eager runs by up to {noise:.2e}")
+    return missed
+
+
 def worst_gradient(found: Result, expected: Result, names: Sequence[str]) -> str:
-    """Return how much the gradient that differs most differs, and whose it is; a NaN is more than any number."""
-    differ = [relative(a, b) for a, b in zip(found[1], expected[1], strict=True)]
-    place = max(range(len(differ)), key=lambda i: inf if isnan(differ[i]) else differ[i])
-    return f"{differ[place]:.2e} in {names[place]}"
+    """Return how much the gradient that differs most differs, whose it is and in how many of its elements.
+
+    A NaN is more than any number.
+    """
+    differ = relatives(found[1], expected[1])
+    place = int(differ.argmax())
+    one, other = found[1][place], expected[1][place]
+    apart = (one - other).abs() / torch.maximum(one.abs(), other.abs())
+    elements = f"{int((one != other).sum())} of {one.numel()} elements, by at most {apart.nan_to_num(0).max():.1e}"
+    return f"{differ[place]:.2e} in {names[place]} ({elements})"
+
+
+def farthest(found: Sequence[Result], expected: Result) -> Result:
+    """Return the result whose gradients are farthest from an expected one."""
+    return max(found, key=lambda one: largest_relative(one[1], expected[1]))
 
 
 def same(one: Result, other: Result) -> bool:

@@ -41,11 +41,13 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.graph_fields import apply_options
 from bridge_cg_plugin.upstream.graph_helper import active_helpers
 from examples.photographs import training as photographs
 from examples.photographs.photographs import PhotographDataset, PhotographProvider
-from examples.photographs.training import Recorder, Run, skip_helper_build
+from examples.photographs.training import Recorder, Run
+from scripts.performance.tilings import compiled_side_by_side
 
 VOCABULARY = 32_768
 SEQUENCE = 1024
@@ -101,13 +103,13 @@ class StatisticsKeeper(Callback):
 def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: int = 1) -> dict[str, Any]:
     """Train in this process; returns losses, gradient norms, step times and the graphs' statistics."""
     bridge_cg_plugin.activate()
-    skip_helper_build()
     recorder, keeper = Recorder(), StatisticsKeeper()
     if model in LANGUAGE_MODELS:
         config, step = training_config(mode, steps, modules, rows, model), forward_step
     else:
         config, step = photograph_config(mode, steps, modules, rows), qwen3_vl_step.forward_step
-    pretrain(config, step, callbacks=[recorder, keeper])
+    with helper_as_shipped(), compiled_side_by_side():
+        pretrain(config, step, callbacks=[recorder, keeper])
     return {
         "losses": recorder.losses,
         "grad_norms": recorder.grad_norms,

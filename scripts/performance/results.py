@@ -75,12 +75,15 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "graphs": (dict, type(None)),
     **dict.fromkeys(("language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
-    **dict.fromkeys(("fwd_ms", "host_ms", "gpu_busy_ms", "tflop", "capture_s", "compile_s"), NUMBER),
+    **dict.fromkeys(("fwd_ms", "host_ms", "replay_host_ms", "gpu_busy_ms"), NUMBER),
+    **dict.fromkeys(("tflop", "capture_s", "compile_s"), NUMBER),
     **dict.fromkeys(
         ("forward_rel", "forward_noise", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER
     ),
     **dict.fromkeys(("memory_gb", "eager_memory_gb", "peak_gb", "memory_ratio", "memory_target_gb"), NUMBER),
-    **dict.fromkeys(("pinned_gb", "copy_ms", "copy_overlap"), NUMBER),
+    **dict.fromkeys(("pinned_gb", "copy_ms", "copy_overlap", "limit_gb"), NUMBER),
+    **dict.fromkeys(("memory_steps", "rebuild_ms_per_gb"), dict),
+    "flat": bool,
     **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
     **dict.fromkeys(("fp32_output", "fp32_median", "fp32_mean", "fp32_worst"), NUMBER),
     "fp32_kinds": dict,
@@ -98,6 +101,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "distinct_samples": int,
     "max_packed_seqs": int,
     "predicted_ms": NUMBER,
+    "aim": NUMBER,
     "chosen": bool,
 }
 REQUIRED = ("case", "mode", "repeats", "seed", "date", "gpu", "versions", "command")

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bridge_cg_plugin
-from bridge_cg_plugin.launch import LAUNCHERS, Job, slurm, torchrun
-from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import bridge_cg_plugin  # noqa: E402
+from bridge_cg_plugin.launch import LAUNCHERS, Job, slurm, torchrun  # noqa: E402
+from bridge_cg_plugin.options import OptionError, normalize  # noqa: E402
+from bridge_cg_plugin.options.explain import in_words  # noqa: E402
+from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag  # noqa: E402
 
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
 
@@ -117,10 +120,12 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
+    from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
     from bridge_cg_plugin.upstream.steps import train_function
 
     further = {"callbacks": list(callbacks)} if callbacks else {}
-    train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
+    with helper_as_shipped():
+        train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
     import torch
 
     if torch.distributed.is_initialized():
@@ -136,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start = torchrun if parsed.launcher == "torchrun" else slurm
             start(_job(parsed), str(Path(__file__).resolve()), worker_arguments(given))
             return 0
+        if not parsed.dry_run:
+            require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             run = prepare(parsed, words)
     except OptionError as error:
@@ -146,6 +153,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not parsed.dry_run:
         train(run)
     return 0
+
+
+def require_gpu() -> None:
+    """Refuse to train where Bridge would stop in the middle of its start.
+
+    Raises:
+        OptionError: PyTorch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError("gpu", None, "an NVIDIA GPU that PyTorch sees", "Train where there is one, or add --dry-run.")
 
 
 def worker_arguments(given: Sequence[str]) -> list[str]:

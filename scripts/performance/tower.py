@@ -4,7 +4,8 @@ Without a GPU the tower is the small one of examples/photographs: the same code 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,12 @@ def build_tower(
 
 
 class MainGrads:
-    """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does."""
+    """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does.
+
+    It is a `Reduction` for the plugin, too, which waits for gradients in every backward but inside `not_awaited`.
+    """
+
+    _awaited = True
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -114,6 +120,22 @@ class MainGrads:
             parameter.grad = None
 
         return accumulate
+
+    def waits(self) -> bool:
+        """See `graphs.gradients.Reduction`."""
+        return self._awaited
+
+    def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `graphs.gradients.Reduction`."""
+
+    @contextmanager
+    def not_awaited(self) -> Iterator[None]:
+        """Inside, no reduction waits for gradients, as in all microbatches of a step but the last."""
+        self._awaited = False
+        try:
+            yield
+        finally:
+            self._awaited = True
 
     def zero(self) -> None:
         """Zero all gradients."""
@@ -184,6 +206,19 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return (distance / expected.float().norm().clamp(min=1e-30)).item()
 
 
+def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float = 0.0) -> Tensor:
+    """Return the relative L2 differences of matching fp32 tensors, `[tensors]`, without waiting for the device.
+
+    Args:
+        actual: Tensors.
+        expected: What they should be.
+        least: A norm counts as at least this share of the largest.
+    """
+    distances = torch.stack(torch._foreach_norm(torch._foreach_sub(list(actual), list(expected))))
+    norms = torch.stack(torch._foreach_norm(list(expected)))
+    return distances / torch.maximum(norms, least * norms.max()).clamp(min=1e-30)
+
+
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative L2 difference of matching tensors; NaN if one of them is."""
-    return torch.tensor([relative(a, e) for a, e in zip(actual, expected, strict=True)]).max().item()
+    return relatives([a.float() for a in actual], [e.float() for e in expected]).max().item()

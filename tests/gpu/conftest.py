@@ -127,8 +127,8 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 
 # What takes times has the GPU to itself: these come first, before training runs start.
-SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare")
-TIMED = (*SCRIPTS, "test_costs")
+SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare", "test_presets")
+TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")
 

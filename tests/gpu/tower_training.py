@@ -23,8 +23,9 @@ from transformers import SiglipVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 import bridge_cg_plugin
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
 from examples.photographs.arguments import parse
-from examples.photographs.training import RankResults, Run, merge_ranks, skip_helper_build, training_config
+from examples.photographs.training import RankResults, Run, merge_ranks, training_config
 
 LAYERS, WIDTH, HEADS = 6, 1024, 8
 VOCABULARY, IMAGE, START, CAPTION = 4096, 4000, 4001, 24
@@ -153,7 +154,6 @@ def train_words(words: Sequence[str]) -> None:
     args = parse(words)
     (model,) = (word.removeprefix("tower=") for word in args.overrides)
     bridge_cg_plugin.activate()
-    skip_helper_build()
     config = training_config(Run(steps=args.steps, small=True))
     provider = provider_of(model)
     if args.train == "graphs":
@@ -168,5 +168,6 @@ def train_words(words: Sequence[str]) -> None:
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
     )
     ranks = RankResults()
-    pretrain(config, forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
+    with helper_as_shipped():
+        pretrain(config, forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
     args.out.write_text(json.dumps(merge_ranks(ranks.gathered or [ranks.own()])))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
 
 QWEN3_VL = (Qwen3VLConfig, "Qwen3VLForConditionalGeneration")
 QWEN3_VL_MOE = (Qwen3VLMoeConfig, "Qwen3VLMoeForConditionalGeneration")
@@ -46,6 +46,11 @@ CONFIGS = {
     ),
 }
 
+# Language models without a vision encoder.
+TEXT_CONFIGS = {
+    "Qwen/Qwen3-8B": (Qwen3Config, "Qwen3ForCausalLM", sizes(36, 4096, 32, 8, 128, intermediate_size=12288)),
+}
+
 
 def write_configs(root: Path) -> dict[str, Path]:
     """Write a folder with a config.json for every model; returns Hugging Face name -> folder."""
@@ -56,4 +61,7 @@ def write_configs(root: Path) -> dict[str, Path]:
         config_class(architectures=[architecture], text_config=text, vision_config=vision).save_pretrained(
             folders[name]
         )
+    for name, (config_class, architecture, text) in TEXT_CONFIGS.items():
+        folders[name] = root / name.rpartition("/")[2]
+        config_class(architectures=[architecture], **text).save_pretrained(folders[name])
     return folders

@@ -22,9 +22,8 @@ GRAPH_FIELDS = {
     "model.cuda_graph_max_packed_seqs",
     "model.use_te_rng_tracker",
     "rng.te_rng_tracker",
-    "dataset.pad_to_max_length",
-    "dataset.offline_packing_specs.pad_cu_seqlens",
 }
+OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
@@ -36,7 +35,8 @@ every_preset = pytest.mark.parametrize("preset", PACKED_PRESETS, ids=lambda p: p
 @every_preset
 def test_it_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
     before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
-    assert changed(before, after) == GRAPH_FIELDS
+    offline = getattr(before.dataset, "enable_offline_packing", False)
+    assert changed(before, after) == (GRAPH_FIELDS | OFFLINE_FIELDS if offline else GRAPH_FIELDS)
 
 
 @every_preset
@@ -52,7 +52,9 @@ def test_it_validates_as_a_launch_would(bridge, preset):
 def test_bridges_own_recipe_packs_without_graphs(bridge, preset):
     config = getattr(bridge, preset.base)()
     launched(config, gpus_of(bridge, preset.base))
-    assert config.dataset.enable_offline_packing and config.model.cuda_graph_impl == "none"
+    data = config.dataset
+    assert getattr(data, "enable_offline_packing", False) or data.enable_in_batch_packing
+    assert config.model.cuda_graph_impl == "none"
 
 
 @every_preset
@@ -63,12 +65,17 @@ def test_validation_includes_the_plugins(bridge, preset):
         launched(config, gpus_of(bridge, preset.base))
 
 
-def test_the_hybrid_is_one(bridge):
-    """A preset of a model without Mamba layers would say nothing about them."""
+def test_a_hybrid_a_dense_model_and_a_vision_language_model_are_among_them(bridge):
     from bridge_cg_plugin.options import facts_of
     from bridge_cg_plugin.options.sources import collect
 
-    assert facts_of(collect(bridge.nemotron_3_nano_4b_packed_graphs_sft_config())).mamba
+    configs = {preset.model: getattr(bridge, preset.name)() for preset in PACKED_PRESETS}
+    hybrid = {name: facts_of(collect(config)).mamba for name, config in configs.items()}
+    assert hybrid == {"nemotron_3_nano_4b": True, "qwen3_8b": False, "qwen3_vl_8b": False}
+    assert type(configs["qwen3_8b"].model).__name__ == "GPTModelProvider"
+    vision_language = configs["qwen3_vl_8b"]
+    assert hasattr(vision_language.model, "vision_cuda_graph_impl")
+    assert PACKED_PRESETS[2].max_packed_seqs >= vision_language.train.micro_batch_size > 1
 
 
 @every_preset

@@ -9,6 +9,7 @@ from bridge_cg_plugin.upstream import (
     batches,
     full_iteration,
     language_model,
+    language_offload,
     pack_indices,
     packed_helper,
     patches,
@@ -29,6 +30,7 @@ from .conftest import is_importable
 
 GROUPS = (
     language_model,
+    language_offload,
     full_iteration,
     train_loop,
     training_config,

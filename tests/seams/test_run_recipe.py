@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bridge_cg_plugin.cli import main as bridge_cg
 from bridge_cg_plugin.options import OptionError
@@ -31,6 +32,7 @@ def trained(name, monkeypatch):
     for mode, (module, attribute) in steps.TRAIN.items():
         record = lambda mode=mode, **kwargs: calls.append((mode, kwargs))  # noqa: E731
         monkeypatch.setattr(importlib.import_module(module), attribute, record)
+    monkeypatch.setattr(run_recipe, "require_gpu", lambda: None)
     return calls
 
 
@@ -99,6 +101,13 @@ def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words,
     assert run(*words) == 2
     out, err = capsys.readouterr()
     assert said in err and out == "" and trained == []
+
+
+def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
+    assert run() == 2
+    assert "gpu=None: allowed is an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_a_recipes_typo_names_the_nearest(trained, capsys):

@@ -228,7 +228,6 @@ def test_a_run_of_upstreams_graphs_is_without_the_plugin(training, monkeypatch):
         seen.append((train.VisionTECudaGraphHelper.__module__, config.model.max_vision_cuda_graph_seq_length))
 
     monkeypatch.setattr(training, "pretrain", pretrain)
-    monkeypatch.setattr(training, "skip_helper_build", lambda: None)
     try:
         training.train(training.Run(upstream=True, overlap=False))
         training.train(training.Run(impl="transformer_engine"))

@@ -28,6 +28,11 @@ def tower_of_hugging_face(**fields):
     return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
 
 
+def offloading(**fields):
+    """Return the provider of a release before 0.6, with megatron-core's offloading on."""
+    return SimpleNamespace(**{"cuda_graph_impl": "none", "fine_grained_activation_offloading": True, **fields})
+
+
 # The combination -> what a user wrote, and the field that the refusal names.
 REFUSED = {
     "`full_iteration` with modules": (f"{FULL} cuda_graph_modules=attn", "cuda_graph_modules"),
@@ -185,6 +190,57 @@ REFUSED = {
         f"{OFFLOAD}core_attn {FULL}",
         "fine_grained_offloading_max_inflight_offloads",
     ),
+    "offloading with `cpu_offloading`": (f"{OFFLOAD}core_attn cpu_offloading=true", "model.cpu_offloading"),
+    "offloading with full recompute": (
+        f"{OFFLOAD}core_attn recompute_granularity=full",
+        "model.recompute_granularity",
+    ),
+    "offloading `core_attn` with recompute of it": (
+        f"{OFFLOAD}core_attn recompute_granularity=selective recompute_modules=core_attn",
+        "model.recompute_modules",
+    ),
+    "offloading inside MoE layers with recompute of `moe`": (
+        f"{OFFLOAD}moe_act recompute_granularity=selective recompute_modules=moe num_moe_experts=8",
+        "model.recompute_modules",
+    ),
+    "offloading with graphs of whole layers by Transformer Engine": (f"{OFFLOAD}core_attn {TE}", "cuda_graph_modules"),
+    "offloading inside captured attention on releases before 0.6": (
+        offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"], offload_modules=["core_attn"]),
+        "offload_modules",
+    ),
+    "offloading inside captured attention without warm-up steps": (
+        f"{OFFLOAD}core_attn {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=0",
+        "model.cuda_graph_warmup_steps",
+    ),
+    "offloading `attn_norm` with captured attention": (
+        f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=attn",
+        "offload_modules",
+    ),
+    "offloading `mlp_norm` with one of captured attention and MLP, or a captured router": (
+        f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn",
+        "offload_modules",
+    ),
+    "offloading parts of experts on a model without MoE layers": (
+        f"{OFFLOAD}moe_act num_moe_experts=null",
+        "offload_modules",
+    ),
+    "offloading of attention in Qwen3-VL's language model": (
+        offloading(vision_cuda_graph_impl="none", offload_modules=["mlp_norm", "core_attn"]),
+        "offload_modules",
+    ),
+    "offloading by megatron-core with `full_iteration` on a model that takes images": (
+        offloading(
+            vision_cuda_graph_impl="none",
+            cuda_graph_impl="full_iteration",
+            offload_modules=["mlp_norm"],
+            fine_grained_offloading_max_inflight_offloads=1,
+        ),
+        "cuda_graph_impl",
+    ),
+    "`activation_offload_min_bytes` without `activation_offload`": (
+        "activation_offload_min_bytes=4096",
+        "activation_offload_min_bytes",
+    ),
 }
 
 
@@ -266,7 +322,10 @@ ACCEPTED = [
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",
-    f"{OFFLOAD}core_attn,attn_proj {TE}",
+    f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",
+    f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn,mlp",
+    f"{OFFLOAD}attn_norm,moe_act recompute_granularity=selective recompute_modules=layernorm,moe_act",
+    offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["mlp"], offload_modules=["core_attn"]),
     f"{OFFLOAD}moe_act {LOCAL} cuda_graph_modules=attn",
     f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",
 ]

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from bridge_cg_plugin.report.records import read_records
 from scripts.performance import compare
@@ -53,6 +54,7 @@ def comparing(tmp_path, monkeypatch):
 
         monkeypatch.setattr(compare, "plan", plan)
         monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
+        monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
         return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
@@ -173,8 +175,16 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
         "import sys; print('noise\\nrecipe=1: allowed is 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
     monkeypatch.setattr(compare, "RECIPE_SCRIPT", script)
+    monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "recipe=1: allowed is 2. Mend it.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_gpu_nothing_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
+    assert "gpu=None: allowed is an NVIDIA GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -9,12 +9,18 @@ import re
 import shlex
 import unicodedata
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import bridge_cg_plugin
 from bridge_cg_plugin import cli
+from bridge_cg_plugin.options.flags import FLAGS
+from bridge_cg_plugin.recipes import SMALL_RECIPES
+from examples.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -113,6 +119,14 @@ def blocks(page):
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in BLOCKS if not block.reason]
+# What a block of commands prints, where the block after it shows that.
+OUTPUTS = {
+    before: after
+    for before, after in pairwise(BLOCKS)
+    if after.language == "text" and before.language == "bash" and before.page == after.page
+}
+(SMALL,) = SMALL_RECIPES
+LAYOUT_FLAGS = [f'"--{name}-parallel"' for name in LAYOUT]
 
 
 def test_marks_stand_before_blocks():
@@ -120,12 +134,26 @@ def test_marks_stand_before_blocks():
         assert page.read_text().count("<!-- not run:") == sum(bool(block.reason) for block in blocks(page)), page
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_stands_in_fences(page):
+    """What is indented instead would be in no test."""
+    text = FENCE.sub("", page.read_text())
+    assert not re.findall(r"\n\n( {4}\S.*)", text)
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_or_says_why_not(block):
-    assert block.reason or block.language in ("python", "bash"), "mark it: <!-- not run: REASON -->"
+    runs = block.language in ("python", "bash") or (block.language == "text" and block in OUTPUTS.values())
+    assert block.reason or runs, "mark it: <!-- not run: REASON -->"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
+# Python
+
+
+PYTHON = [b for b in BLOCKS if b.language == "python"]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_compiles_and_what_it_imports_exists(block):
     tree = ast.parse(block.text)
     compile(tree, str(block), "exec")
@@ -139,7 +167,7 @@ def test_python_compiles_and_what_it_imports_exists(block):
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.reason], ids=str)
 def test_python_calls_have_arguments_that_exist(block):
     """Names that a block imports and calls take the arguments that it gives."""
     tree = ast.parse(block.text)
@@ -155,27 +183,81 @@ def test_python_calls_have_arguments_that_exist(block):
             inspect.signature(function).bind(*[None] * len(call.args), **given)
 
 
+@pytest.mark.parametrize("block", [b for b in PYTHON if not b.reason], ids=str)
+def test_python_runs(block):
+    """With `config`, `model` and `hidden` as a training script has them; it sets fields that there are."""
+    bridge_cg_plugin.activate()
+    config = SMALL_RECIPES[SMALL]()
+    names = {"config": config, "model": config.model, "hidden": torch.zeros(2)}
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            eval(ast.unparse(node), {"torch": torch, **names})
+    exec(compile(block.text, str(block), "exec"), {"__name__": "block", **names})
+    assert bridge_cg_plugin.status()["active"]
+
+
+# Commands
+
+
 def commands(block):
-    """Return a shell block's commands, lines that go on with a backslash joined."""
+    """Return a shell block's commands in words, lines that go on with a backslash joined."""
     joined = block.text.replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+    split = (shlex.split(line, comments=True) for line in joined.splitlines())
+    return [words for words in split if words]
 
 
 @pytest.mark.parametrize("block", [b for b in RUN if b.language == "bash"], ids=str)
-def test_commands_run(block, monkeypatch, tmp_path):
+def test_commands_run(block, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for line in commands(block):
-        name, *words = shlex.split(line)
-        assert name == "bridge-cg", f"mark it, or write a command that is run here: {line}"
+    said = ""
+    for name, *words in commands(block):
+        if name == "python":
+            main = importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main
+            words = words[1:]
+            assert "--dry-run" in words
+        else:
+            assert name == "bridge-cg", f"mark it, or write a command that is run here: {name}"
+            main = cli.main
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            assert cli.main(words) == 0, line
-        assert out.getvalue().strip(), line
+            assert main(words) == 0, words
+        assert out.getvalue().strip(), words
+        said += out.getvalue()
+    if block in OUTPUTS:
+        assert said == OUTPUTS[block].text
 
 
-def test_every_command_of_bridge_cg_is_in_the_documentation(capsys):
-    with contextlib.suppress(SystemExit):
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.reason and b.language == "bash"], ids=str)
+def test_commands_that_are_not_run_exist_with_their_flags(block):
+    if "Megatron-Bridge" in block.reason:
+        return  # its scripts are not here
+    for words in commands(block):
+        source = source_of(words)
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")] if source else []
+        assert all(f'"{flag}"' in source for flag in flags), words
+
+
+def source_of(words):
+    """Return the source of the project's program that a command starts, empty where it starts another one."""
+    program = words[words.index("python") + 1 :] if "python" in words else words
+    if program[0].startswith("scripts/"):
+        return (ROOT / program[0]).read_text() + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
+    if program[0] == "-m" and program[1].startswith("examples"):
+        return (ROOT / program[1].replace(".", "/") / "arguments.py").read_text() + str(LAYOUT_FLAGS)
+    if program[0] == "./run":
+        assert re.search(rf"^  {program[1]}\b", (ROOT / "run").read_text(), re.MULTILINE), program
+    if program[0] == "bridge-cg":
+        assert program[1] in cli_commands()
+    return ""
+
+
+def cli_commands():
+    out = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(out):
         cli.main(["--help"])
-    names = re.search(r"\{([\w,]+)\}", capsys.readouterr().out)[1].split(",")
-    text = "".join(page.read_text() for page in PAGES)
+    return re.search(r"\{([\w,]+)\}", out.getvalue())[1].split(",")
+
+
+def test_every_command_of_bridge_cg_is_in_the_documentation():
+    names, text = cli_commands(), "".join(page.read_text() for page in PAGES)
     assert names and all(f"bridge-cg {name}" in text for name in names)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import bridge_cg_plugin.options as options_package
 from bridge_cg_plugin.options import (
-    OFFLOAD_FIELDS,
     CudaGraphModule,
     GraphOptions,
     GraphOptionWarning,
@@ -33,6 +32,7 @@ from bridge_cg_plugin.options import (
 )
 from bridge_cg_plugin.options import graph_options as make
 from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES, MODULE_NAMES
+from bridge_cg_plugin.options.offload import CORE_FIELDS
 from bridge_cg_plugin.options.releases import RELEASES, field_values
 from bridge_cg_plugin.options.sources import FIELDS
 
@@ -435,10 +435,11 @@ def typed(found):
     assert type(lm_options.modules) is tuple and all(type(m) is CudaGraphModule for m in lm_options.modules)
     assert type(lm_options.inference_scope) is InferenceCudaGraphScope
     assert type(found.packed.max_packed_seqs) in (int, type(None))
-    kinds = {"enabled": bool, "modules": tuple, "delay_until_cuda_graph": bool, "fraction": float}
+    kinds = {"parts": tuple, "enabled": bool, "modules": tuple, "delay_until_cuda_graph": bool, "fraction": float}
+    optional = ("parts", "min_bytes", "max_inflight")
     for f in dataclasses.fields(OffloadOptions):
         value = getattr(found.offload, f.name)
-        assert type(value) is kinds.get(f.name, int) or (f.name == "max_inflight" and value is None)
+        assert type(value) is kinds.get(f.name, int) or (f.name in optional and value is None)
 
 
 @given(texts)
@@ -512,7 +513,7 @@ def test_what_a_release_is_told_reads_back_the_same(fields, release):
 
 def test_offload_fields_are_read_and_written():
     given_fields = dict(
-        zip(OFFLOAD_FIELDS.values(), (True, "qkv_linear,core_attn", "2048", "true", 5, "0.5", 2), strict=True)
+        zip(CORE_FIELDS.values(), (True, "qkv_linear,core_attn", "2048", "true", 5, "0.5", 2), strict=True)
     )
     found = make(given_fields).offload
     assert found == OffloadOptions(

@@ -1,4 +1,6 @@
-import importlib.util
+import os
+import shlex
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -13,22 +15,26 @@ RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "tra
 
 
 class NemoRun:
-    """The parts of nemo_run that are used; remembers what it was given."""
+    """The parts of nemo_run that are used, with its own parameters; remembers what it was given."""
+
+    config = SimpleNamespace(get_nemorun_home=lambda: "/home/runs")
 
     def __init__(self):
         self.executor = self.task = self.detached = None
 
-    def Script(self, **kwargs):
-        return SimpleNamespace(**kwargs)
+    def Script(self, *, path, entrypoint, args):
+        return SimpleNamespace(path=path, args=args)
 
-    def LocalTunnel(self):
-        return "tunnel"
+    def LocalTunnel(self, *, job_dir):
+        return job_dir
 
     def Packager(self):
         return "packager"
 
-    def SlurmExecutor(self, **kwargs):
-        return SimpleNamespace(**kwargs)
+    def SlurmExecutor(
+        self, *, account, partition, nodes, ntasks_per_node, gpus_per_node, mem, exclusive, time, tunnel, packager
+    ):
+        return SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
 
     def Experiment(self, name):
         self.name = name
@@ -51,15 +57,7 @@ class NemoRun:
 def nemo_run(monkeypatch):
     fake = NemoRun()
     monkeypatch.setitem(sys.modules, "nemo_run", fake)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda n: fake if n == "nemo_run" else find(n))
     return fake
-
-
-@pytest.fixture
-def without_nemo_run(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda n: None if n == "nemo_run" else find(n))
 
 
 def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
@@ -86,10 +84,36 @@ def test_slurm_goes_through_nemo_run(nemo_run):
     found = nemo_run.executor
     assert (found.nodes, found.ntasks_per_node, found.gpus_per_node, found.account) == (2, 8, 8, "a")
     assert (found.container_image, found.container_mounts) == ("i.sqsh", ["/x:/x", "/y:/y"])
-    assert found.env_vars == {"A": "b"}
+    assert found.env_vars == {"A": "b"} and found.tunnel == "/home/runs/experiments"
 
 
-def test_slurm_without_nemo_run_says_so(without_nemo_run, capsys):
+def test_nemo_run_itself_writes_the_job(tmp_path, monkeypatch):
+    """With SLURM's own command replaced by one that keeps the job's script."""
+    pytest.importorskip("nemo_run", exc_type=ImportError)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, does in {"sbatch": f'cp "${{@: -1}}" {tmp_path}/job.sh; echo 4711', "squeue": "", "sacct": ""}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    words = ["--launcher", "slurm", "--account", "a", "--partition", "p", "--nodes", "2", "--gpus_per_node", "8"]
+    container = ["--container_image", "i.sqsh", "--mount", "/x:/x", "--env", "A=b"]
+    done = subprocess.run(
+        [sys.executable, run_recipe.__file__, *words, *container, *RECIPE],
+        env={**os.environ, "PATH": path, "NEMORUN_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    job = (tmp_path / "job.sh").read_text()
+    for line in ("account=a", "partition=p", "nodes=2", "ntasks-per-node=8"):
+        assert f"#SBATCH --{line}\n" in job
+    assert f"python {run_recipe.__file__} {shlex.join(RECIPE)}\n" in job
+    assert "--container-image i.sqsh --container-mounts /x:/x," in job and "export A=b\n" in job
+
+
+def test_slurm_without_nemo_run_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "nemo_run", None)
     assert run_recipe.main(["--launcher", "slurm", "--account", "a", "--partition", "p", *RECIPE]) == 2
     err = capsys.readouterr().err
     assert "launcher='slurm'" in err and "nemo-run" in err and "srun" in err

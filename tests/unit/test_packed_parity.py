@@ -8,11 +8,14 @@ import torch
 from scripts.performance.language_model import Pack
 from scripts.performance.packed_parity import (
     Fp32Reference,
+    beyond_noise,
+    deterministic,
     distances,
     eager_at,
     noise_of,
     padded_params,
     same,
+    spread_of,
     worst_gradient,
 )
 from scripts.performance.tower import largest_relative
@@ -62,6 +65,15 @@ def test_documents_alone_are_the_pack(model):
     assert_close([losses, *gradients], [expected[0], *expected[1]])
 
 
+def test_attention_that_was_built_before_is_told_to_add_up_in_one_order():
+    made = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    made[1].deterministic = False
+    with deterministic(made):
+        assert made[1].deterministic and torch.are_deterministic_algorithms_enabled()
+        assert not hasattr(made[0], "deterministic")
+    assert not made[1].deterministic and not torch.are_deterministic_algorithms_enabled()
+
+
 def test_distances_from_an_exact_result():
     exact = torch.ones(4), [torch.ones(2), torch.ones(2)]
     found = torch.full((4,), 1.1), [torch.full((2,), 1.1), torch.full((2,), 1.2)]
@@ -70,12 +82,14 @@ def test_distances_from_an_exact_result():
 
 
 def test_noise_is_the_largest_difference_of_any_two_runs():
-    runs = [(torch.full((4,), 1 + loss), [torch.ones(2), torch.full((2,), 1 + g)]) for loss, g in ((0, 0), (0.1, 0.3))]
+    runs = [
+        (torch.full((4,), 1 + loss), [torch.ones(2), torch.full((2,), 1 + g)]) for loss, g in ((0.0, 0.0), (0.1, 0.3))
+    ]
     losses, gradients = noise_of([runs[0], runs[0], runs[1]])
     assert losses == pytest.approx(0.1 / 1.1) and gradients == pytest.approx(0.3 / 1.3)
     assert noise_of([runs[0], runs[0]]) == (0, 0)
     assert same(runs[0], runs[0]) and not same(runs[0], runs[1])
-    assert worst_gradient(runs[1], runs[0], ["a", "b"]) == "3.00e-01 in b"
+    assert worst_gradient(runs[1], runs[0], ["a", "b"]) == "3.00e-01 in b (2 of 2 elements, by at most 2.3e-01)"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -84,4 +98,44 @@ def test_a_nan_is_the_largest_difference(place):
     exact = torch.ones(1), [torch.ones(2), torch.ones(2), torch.ones(2)]
     found = torch.ones(1), [torch.full((2,), torch.nan if i == place else 2.0) for i in range(3)]
     assert math.isnan(largest_relative(found[1], exact[1]))
-    assert worst_gradient(found, exact, ["a", "b", "c"]) == f"nan in {'abc'[place]}"
+    assert worst_gradient(found, exact, ["a", "b", "c"]).startswith(f"nan in {'abc'[place]} ")
+
+
+NAMES = ["large", "small"]
+
+
+def drawn(count, seed, noise=1e-3, seldom=0.0, shift=0.0):
+    """Return results of two gradients with noise: a rare jump of the small one, and a shift of it in all runs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        large = 1 + noise * torch.randn(64, generator=generator)
+        small = torch.ones(4)
+        small[0] += seldom * (index == 0) + shift
+        found.append((torch.ones(8), [large, small]))
+    return found
+
+
+def spreads_of(**changes):
+    return {f"pack {seed}": spread_of(drawn(8, seed), drawn(5, 100 + seed, **changes)) for seed in range(4)}
+
+
+def test_replays_that_are_as_eager_runs_are_inside_the_noise():
+    assert beyond_noise(spreads_of(), NAMES) == []
+
+
+def test_a_replay_that_jumps_as_an_eager_run_may_is_inside_the_noise():
+    spreads = spreads_of(seldom=0.01)
+    assert spreads["pack 0"].graphs[0, 2] > 0 and beyond_noise(spreads, NAMES) == []
+
+
+@pytest.mark.parametrize("wrong", [1e-3, torch.nan])
+def test_what_all_replays_of_a_pack_have_is_beyond_the_noise_of_that_gradient(wrong):
+    """However much another gradient of eager runs differs."""
+    found = beyond_noise({**spreads_of(), "wrong": spread_of(drawn(8, 9), drawn(5, 10, shift=wrong))}, NAMES)
+    assert len(found) == 1 and found[0].startswith("wrong: small differs by ")
+
+
+def test_other_losses_are_beyond_the_noise():
+    replays = [(losses + 1e-6, gradients) for losses, gradients in drawn(5, 10)]
+    assert [miss.split()[2] for miss in beyond_noise({"a pack": spread_of(drawn(8, 9), replays)}, NAMES)] == ["losses"]

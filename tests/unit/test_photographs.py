@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.recipes.captioned_images import caption
 from bridge_cg_plugin.report.spread import compare_to_spread
 from examples.photographs.photographs import (
     FILES,
@@ -8,7 +9,6 @@ from examples.photographs.photographs import (
     MIXED_SIZES,
     SMALL_SIZES,
     PhotographDataset,
-    caption,
     draw_images,
 )
 

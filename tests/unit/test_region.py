@@ -482,3 +482,39 @@ def test_forward_only_recordings_cover_limits_that_do_not_contain_each_other():
     buckets = [Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(8, (2, 2)), Bucket(4, (4, 4))]
     region = Region(ToyProgram(Toy()), ReferenceExecutor(), buckets)
     assert region._forward_only_buckets() == {Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(4, (4, 4))}
+
+
+class Grudging:
+    """Offloads nothing and refuses the first slots that it is shown."""
+
+    pinned_bytes = 0
+
+    def __init__(self, refusals):
+        self.refusals, self.prepared, self.shown = refusals, [], []
+
+    def prepare(self, executor, body, slot):
+        self.prepared.append((slot, body.bucket.tokens))
+
+    def accepts(self, nbytes):
+        self.shown.append(nbytes)
+        return len(self.shown) > self.refusals
+
+    def release(self):
+        pass
+
+
+def test_a_slot_is_recorded_again_with_all_its_buckets_until_it_is_accepted():
+    offloading = Grudging(refusals=2)
+    region = Region(
+        ToyProgram(Toy()),
+        ReferenceExecutor(),
+        [Bucket(8), Bucket(16)],
+        slots=2,
+        evaluation=False,
+        offloading=offloading,
+    )
+    region.capture()
+    assert offloading.prepared == [(0, 16), (0, 8)] * 3 + [(1, 16), (1, 8)]
+    # What a slot takes are its buffers, of which buckets share the largest; the pools take nothing here.
+    assert len(set(offloading.shown)) == 1 and region.statistics.static_bytes == 2 * offloading.shown[0]
+    assert_equals_eager(region, toy_batch((2, 4)))

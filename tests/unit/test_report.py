@@ -405,6 +405,11 @@ def test_the_html_page_is_whole_and_loads_nothing():
     ]
 
 
+def test_a_recipes_name_breaks_after_an_underscore_in_a_narrow_window():
+    text = to_html(make_page(whole_page().runs, "some_recipe"), [])
+    assert "<h1>some_<wbr>recipe</h1>" in text and "<title>some_recipe</title>" in text
+
+
 def test_plots_are_svg_in_the_colour_of_the_text():
     for plot in draw(whole_page()):
         root = ElementTree.fromstring(plot.svg)

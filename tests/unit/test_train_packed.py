@@ -91,7 +91,19 @@ def test_nothing_replayed_is_not_the_same(tmp_path):
     assert train_packed.compare(made, 8, tmp_path / "r.jsonl") == 1
 
 
-def test_every_run_has_its_process_and_words(monkeypatch):
+def test_without_times_there_is_a_verdict_all_the_same(tmp_path, capsys):
+    made = {name: {**run, "step_ms": None} for name, run in runs([3.0, 2.005] * 4).items()}
+    out = tmp_path / "r.jsonl"
+    assert train_packed.compare(made, 8, out) == 0
+    for record in map(json.loads, out.read_text().splitlines()):
+        check_record(record)
+        assert record["ms"] is None and "ratio" not in record
+    found = capsys.readouterr().out
+    assert "verdict: SAME" in found and "times as fast" not in found
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_every_run_has_its_process_and_words(monkeypatch, side_by_side):
     trained = []
 
     class Process:
@@ -100,16 +112,19 @@ def test_every_run_has_its_process_and_words(monkeypatch):
         def __init__(self, module):
             assert module == train_packed.MODULE
 
-        def train(self, mode, words):
+        def train(self, mode, words, limit_s):
+            assert limit_s == train_packed.LIMIT_S
             trained.append((mode, tuple(words)))
-            return {"step_ms": [1.0], "rows": words[5]}
+            return {"step_ms": [1.0], "words": tuple(words)}
 
     monkeypatch.setattr(train_packed, "TrainingProcess", Process)
-    found = train_packed.train_all(5, "qwen3_vl", "attn")
+    found = train_packed.train_all(5, "qwen3_vl", "attn", side_by_side)
     assert list(found) == [*train_packed.EAGER_RUNS, "plugin"]
-    assert [run["step_ms"] for run in found.values()] == [[1.0], None, None, None, [1.0]]
-    assert trained[:2] == [
-        ("eager", ("--steps", "5", "--model", "qwen3_vl", "--rows", "1")),
-        ("graphs", ("--steps", "5", "--model", "qwen3_vl", "--modules", "attn")),
-    ]
-    assert [run["rows"] for run in found.values()][:4] == ["1", "1", "64", "256"]
+    times = [run["step_ms"] for run in found.values()]
+    assert times == ([None] * 5 if side_by_side else [[1.0], None, None, None, [1.0]])
+    alike = ("--steps", "5", "--model", "qwen3_vl")
+    rows = [("eager", (*alike, "--rows", rows)) for rows in ("1", "1", "64", "256")]
+    graphs = ("graphs", (*alike, "--modules", "attn"))
+    assert [run["words"] for run in found.values()] == [words for _, words in (*rows, graphs)]
+    assert sorted(trained) == sorted([*rows, graphs])
+    assert side_by_side or trained[:2] == [rows[0], graphs]

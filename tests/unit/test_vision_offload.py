@@ -170,3 +170,29 @@ def test_a_part_that_saves_nothing_is_said(capsys):
         assert graphs.statistics().pinned_bytes == 0
     said = capsys.readouterr().out
     assert said.count("vision_cuda_graph_offload and vision_cuda_graph_recompute move nothing") == 1
+
+
+def test_a_slot_that_takes_more_than_its_target_is_planned_again_for_less():
+    target = target_of(0.8)
+    with graphs_on(new_tower(), memory_target_gb=target, **SETTINGS) as graphs:
+        offloading = graphs._regions[0]._offloading
+        nbytes = int(target * 2**30)
+        assert offloading.accepts(nbytes) and offloading._plans
+        assert not offloading.accepts(int(1.05 * nbytes)) and not offloading._plans
+        first = offloading._beyond
+        assert first == pytest.approx(0.05 * nbytes, abs=2)
+
+
+def test_a_slot_that_takes_more_than_its_target_however_often_it_is_recorded_is_an_error():
+    target = target_of(0.8)
+
+    class Lossy(ReferenceExecutor):
+        def pool_bytes(self, pool):
+            return int(0.9 * target * 2**30)  # beside the static buffers
+
+    settings = {"memory_target_gb": target, "strict": True, **SETTINGS}
+    with (
+        pytest.raises(CaptureError, match="memory_target_gb"),
+        graphs_on(new_tower(), executor=Lossy(), **settings),
+    ):
+        pass

@@ -8,9 +8,10 @@ from ..facts import Facts
 from ..vision import VisionGraphOptions
 from .images import IMAGES
 from .language_model import LANGUAGE_MODEL
-from .others import OFFLOAD, VISION
+from .offload import OFFLOAD
 from .packed import PACKED
 from .rule import Combination
+from .vision import VISION
 
 if TYPE_CHECKING:
     from ..graph_options import GraphOptions

@@ -9,6 +9,8 @@ TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_p
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
+TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
+GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
@@ -218,5 +220,22 @@ SEAMS = (
         touch="read",
         purpose="a cached choice of kernel that would read the device during a capture is dropped",
         undo="Transformer Engine chooses again",
+    ),
+    Seam(
+        name="weights_stay",
+        module=TE_OFFLOAD,
+        target="NVTE_CPU_OFFLOAD_V1",
+        kind="value",
+        touch="read",
+        purpose="whether Transformer Engine leaves weights on the device while megatron-core offloads",
+    ),
+    Seam(
+        name="offload_begins",
+        module=GPT_MODEL,
+        target="GPTModel.preprocess_for_fine_grained_offloading",
+        kind="function",
+        touch="called",
+        purpose="megatron-core's offloading is told that a microbatch of a language model begins",
+        parameters=("self",),
     ),
 )

@@ -77,6 +77,17 @@ SEAMS = (
         parameters=("decoder_input", "position_ids", "labels", "visual_pos_masks", "deepstack_visual_embeds"),
     ),
     Seam(
+        name="language_model_offload",
+        module=LANGUAGE_MODEL,
+        target="Qwen3VLGPTModel.forward",
+        kind="function",
+        touch="extended",
+        purpose="megatron-core's activation offloading is told that a microbatch begins, as in GPTModel.forward",
+        undo=RESTORED,
+        parameters=("self",),
+        patched_by="language_offload",
+    ),
+    Seam(
         name="language_model_parts",
         module=LANGUAGE_MODEL,
         target="Qwen3VLGPTModel",

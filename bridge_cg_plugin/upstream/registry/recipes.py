@@ -1,5 +1,6 @@
 """Seams of Bridge's recipe packages, where launchers look recipes up by name."""
 
+from ..releases import RELEASES
 from ..seams import Seam
 
 RECIPES = "megatron.bridge.recipes"
@@ -13,9 +14,13 @@ SEAMS = tuple(
         kind="module",
         touch="extended",
         purpose="presets are found by name where Bridge's own recipes are",
-        since=NAMES_BY_TASK,
+        since=since,
         undo="deactivate() takes the names off",
         patched_by="recipe_names",
     )
-    for name, module in (("recipe_names", RECIPES), ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl"))
+    for name, module, since in (
+        ("recipe_names", RECIPES, NAMES_BY_TASK),
+        ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl", NAMES_BY_TASK),
+        ("recipe_names.small", RECIPES, RELEASES[-1].bridge),
+    )
 )

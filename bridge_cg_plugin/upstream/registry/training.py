@@ -5,6 +5,7 @@ from ..seams import Seam
 TRAIN = "megatron.bridge.training.train"
 CONFIG = "megatron.bridge.training.config"
 CALLBACKS = "megatron.bridge.training.callbacks"
+INITIALIZE = "megatron.bridge.training.initialize"
 STATE = "megatron.bridge.training.state"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
 STEPS = ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "megatron.bridge.training.vlm_step")
@@ -164,5 +165,14 @@ SEAMS = (
         touch="read",
         purpose="a batch carries its grids in these fields",
         attributes=("image_grid_thw", "video_grid_thw"),
+    ),
+    Seam(
+        name="dataset_helper",
+        module=INITIALIZE,
+        target="compile_helpers",
+        kind="function",
+        touch="instance",
+        purpose="training starts on wheels, which ship the helper compiled and cannot compile it",
+        undo="undone when training ends",
     ),
 )

@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .reduction import COLUMNS, ROWS, PartialSum, column_sum, may_wait, row_programs, tiles_each
+from .reduction import WIDE, PartialSum, Tiling, column_sum, may_wait
 from .residual import Branch, current_stream
 from .tanh import tanh
+
+# Of GELU's backward, whose arithmetic wants other tiles than mere sums: the fastest of 60 at 784 to 16,384 rows of 4304
+# on an H200, twice as fast at 784 as with tiles of 8 x 256.
+GELU_BACKWARD = Tiling(rows=4, columns=128, most=8)
+GELU_WARPS = 2
 
 
 @triton.jit
@@ -84,16 +89,13 @@ def _bias_gelu_backward(
     tl.store(partial_ptr + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[0], ROWS), triton.cdiv(x.shape[1], COLUMNS)
-
-
 class _BiasResidual(Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None) -> Tensor:
         out = torch.empty_like(residual)
         flat = x.reshape(-1, x.shape[-1])
-        _bias_residual[_grid(flat)](flat, bias, residual, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS)
+        grid = WIDE.grid(*flat.shape)
+        _bias_residual[grid](flat, bias, residual, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns)
         ctx.dtype, ctx.branch, ctx.may_wait = bias.dtype, branch, may_wait(bias)
         return out
 
@@ -125,7 +127,8 @@ class _BiasGelu(Function):
         x = x.contiguous()
         out = torch.empty_like(x)
         flat = x.view(-1, x.shape[-1])
-        _bias_gelu[_grid(flat)](flat, bias, out, *flat.shape, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=False)
+        grid = WIDE.grid(*flat.shape)
+        _bias_gelu[grid](flat, bias, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns, enable_fp_fusion=False)
         ctx.save_for_backward(x, bias)
         ctx.may_wait = may_wait(bias)
         return out
@@ -137,10 +140,9 @@ class _BiasGelu(Function):
         gradient = gradient.contiguous()
         rows, columns = gradient.view(-1, gradient.shape[-1]).shape
         out = torch.empty_like(x)
-        tiles = tiles_each(rows, columns)
-        parts = row_programs(rows, tiles)
-        sums = PartialSum(parts, columns, bias.dtype, x.device, ctx.may_wait())
-        grid = (parts, triton.cdiv(columns, COLUMNS))
+        tiles = GELU_BACKWARD.tiles_each(rows, columns)
+        grid = GELU_BACKWARD.grid(rows, columns, tiles)
+        sums = PartialSum(grid[0], columns, bias.dtype, x.device, ctx.may_wait())
         _bias_gelu_backward[grid](
             gradient,
             x,
@@ -149,9 +151,10 @@ class _BiasGelu(Function):
             sums.partials,
             rows,
             columns,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            ROWS=GELU_BACKWARD.rows,
+            COLUMNS=GELU_BACKWARD.columns,
             TILES=tiles,
+            num_warps=GELU_WARPS,
             enable_fp_fusion=False,
         )
         return out, sums.total() if ctx.needs_input_grad[1] else None

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,43 @@ from torch import Tensor, nn
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
 
-# One program's tile: wide loads, few registers a thread.
-ROWS = 8
-COLUMNS = 256
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
-MOST_TILES = 16
 SUM_COLUMNS = 64
 SUM_ROWS = 32
 # Deferred sums that one kernel adds up: few launches, and partial sums that are still in the cache.
 TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How programs share a matrix whose rows they add up.
+
+    Attributes:
+        rows, columns: A program's tile.
+        most: Tiles, one below the other, that a program adds up at most.
+    """
+
+    rows: int
+    columns: int
+    most: int
+
+    def tiles_each(self, rows: int, columns: int) -> int:
+        """Return how many tiles a program adds up, a power of two: few where programs are few, or a GPU would idle."""
+        tiles = triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
+        return 1 << min(max(tiles // BUSY, 1), self.most).bit_length() - 1
+
+    def row_programs(self, rows: int, tiles: int) -> int:
+        """Return how many programs of so many tiles share the rows, which is how many partial sums they leave."""
+        return triton.cdiv(rows, self.rows * tiles)
+
+    def grid(self, rows: int, columns: int, tiles: int = 1) -> tuple[int, int]:
+        """Return the programs of a kernel, over rows and columns."""
+        return self.row_programs(rows, tiles), triton.cdiv(columns, self.columns)
+
+
+# Wide loads, few registers a thread.
+WIDE = Tiling(rows=8, columns=256, most=16)
 
 
 @triton.jit
@@ -50,17 +78,6 @@ def _column_partials(x_ptr, partial_ptr, rows, columns, ROWS: tl.constexpr, COLU
         total += tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     target = partial_ptr + tl.program_id(0) * columns + column
     tl.store(target, tl.sum(total, axis=0), mask=column < columns)
-
-
-def tiles_each(rows: int, columns: int) -> int:
-    """Return how many tiles of `ROWS` rows a program adds up, a power of two."""
-    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
-    return 1 << min(max(tiles // BUSY, 1), MOST_TILES).bit_length() - 1
-
-
-def row_programs(rows: int, tiles: int) -> int:
-    """Return how many programs of so many tiles share the rows, which is how many partial sums they leave."""
-    return triton.cdiv(rows, ROWS * tiles)
 
 
 def add_partials(partials: Tensor, out: Tensor) -> None:
@@ -190,8 +207,8 @@ def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
         deferred: See `PartialSum`.
     """
     rows, columns = x.shape
-    tiles = tiles_each(rows, columns)
-    found = PartialSum(row_programs(rows, tiles), columns, dtype, x.device, deferred)
-    grid = (row_programs(rows, tiles), triton.cdiv(columns, COLUMNS))
-    _column_partials[grid](x, found.partials, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, TILES=tiles)
+    tiles = WIDE.tiles_each(rows, columns)
+    grid = WIDE.grid(rows, columns, tiles)
+    found = PartialSum(grid[0], columns, dtype, x.device, deferred)
+    _column_partials[grid](x, found.partials, rows, columns, ROWS=WIDE.rows, COLUMNS=WIDE.columns, TILES=tiles)
     return found.total()

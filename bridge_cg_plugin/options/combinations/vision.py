@@ -1,12 +1,11 @@
-"""Combinations of vision graphs and offloading."""
+"""Combinations of vision graphs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ..facts import Facts
-from ..language_model import IMPL, MODULES
-from ..offload import OFFLOAD_FIELDS
+from ..language_model import IMPL
 from ..vision import PROVIDER_FIELDS
 from .images import whole_language_model
 from .rule import Combination
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from ..graph_options import GraphOptions
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
-_LOCAL_OFFLOAD = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
 
 def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
@@ -100,41 +98,5 @@ VISION = (
             f"0 with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
             "Use it with the whole encoder as one region.",
         ),
-    ),
-)
-
-OFFLOAD = (
-    Combination(
-        "offloading without modules",
-        "Nothing would be offloaded",
-        lambda o, f: o.offload.enabled and not o.offload.modules,
-        lambda o, f: (OFFLOAD_FIELDS["modules"], [], "at least one module", "Name what to offload."),
-    ),
-    Combination(
-        "offloading `attn_proj` without `core_attn`",
-        "The input of the projection is the output of core attention",
-        lambda o, f: o.offload.enabled and "attn_proj" in o.offload.modules and "core_attn" not in o.offload.modules,
-        lambda o, f: (OFFLOAD_FIELDS["modules"], list(o.offload.modules), "core_attn,attn_proj", "Add core_attn."),
-    ),
-    Combination(
-        "offloading with `local` graphs, apart from parts of MoE layers",
-        "megatron-core's own graphs offload parts of MoE layers only, outside what they capture",
-        lambda o, f: (
-            o.offload.enabled
-            and o.language_model.impl == "local"
-            and (not o.language_model.modules or not set(o.offload.modules) <= _LOCAL_OFFLOAD)
-        ),
-        lambda o, f: (
-            OFFLOAD_FIELDS["modules"],
-            list(o.offload.modules),
-            f"{', '.join(sorted(_LOCAL_OFFLOAD))}, with {MODULES} set",
-            f"Set {IMPL}=transformer_engine.",
-        ),
-    ),
-    Combination(
-        "offloading with `full_iteration` and no limit in flight",
-        "The whole step is one graph, which must bound the copies itself",
-        lambda o, f: o.offload.enabled and o.language_model.impl == "full_iteration" and o.offload.max_inflight is None,
-        lambda o, f: (OFFLOAD_FIELDS["max_inflight"], None, "a whole number of at least 0", "Set it, 1 for example."),
     ),
 )

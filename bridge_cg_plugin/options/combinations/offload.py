@@ -1,0 +1,205 @@
+"""Combinations of offloading."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..facts import Facts
+from ..language_model import IMPL, MODULES, CudaGraphModule
+from ..migration import module_names
+from ..offload import CORE_FIELDS, SHARED_FIELDS
+from ..shared_offload import ATTENTION
+from .images import whole_language_model
+from .rule import Combination
+
+if TYPE_CHECKING:
+    from ..graph_options import GraphOptions
+
+_IN_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
+
+
+def _asked(options: GraphOptions) -> str:
+    """Return the field that switched offloading on."""
+    if options.offload.parts:
+        return f"{SHARED_FIELDS['parts']}={','.join(options.offload.parts)}"
+    return f"{CORE_FIELDS['enabled']}=true"
+
+
+def _engines_layers(options: GraphOptions) -> bool:
+    """Whether layers are on graphs of Transformer Engine, not on the plugin's of packs."""
+    return options.language_model.impl == "transformer_engine" and not options.packed.enabled
+
+
+def _modules(options: GraphOptions) -> str:
+    return ",".join(module_names(options.language_model.modules))
+
+
+def _captures(options: GraphOptions, *names: str) -> bool:
+    return _engines_layers(options) and any(CudaGraphModule[name] in options.language_model.modules for name in names)
+
+
+def _inside_attention(options: GraphOptions) -> bool:
+    offload = options.offload
+    return offload.enabled and bool(set(ATTENTION) & set(offload.modules)) and _captures(options, "attn")
+
+
+def _cuts_before_mlp(options: GraphOptions, facts: Facts) -> bool:
+    """Whether a graph begins or ends where the norm before the MLP reads."""
+    if facts.moe:
+        return _captures(options, "attn", "moe_router")
+    return _captures(options, "attn") != _captures(options, "mlp")
+
+
+def _recomputes(facts: Facts, module: str) -> bool:
+    return facts.recompute_granularity == "selective" and module in facts.recompute_modules
+
+
+def _not_both(module: str, options: GraphOptions, facts: Facts) -> tuple[str, object, str, str]:
+    allowed = f"without {module} with {_asked(options)}"
+    return "model.recompute_modules", list(facts.recompute_modules), allowed, "Offload it or recompute it."
+
+
+def _at_the_border(module: str, options: GraphOptions) -> tuple[str, object, str, str]:
+    offload = options.offload
+    allowed = f"without {module} with {MODULES}={_modules(options)}"
+    return CORE_FIELDS["modules"], list(offload.modules), allowed, f"Remove {module}."
+
+
+OFFLOAD = (
+    Combination(
+        "offloading without modules",
+        "Nothing would be offloaded",
+        lambda o, f: o.offload.enabled and not o.offload.modules,
+        lambda o, f: (CORE_FIELDS["modules"], [], "at least one module", "Name what to offload."),
+    ),
+    Combination(
+        "offloading `attn_proj` without `core_attn`",
+        "The input of the projection is the output of core attention",
+        lambda o, f: o.offload.enabled and "attn_proj" in o.offload.modules and "core_attn" not in o.offload.modules,
+        lambda o, f: (CORE_FIELDS["modules"], list(o.offload.modules), "core_attn,attn_proj", "Add core_attn."),
+    ),
+    Combination(
+        "offloading with `local` graphs, apart from parts of MoE layers",
+        "megatron-core's own graphs offload parts of MoE layers only, outside what they capture",
+        lambda o, f: (
+            o.offload.enabled
+            and o.language_model.impl == "local"
+            and (not o.language_model.modules or not set(o.offload.modules) <= _IN_EXPERTS)
+        ),
+        lambda o, f: (
+            CORE_FIELDS["modules"],
+            list(o.offload.modules),
+            f"{', '.join(sorted(_IN_EXPERTS))}, with {MODULES} set",
+            f"Set {IMPL}=transformer_engine.",
+        ),
+    ),
+    Combination(
+        "offloading with `full_iteration` and no limit in flight",
+        "The whole step is one graph, which must bound the copies itself",
+        lambda o, f: o.offload.enabled and o.language_model.impl == "full_iteration" and o.offload.max_inflight is None,
+        lambda o, f: (CORE_FIELDS["max_inflight"], None, "a whole number of at least 0", "Set it, 1 for example."),
+    ),
+    Combination(
+        "offloading with `cpu_offloading`",
+        "Both move the same activations, megatron-core's cpu_offloading whole layers of them",
+        lambda o, f: (o.offload.enabled or o.offload.parts) and f.cpu_offloading,
+        lambda o, f: ("model.cpu_offloading", True, f"false with {_asked(o)}", "Switch one of both off."),
+    ),
+    Combination(
+        "offloading with full recompute",
+        "Recomputed layers run a second time inside the backward, where megatron-core would count their offloads again",
+        lambda o, f: o.offload.enabled and f.recompute_granularity == "full",
+        lambda o, f: (
+            "model.recompute_granularity",
+            "full",
+            f"null or selective with {_asked(o)}",
+            "Offload or recompute.",
+        ),
+    ),
+    Combination(
+        "offloading `core_attn` with recompute of it",
+        "What is recomputed is not offloaded by megatron-core, without a word",
+        lambda o, f: o.offload.enabled and "core_attn" in o.offload.modules and _recomputes(f, "core_attn"),
+        lambda o, f: _not_both("core_attn", o, f),
+    ),
+    Combination(
+        "offloading inside MoE layers with recompute of `moe`",
+        "The recompute runs the whole layer again, offloaded parts included",
+        lambda o, f: o.offload.enabled and _IN_EXPERTS & set(o.offload.modules) and _recomputes(f, "moe"),
+        lambda o, f: _not_both("moe", o, f),
+    ),
+    Combination(
+        "offloading with graphs of whole layers by Transformer Engine",
+        "megatron-core waits for its copies inside graphs of named modules only: in those of whole layers copies would "
+        "be left over, and the capture fails",
+        lambda o, f: o.offload.enabled and _engines_layers(o) and not o.language_model.modules,
+        lambda o, f: (MODULES, [], f"attn, mlp or parts of MoE with {_asked(o)}", "Name what to capture."),
+    ),
+    Combination(
+        "offloading inside captured attention on releases before 0.6",
+        "Their megatron-core does not wait for copies inside graphs, and the capture fails",
+        lambda o, f: _inside_attention(o) and f.offload_in_graphs is False,
+        lambda o, f: (
+            CORE_FIELDS["modules"],
+            list(o.offload.modules),
+            f"modules outside {MODULES}={_modules(o)} on this release",
+            "Leave attention eager, or use megatron-bridge 0.6.",
+        ),
+    ),
+    Combination(
+        "offloading inside captured attention without warm-up steps",
+        "megatron-core learns in eager steps what is offloaded",
+        lambda o, f: _inside_attention(o) and f.warmup_steps == 0,
+        lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
+    ),
+    Combination(
+        "offloading `attn_norm` with captured attention",
+        "megatron-core switches it off, with a line in its log",
+        lambda o, f: o.offload.enabled and "attn_norm" in o.offload.modules and _captures(o, "attn"),
+        lambda o, f: _at_the_border("attn_norm", o),
+        harmless=True,
+    ),
+    Combination(
+        "offloading `mlp_norm` with one of captured attention and MLP, or a captured router",
+        "megatron-core switches it off, with a line in its log",
+        lambda o, f: o.offload.enabled and "mlp_norm" in o.offload.modules and _cuts_before_mlp(o, f),
+        lambda o, f: _at_the_border("mlp_norm", o),
+        harmless=True,
+    ),
+    Combination(
+        "offloading parts of experts on a model without MoE layers",
+        "Nothing would be offloaded",
+        lambda o, f: o.offload.enabled and _IN_EXPERTS & set(o.offload.modules) and f.moe is False,
+        lambda o, f: (
+            CORE_FIELDS["modules"],
+            list(o.offload.modules),
+            "modules of attention and norms on this model",
+            f"Remove {', '.join(sorted(_IN_EXPERTS & set(o.offload.modules)))}.",
+        ),
+        harmless=True,
+    ),
+    Combination(
+        "offloading of attention in Qwen3-VL's language model",
+        "Bridge's attention for it has no place where anything would be offloaded",
+        lambda o, f: o.offload.enabled and f.images and set(ATTENTION) & set(o.offload.modules),
+        lambda o, f: (
+            CORE_FIELDS["modules"],
+            list(o.offload.modules),
+            "mlp_norm and parts of experts on this model",
+            f"Remove {', '.join(name for name in ATTENTION if name in o.offload.modules)}.",
+        ),
+        harmless=True,
+    ),
+    Combination(
+        "offloading by megatron-core with `full_iteration` on a model that takes images",
+        "The language model is a graph of its forward and one of its backward, and megatron-core's copies would cross",
+        lambda o, f: o.offload.enabled and whole_language_model(o, f),
+        lambda o, f: (IMPL, o.language_model.impl, f"none or transformer_engine with {_asked(o)}", "Change either."),
+    ),
+    Combination(
+        "`activation_offload_min_bytes` without `activation_offload`",
+        "It is the smallest activation that the other sends away",
+        lambda o, f: o.offload.min_bytes is not None and not o.offload.parts,
+        lambda o, f: (SHARED_FIELDS["min_bytes"], o.offload.min_bytes, "null", f"Set {SHARED_FIELDS['parts']}."),
+    ),
+)

@@ -1,0 +1,141 @@
+"""One option that says what is offloaded, told to the plugin's regions and to the layers that megatron-core runs."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .activations import OFFLOAD_MODULES, check_region
+from .errors import OptionError
+from .facts import Facts
+from .language_model import CudaGraphModule, LanguageModelGraphOptions
+from .offload import CORE_FIELDS, SHARED_FIELDS, OffloadOptions
+from .packed import PACKED_FIELDS, PackedOptions
+from .vision import PROVIDER_FIELDS, VisionGraphOptions
+
+if TYPE_CHECKING:
+    from .graph_options import GraphOptions
+
+PARTS = SHARED_FIELDS["parts"]
+EXPERTS = ("expert_fc1", "moe_act")
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+# Part -> megatron-core's modules in it.
+CORE_MODULES: dict[str, tuple[str, ...]] = {
+    "attention": ATTENTION,
+    "mlp": EXPERTS,
+    "layernorm": ("attn_norm", "mlp_norm"),
+}
+# What a pack's or an image's activations are in, the unit of one size and the bytes of the other.
+ELEMENT_BYTES = 2
+
+
+def share_offload(options: "GraphOptions", facts: Facts) -> "GraphOptions":
+    """Return options in which the shared option has reached regions and megatron-core, with what it does not reach.
+
+    Args:
+        options: Options with parts to offload.
+        facts: What else decides what can leave.
+
+    Raises:
+        OptionError: One of them was told something else, or nothing can be offloaded.
+    """
+    offload = options.offload
+    vision, packed = options.vision, options.packed
+    if vision.enabled:
+        vision = _region(vision, offload, PROVIDER_FIELDS)
+        check_region(vision, vision.whole_encoder, PROVIDER_FIELDS, vision.modules)
+    if packed.enabled:
+        packed = _region(packed, offload, PACKED_FIELDS)
+        return replace(options, vision=vision, packed=packed)
+    modules, kept = _core_modules(offload.parts, options.language_model, facts)
+    if not modules and not vision.enabled:
+        reasons = "; ".join(dict.fromkeys(kept.values())) or "the language model has no such part"
+        allowed = "parts that something of this model can offload"
+        raise OptionError(PARTS, list(offload.parts), allowed, f"Nothing would be: {reasons}. Remove it.")
+    warnings = tuple(f"{PARTS}: {part} of the language model stays on the device: {why}" for part, why in kept.items())
+    return replace(
+        options,
+        vision=vision,
+        offload=_core(offload, modules, options.language_model, facts),
+        warnings=(*options.warnings, *warnings),
+    )
+
+
+def _region[Region: (VisionGraphOptions, PackedOptions)](
+    region: Region, offload: OffloadOptions, fields: dict[str, str]
+) -> Region:
+    """Return a region's options with what is shared."""
+    if region.offload is not None and set(region.offload) != set(offload.parts or ()):
+        raise _told_otherwise(fields["offload"], list(region.offload), offload)
+    if offload.min_bytes is None:
+        return replace(region, offload=offload.parts)
+    if region.offload_min_bytes not in (type(region)().offload_min_bytes, offload.min_bytes):
+        raise _told_otherwise(fields["offload_min_bytes"], region.offload_min_bytes, offload)
+    return replace(region, offload=offload.parts, offload_min_bytes=offload.min_bytes)
+
+
+def _core(
+    offload: OffloadOptions, modules: tuple[str, ...], language_model: LanguageModelGraphOptions, facts: Facts
+) -> OffloadOptions:
+    """Return megatron-core's options as the shared one says them; they may have been set from it before."""
+    written = [name for name in ("enabled", "modules", "min_tensor_size") if CORE_FIELDS[name] in facts.by_hand]
+    of_parts = {module for part in offload.parts or () for module in CORE_MODULES.get(part, ())}
+    stranger = bool(offload.modules) and not (offload.enabled and set(offload.modules) <= of_parts)
+    if written or stranger:
+        name = written[0] if written else "modules"
+        value = getattr(offload, name)
+        raise _told_otherwise(CORE_FIELDS[name], list(value) if isinstance(value, tuple) else value, offload)
+    if offload.modules:
+        return offload
+    size = offload.min_tensor_size if offload.min_bytes is None else offload.min_bytes // ELEMENT_BYTES
+    bound = 1 if modules and language_model.impl == "full_iteration" else None
+    limit = bound if offload.max_inflight is None else offload.max_inflight
+    return replace(offload, enabled=bool(modules), modules=modules, min_tensor_size=size, max_inflight=limit)
+
+
+def _told_otherwise(field: str, value: object, offload: OffloadOptions) -> OptionError:
+    said = f"{PARTS}={','.join(offload.parts or ())}"
+    return OptionError(field, value, f"its default with {said}", f"{PARTS} speaks for all: remove one of both.")
+
+
+def _core_modules(
+    parts: tuple[str, ...], language_model: LanguageModelGraphOptions, facts: Facts
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return megatron-core's modules of these parts that it offloads, and why of other parts there are none."""
+    found, kept = [], {}
+    for part in (part for part in OFFLOAD_MODULES if part in parts and part in CORE_MODULES):
+        why = {module: _why_kept(module, language_model, facts) for module in CORE_MODULES[part]}
+        leaving = [module for module, reason in why.items() if reason is None]
+        found += leaving
+        if not leaving:
+            kept[part] = next(reason for reason in why.values() if reason is not None)
+    return tuple(found), kept
+
+
+def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Facts) -> str | None:
+    """Return why megatron-core does not offload a module of this model; None where it does."""
+    if module in EXPERTS and facts.moe is False:
+        return "megatron-core offloads MLPs of experts only"
+    if module in ATTENTION and facts.images:
+        return "Bridge's attention for this model offloads nothing"
+    if (module == "attn_norm" and not facts.mla) or (module == "mlp_norm" and facts.moe is False):
+        return "its norms are part of the linear layers behind them"
+    return _why_graphs_keep(module, language_model, facts)
+
+
+def _why_graphs_keep(module: str, language_model: LanguageModelGraphOptions, facts: Facts) -> str | None:
+    """Return why graphs of the language model keep a module on the device; None where they do not."""
+    impl, captures = language_model.impl, language_model.captures
+    if impl == "full_iteration" and facts.images:
+        return "the language model is one graph forward and one backward"
+    if impl == "local" and module not in EXPERTS:
+        return "megatron-core's local graphs leave the device for experts only"
+    if language_model.per_layer and not language_model.modules:
+        return "megatron-core does not wait for copies in graphs of whole layers"
+    inside = captures(CudaGraphModule.attn) and module in ATTENTION
+    if inside and facts.offload_in_graphs is False:
+        return "this release of megatron-core does not wait for copies inside graphs"
+    if module == "attn_norm" and captures(CudaGraphModule.attn):
+        return "megatron-core keeps inputs of norms at a graph's border"
+    router = captures(CudaGraphModule.moe_router) or captures(CudaGraphModule.moe)
+    if module == "mlp_norm" and (captures(CudaGraphModule.attn) or router):
+        return "megatron-core keeps inputs of norms at a graph's border"
+    return None

@@ -1,0 +1,35 @@
+"""Triton's tilings of one kernel, compiled side by side: its autotuner compiles one after the other.
+
+mamba-ssm has some ten tilings for each of fifteen kernels, minutes of compiling before the first step.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from bridge_cg_plugin.upstream.replaced import replaced
+
+
+@contextmanager
+def compiled_side_by_side() -> Iterator[None]:
+    """Inside, a kernel's tilings are compiled by as many threads as there are cores before they are timed."""
+    from triton.runtime.autotuner import Autotuner
+
+    with replaced(Autotuner, "prune_configs", _compiling(Autotuner.prune_configs)):
+        yield
+
+
+def _compiling(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    from triton import AsyncCompileMode
+
+    def prune_configs(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        configs = original(self, kwargs)
+        # One that cannot be compiled fails again when it is timed, where the autotuner expects it.
+        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+        return configs
+
+    return prune_configs

@@ -1,0 +1,60 @@
+"""A cache of Hugging Face's hub with Qwen3-VL's configuration and a processor like its own; nothing is fetched.
+
+Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and there are no weights.
+With it Bridge's recipes and mock data work on a machine without a network.
+"""
+
+import os
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+from .seams.qwen_configs import write_configs
+
+NAME = "Qwen/Qwen3-VL-8B-Instruct"
+REVISION = "0" * 40
+FIRST_SPECIAL = 151_643
+SPECIAL = [
+    f"<|{name}|>"
+    for name in (
+        *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
+        *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
+    )
+]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer of bytes whose special tokens have Qwen's ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"unused{i}" for i in range(FIRST_SPECIAL - len(alphabet)))]
+    found = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    found.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    return Qwen2Tokenizer(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def write_hub(folder: Path, name: str = NAME) -> dict[str, str]:
+    """Write the cache of one model; returns the environment variables that make Hugging Face's libraries use it."""
+    model = folder / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = model / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REVISION)
+    (write_configs(folder / "configs")[name] / "config.json").rename(snapshot / "config.json")
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": 16777216}, **PIXELS),
+        tokenizer=tokenizer(),
+        video_processor=Qwen3VLVideoProcessor(**PIXELS),
+        chat_template=TEMPLATE,
+    )
+    processor.save_pretrained(snapshot)
+    return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"} | {"HF_HUB_CACHE": os.path.join(folder, "hub")}

@@ -1,0 +1,59 @@
+"""megatron-core's dataset helper: used as shipped from wheels, compiled by Bridge where its sources are."""
+
+import importlib
+import subprocess
+
+import pytest
+
+from bridge_cg_plugin.upstream import dataset_helper
+from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
+
+
+@pytest.fixture
+def initialize(active, monkeypatch):
+    """Bridge's module, with calls of `make` noted instead of made."""
+    module = importlib.import_module("megatron.bridge.training.initialize")
+    made = []
+    monkeypatch.setattr(module, "compile_helpers", lambda: made.append("make"))
+    module.made = made
+    yield module
+    del module.made
+
+
+def test_wheels_are_used_as_shipped(initialize):
+    before = initialize.compile_helpers
+    with helper_as_shipped():
+        initialize.compile_helpers()
+    assert initialize.made == [] and initialize.compile_helpers is before
+
+
+def test_upstreams_own_function_fails_on_wheels(active):
+    """What this is for: when it no longer does, the seam can go."""
+    from megatron.core.datasets import __path__ as folders
+
+    done = subprocess.run(["make", "-C", next(iter(folders))], capture_output=True, text=True)
+    assert done.returncode != 0 and "No targets" in done.stderr
+
+
+def test_an_error_in_training_brings_it_back(initialize):
+    before = initialize.compile_helpers
+    with pytest.raises(ZeroDivisionError), helper_as_shipped():
+        1 / 0  # noqa: B018
+    assert initialize.compile_helpers is before
+
+
+def test_sources_are_compiled_as_ever(initialize, tmp_path, monkeypatch):
+    from megatron.core import datasets
+
+    (tmp_path / "Makefile").touch()
+    monkeypatch.setattr(datasets, "__path__", [str(tmp_path)])
+    with helper_as_shipped():
+        initialize.compile_helpers()
+    assert initialize.made == ["make"]
+
+
+def test_what_was_never_compiled_is_compiled(initialize, monkeypatch):
+    monkeypatch.setattr(dataset_helper, "find_spec", lambda name: None)
+    with helper_as_shipped():
+        initialize.compile_helpers()
+    assert initialize.made == ["make"]

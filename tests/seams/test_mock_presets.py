@@ -1,0 +1,53 @@
+"""What `_mock` presets train on, made by Bridge from a hub's cache that was made here, and whether graphs take it."""
+
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+from transformers.utils import hub
+
+from bridge_cg_plugin.options import vision_options
+from bridge_cg_plugin.recipes import PRESETS
+from bridge_cg_plugin.upstream import recipe_names
+from bridge_cg_plugin.upstream.patches import bridge_release
+from tests import local_hub
+
+pytestmark = pytest.mark.skipif(
+    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    reason="the presets derive from recipes of a later megatron-bridge",
+)
+NAMES = [p.name for p in PRESETS if p.model == "qwen3_vl_8b" and p.mock and p.gpu == "h200"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return local_hub.write_hub(tmp_path_factory.mktemp("hub"))["HF_HUB_CACHE"]
+
+
+@pytest.fixture
+def offline(cache, bridge, monkeypatch):
+    """Bridge's recipes, with the cache as all that there is of the hub."""
+    for module, name in ((constants, "HF_HUB_CACHE"), (hub, "HF_HUB_CACHE"), (hub, "TRANSFORMERS_CACHE")):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, cache)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return bridge
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
+    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
+
+    config = getattr(offline, name)()
+    config.dataset.num_base_examples = 4
+    context = SimpleNamespace(train_samples=4, valid_samples=0, test_samples=0)
+    data = MockVLMSFTDatasetBuilder(config.dataset).build(context)[0]
+    count = config.train.micro_batch_size
+    batch = data.collate_fn([data[i] for i in range(count)])
+    visual = batch["visual_inputs"]
+    patches = int(visual.image_grid_thw.prod(-1).sum())
+    assert len(visual.image_grid_thw) == count and visual.pixel_values.shape == (patches, 1536)
+    assert int((batch["input_ids"] == config.model.image_token_id).sum()) == patches // 4
+    assert batch["loss_mask"].sum() > 0
+    options = vision_options(config.model)
+    assert options.exact_below < patches <= options.max_seq_length

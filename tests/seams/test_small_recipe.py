@@ -1,0 +1,147 @@
+"""The small preset: found by name, validated, trained as far as a CPU can, without a hub, on every release."""
+
+import importlib
+import pickle
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.utils import hub
+
+import bridge_cg_plugin
+from bridge_cg_plugin import recipes
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import VisionGraphOptions, vision_options
+from bridge_cg_plugin.recipes import SMALL_RECIPES
+from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from examples.photographs.tower import build_tower
+from scripts.performance import run_recipe
+
+from .test_recipes import launched
+
+NAME = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+
+
+@pytest.fixture
+def offline(active, monkeypatch):
+    """Whatever asks for a file of a hub, or for a connection to another machine, fails."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"asked for {args} {kwargs}")
+
+    for name in ("cached_file", "cached_files"):
+        monkeypatch.setattr(hub, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return importlib.import_module("megatron.bridge.recipes")
+
+
+@pytest.fixture
+def config(offline):
+    return getattr(offline, NAME)()
+
+
+def samples(config, count=12, **fields):
+    for name, value in fields.items():
+        setattr(config.dataset, name, value)
+    context = SimpleNamespace(train_samples=count, valid_samples=0, test_samples=0)
+    return config.dataset.build_datasets(context)[0]
+
+
+def test_bridges_look_up_finds_it_by_name(offline):
+    assert getattr(offline, NAME) is SMALL_RECIPES[NAME] is getattr(recipes, NAME)
+    assert NAME in recipes.__all__ and pickle.loads(pickle.dumps(SMALL_RECIPES[NAME])) is SMALL_RECIPES[NAME]
+    bridge_cg_plugin.deactivate()
+    assert not hasattr(offline, NAME)
+    with pytest.raises(RuntimeError, match=rf"{NAME} needs the plugin.*activate\(\)"):
+        SMALL_RECIPES[NAME]()
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    launched(config, gpus)
+    assert config.data_parallel_size == gpus
+    assert config.model.vision_cuda_graph_impl == "transformer_engine"
+
+
+def test_nothing_is_read_or_written(config):
+    assert config.checkpoint.load is config.checkpoint.save is config.logger.tensorboard_dir is None
+    assert config.tokenizer.tokenizer_type == "NullTokenizer" and config.tokenizer.tokenizer_model is None
+
+
+def test_run_recipe_explains_it(offline, capsys):
+    assert run_recipe.main(["--recipe", NAME, "--dry-run", "--vision_cuda_graph_buckets", "1024,4608"]) == 0
+    said = capsys.readouterr().out
+    assert f"{NAME}: pretrain() with qwen3_vl_step" in said and "buckets of 1024 and 4608 tokens" in said
+
+
+def test_a_typo_in_it_names_the_nearest(offline, capsys):
+    assert run_recipe.main(["--recipe", NAME.replace("small", "smal"), "--dry-run"]) == 2
+    assert NAME in capsys.readouterr().err
+
+
+def test_every_sample_fits_the_sequence_and_the_largest_bucket(config):
+    data, model = samples(config, 40), config.model
+    longest = vision_options(model).max_seq_length
+    found = {int(data[i]["images"].grid.prod(-1).sum()) for i in range(len(data))}
+    assert max(found) <= longest and len(found) >= 5
+    largest = torch.tensor(config.dataset.sizes).prod(-1).max() // 256 * config.dataset.most_images
+    assert longest == int(largest)
+
+
+def test_the_tokens_are_the_models(config):
+    model, item = config.model, samples(config)[0]
+    assert (item["tokens"] == model.image_token_id).sum() == int(item["images"].grid.prod(-1).sum()) // 4
+    assert (item["tokens"] == model.vision_start_token_id).sum() == len(item["images"].grid)
+    assert int(item["tokens"].max()) < model.vocab_size
+    assert not (item["labels"][item["loss_mask"].bool()] >= 8000).any()
+
+
+def test_samples_are_the_same_in_every_run_and_tell_names_apart(config):
+    first, again = samples(config, 4), samples(config, 4)
+    for i in range(4):
+        assert torch.equal(first[i]["images"].pixels, again[i]["images"].pixels)
+        assert torch.equal(first[i]["tokens"], again[i]["tokens"])
+    means = {}
+    for i in range(12):
+        images = samples(config)[i]["images"]
+        for name, pixels in zip(images.names, images.pixels.split(images.grid.prod(-1).tolist()), strict=True):
+            means.setdefault(name, []).append(pixels.mean(0))
+    assert len(means) >= 4
+    for name, found in means.items():
+        others = [mean for other, them in means.items() if other != name for mean in them]
+        assert all((found[0] - same).norm() < 0.1 * min((found[0] - o).norm() for o in others) for same in found)
+
+
+def test_its_tower_trains_on_its_images_with_graphs_as_eager(config):
+    """The preset's tower, three of its layers, through the reference executor; small images."""
+    data = samples(config, 6, sizes=[(64, 96), (96, 96), (128, 64)])
+    theirs = config.model.vision_config
+    sizes = {
+        name: getattr(theirs, name)
+        for name in ("hidden_size", "num_heads", "intermediate_size", "num_position_embeddings", "out_hidden_size")
+    }
+    tower = build_tower(layers=3, deepstack_visual_indexes=[0, 1], **sizes)
+    batches = [data.collate_fn([data[i]])["visual_inputs"] for i in range(len(data))]
+    eager = [gradients(tower, b) for b in batches]
+    options = VisionGraphOptions(impl="transformer_engine", max_seq_length=128, exact_below=0, strict=True)
+    helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
+    gradients(tower, batches[0])  # a warm-up step, which shows sizes
+    helper.create_cudagraphs()
+    try:
+        for batch, wanted in zip(batches, eager, strict=True):
+            for found, value in zip(gradients(tower, batch), wanted, strict=True):
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
+        statistics = helper.graphs.statistics()
+        assert statistics.replays == len(batches), statistics.fallbacks
+    finally:
+        helper.delete_cuda_graphs()
+
+
+def gradients(tower, batch):
+    tower.zero_grad(set_to_none=True)
+    embeddings, deepstack = tower(batch.pixel_values, batch.image_grid_thw)
+    (embeddings.square().mean() + sum(d.square().mean() for d in deepstack)).backward()
+    return [embeddings.detach(), *(p.grad.clone() for p in tower.parameters())]

@@ -1,0 +1,60 @@
+import pytest
+import torch
+from torch import nn
+
+from bridge_cg_plugin.upstream.patch_gradients import patch_gradients, takes_patches
+
+SHAPE = (3, 2, 4, 4)
+
+
+def make(kind=nn.Conv3d, kernel=SHAPE[1:], **options):
+    torch.manual_seed(0)
+    return kind(SHAPE[0], 24, kernel, **{"stride": kernel, **options})
+
+
+def results(module, patches, gradient):
+    module.zero_grad()
+    out = module(patches)
+    out.backward(gradient)
+    return [out.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind,kernel", [(nn.Conv3d, SHAPE[1:]), (nn.Conv2d, SHAPE[2:])])
+def test_gradients_are_the_convolutions(kind, kernel, bias):
+    module = make(kind, kernel, bias=bias)
+    patches = torch.randn(40, SHAPE[0], *kernel)
+    gradient = torch.randn(40, 24, *(1 for _ in kernel))
+    expected = results(module, patches, gradient)
+    with patch_gradients((nn.Sequential(module),)):
+        found = results(module, patches, gradient)
+        assert module(patches).grad_fn.name() == "_PatchConvolutionBackward"
+    assert "forward" not in vars(module)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    module = make()
+    module.weight.requires_grad_(False)
+    with patch_gradients((module,)):
+        results(module, torch.randn(5, *SHAPE), torch.randn(5, 24, 1, 1, 1))
+    assert module.weight.grad is None and module.bias.grad is not None
+
+
+@pytest.mark.parametrize(
+    "patches", [torch.randn(2, 3, 4, 4, 4), torch.randn(5, *SHAPE).requires_grad_()], ids=["larger", "differentiable"]
+)
+def test_other_inputs_are_pytorchs(patches):
+    module = make()
+    with patch_gradients((module,)):
+        assert module(patches).grad_fn.name() == "ConvolutionBackward0"
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 1}, {"padding": 1}, {"padding": "valid"}, {"dilation": 2}, {"groups": 3}], ids=str
+)
+def test_other_convolutions_are_left_alone(options):
+    assert takes_patches(make())
+    assert not takes_patches(make(**options))
+    assert not takes_patches(nn.Linear(3, 3))
