@@ -10,10 +10,11 @@ from ..options import OptionError
 
 Mode = Literal["pretrain", "finetune"]
 
+LANGUAGE_MODEL_STEP = "llm_step"
 STEPS: dict[str, tuple[str, str]] = {
     "audio_lm_step": ("megatron.bridge.training.audio_lm_step", "forward_step"),
     "dsv4_step": ("megatron.bridge.models.deepseek.deepseek_v4_step", "forward_step"),
-    "llm_step": ("megatron.bridge.training.gpt_step", "forward_step"),
+    LANGUAGE_MODEL_STEP: ("megatron.bridge.training.gpt_step", "forward_step"),
     "vlm_step": ("megatron.bridge.training.vlm_step", "forward_step"),
     "qwen3_omni_step": ("megatron.bridge.models.qwen_omni.qwen3_omni_step", "forward_step"),
     "qwen3_vl_step": ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "forward_step"),
@@ -48,7 +49,7 @@ _MODES: dict[str, Mode] = {
 
 def step_name(recipe: str) -> str:
     """Return the name of the forward step of a recipe's model."""
-    return next((step for start, step in FAMILIES.items() if recipe.startswith(start)), "llm_step")
+    return next((step for start, step in FAMILIES.items() if recipe.startswith(start)), LANGUAGE_MODEL_STEP)
 
 
 def forward_step(name: str, mode: Mode) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from bridge_cg_plugin.options import OptionError  # noqa: E402
 from bridge_cg_plugin.options.flags import take_flags  # noqa: E402
 from bridge_cg_plugin.options.language_model import IMPL  # noqa: E402
+from bridge_cg_plugin.options.packed import PACKED_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS  # noqa: E402
 from bridge_cg_plugin.report import plots  # noqa: E402
@@ -37,6 +38,7 @@ from bridge_cg_plugin.report.command import print_page, write_page  # noqa: E402
 from bridge_cg_plugin.report.page import Page, make_page  # noqa: E402
 from bridge_cg_plugin.report.records import read_records  # noqa: E402
 from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
+from bridge_cg_plugin.upstream.steps import LANGUAGE_MODEL_STEP, step_name  # noqa: E402
 from examples.photographs.processes import free_port  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
 from scripts.performance.bench_step import WRONG  # noqa: E402
@@ -57,11 +59,13 @@ class PlannedRun:
         mode: Its name: eager1, eager2, ..., upstream or plugin.
         kind: Of `KINDS`.
         command: What starts it, without where its record goes.
+        wrong: What the run computes instead of the model, empty where it computes the model.
     """
 
     mode: str
     kind: str
     command: tuple[str, ...]
+    wrong: str = ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,13 +117,20 @@ def read(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 def plan(args: argparse.Namespace, rest: Sequence[str]) -> list[PlannedRun]:
     """Return the runs in the order in which they are made."""
     kinds = [kind for kind in KINDS if kind in args.modes.split(",")]
-    found = []
+    images, found = takes_images(args, rest), []
     for kind in kinds:
-        words = ["--recipe", args.recipe, *words_of(kind, rest), f"{ITERATIONS}={args.steps}"]
+        words = ["--recipe", args.recipe, *words_of(kind, rest, images), f"{ITERATIONS}={args.steps}"]
         command = (*launcher(args.gpus_per_node), str(WORKER), "--as", kind, *words)
         modes = [f"eager{i + 1}" for i in range(args.eager_runs)] if kind == "eager" else [kind]
-        found += [PlannedRun(mode, kind, command) for mode in modes]
+        wrong = WRONG if kind == "upstream" and images else ""
+        found += [PlannedRun(mode, kind, command, wrong) for mode in modes]
     return found
+
+
+def takes_images(args: argparse.Namespace, rest: Sequence[str]) -> bool:
+    """Return whether the recipe's model takes images, so that its vision encoder can be on graphs."""
+    step = run_recipe.read(["--recipe", args.recipe, *rest])[0].step_func or step_name(args.recipe)
+    return step != LANGUAGE_MODEL_STEP
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
@@ -128,20 +139,28 @@ def launcher(gpus: int) -> tuple[str, ...]:
     return alone if gpus == 1 else (*alone, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}")
 
 
-def words_of(kind: str, rest: Sequence[str]) -> list[str]:
-    """Return run_recipe.py's words for one kind of run: graph options are for the plugin's."""
+def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
+    """Return run_recipe.py's words for one kind of run: graph options are for the plugin's.
+
+    Args:
+        kind: Of `KINDS`.
+        rest: The words that were given.
+        images: Whether the model takes images; a language model's graphs are those of its recipe and flags.
+    """
+    vision = [f"--{VISION_IMPL}", "transformer_engine"] if images else []
     if kind == "plugin":
-        return [f"--{VISION_IMPL}", "transformer_engine", *rest]
+        return [*vision, *rest]
     flags, others = take_flags(rest)
     graph_words = {word: _field(word) for word in others if _field(word) in FIELDS}
     plain = [word for word in others if word not in graph_words]
+    without_packs = [] if images else [f"{PACKED_FIELDS['max_packed_seqs']}=null"]
     if kind == "eager":
-        return [f"--{VISION_IMPL}", "none", f"--{IMPL}", "none", *plain]
+        return [f"--{VISION_IMPL}", "none", f"--{IMPL}", "none", *without_packs, *plain]
     # Upstream's own fields; the language model as in the plugin's run.
     kept = (*LANGUAGE_MODEL_FIELDS, LENGTH)
     own = [word for name, value in flags.items() if name in kept for word in (f"--{name}", str(value))]
     own += [word for word, field in graph_words.items() if field in kept]
-    return [f"--{VISION_IMPL}", "transformer_engine", *own, *plain]
+    return [*vision, *own, *without_packs, *plain]
 
 
 def _field(word: str) -> str:
@@ -154,7 +173,8 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     Returns:
         What it was refused with, in one line; empty where it was not.
     """
-    words = ["--recipe", args.recipe, *words_of("plugin", rest), f"{ITERATIONS}={args.steps}", "--dry-run"]
+    plugins = words_of("plugin", rest, takes_images(args, rest))
+    words = ["--recipe", args.recipe, *plugins, f"{ITERATIONS}={args.steps}", "--dry-run"]
     done = subprocess.run([sys.executable, str(RECIPE_SCRIPT), *words], capture_output=True, text=True)
     if done.returncode == 0:
         return ""
@@ -176,13 +196,10 @@ def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch
             if not error and not file.exists():
                 error = "the process ended well and wrote no record"
             measured = {"error": error} if error else json.loads(file.read_text())
-            records.append({"case": args.recipe, "mode": run.mode, **_wrong(run), **measured})
+            wrong = {"wrong": run.wrong} if run.wrong else {}
+            records.append({"case": args.recipe, "mode": run.mode, **wrong, **measured})
             watch.finished(run.mode, records[-1])
     return records
-
-
-def _wrong(run: PlannedRun) -> dict[str, str]:
-    return {"wrong": WRONG} if run.kind == "upstream" else {}
 
 
 def write(records: Sequence[dict[str, Any]], out: Path) -> Page:

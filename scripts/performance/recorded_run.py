@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.options import OptionError  # noqa: E402
+from bridge_cg_plugin.options import PROVIDER_FIELDS, OptionError  # noqa: E402
 from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
 
@@ -84,7 +84,7 @@ def with_upstreams_graphs(run: run_recipe.Prepared) -> run_recipe.Prepared:
     importlib.import_module(TRAIN)
     from bridge_cg_plugin.upstream.train_loop import drives_vision_graphs
 
-    if not drives_vision_graphs():
+    if getattr(run.config.model, PROVIDER_FIELDS["impl"], "none") != "none" and not drives_vision_graphs():
         raise OptionError("as", "upstream", "eager or plugin", "The installed release has no vision graphs.")
     overlap = getattr(run.config, "comm_overlap", None)
     for section in (run.config.ddp, overlap, getattr(overlap, "user_comm_overlap_cfg", None)):

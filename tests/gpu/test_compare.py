@@ -15,7 +15,7 @@ STEPS = 14
 
 def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    status = compare.main(["--recipe", NAME, "--steps", str(STEPS), "--out", str(tmp_path), "--time_limit", "120"])
+    status = compare.main(["--recipe", NAME, "--steps", str(STEPS), "--out", str(tmp_path), "--time_limit", "240"])
     said = capsys.readouterr().out
     print(said)
     runs = {run.mode: run for run in read_records(tmp_path / "compare.jsonl")}

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bridge_cg_plugin.report.records import read_records
 from scripts.performance import compare
 from scripts.performance.watched import TimeLeft, run_watched
 
-RECIPE = "some_recipe_pretrain_config"
+RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.
 FAKE = """
 import json, os, sys, time
@@ -49,9 +50,7 @@ def comparing(tmp_path, monkeypatch):
 
         def plan(args, rest):
             fake = (sys.executable, str(script))
-            return [
-                compare.PlannedRun(r.mode, r.kind, (*fake, r.kind, json.dumps(told or {}))) for r in real(args, rest)
-            ]
+            return [replace(r, command=(*fake, r.kind, json.dumps(told or {}))) for r in real(args, rest)]
 
         monkeypatch.setattr(compare, "plan", plan)
         monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
@@ -154,6 +153,16 @@ def test_graph_options_are_the_plugins(capsys):
         assert set(words) <= set(commands[mode])
         assert not {"--vision_cuda_graph_slots", "model.vision_cuda_graph_buckets=[64]"} & set(commands[mode])
     assert {*graphs, "model.vision_cuda_graph_buckets=[64]"} <= set(commands["plugin"])
+
+
+def test_a_language_models_graphs_are_its_recipes(capsys):
+    words = ["--cuda_graph_modules", "attn", "cuda_graph_packed_slots=2", "train.global_batch_size=4"]
+    commands = dry(capsys, "--recipe", "some_model_packed_graphs_sft_config", *words)
+    assert not any("vision_cuda_graph_impl" in " ".join(commands[mode]) for mode in ("plugin", "upstream"))
+    assert set(words) <= set(commands["plugin"])
+    assert {"--cuda_graph_impl", "none", "cuda_graph_max_packed_seqs=null"} <= set(commands["eager1"])
+    assert "cuda_graph_packed_slots=2" not in commands["eager1"] and words[-1] in commands["eager1"]
+    assert {"--cuda_graph_modules", "attn", "cuda_graph_max_packed_seqs=null"} <= set(commands["upstream"])
 
 
 def test_several_gpus_run_under_torchrun(capsys):
