@@ -104,7 +104,7 @@ def train_qwen(words: Sequence[str]) -> dict[str, Any]:
             positions = torch.arange(TOKENS, device="cuda").expand(3, 1, -1)
             loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         if model.config.fine_grained_activation_offloading:
             Interface.reset()
         norms.append([float(p.grad.float().norm()) for p in model.parameters()])
@@ -140,6 +140,7 @@ def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         normalization="RMSNorm",
+        qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,
