@@ -239,7 +239,7 @@ class Bench:
                 **timed,
                 **parity,
                 "bucket": tokens,
-                "aim": _wanted(self.name, tokens),
+                "aim": aim_of(self.name, tokens),
                 "max_packed_seqs": most,
                 "slots": 1,
                 "ratio": timed["ms"] / eager["ms"],
@@ -489,7 +489,7 @@ def _is_eagers(record: dict[str, Any]) -> bool:
     return all(near)
 
 
-def _wanted(model: str, tokens: int) -> float:
+def aim_of(model: str, tokens: int) -> float:
     """Return how many times as fast as eager graphs must be."""
     return WANTED[model][TOKENS.index(tokens)]
 
@@ -508,7 +508,7 @@ def _misses(r: dict[str, Any], measured: dict[tuple[str, str], dict[str, Any]]) 
     if "error" in r:
         yield f"{case}, {mode}: {r['error']}"
         return
-    speed, wanted = 1 / r["ratio"], _wanted(case.partition("_")[0], r["tokens"])
+    speed, wanted = 1 / r["ratio"], aim_of(case.partition("_")[0], r["tokens"])
     if mode == "plugin" and speed < wanted:
         yield f"{case}: {speed:.2f} times as fast as eager, wanted {wanted}"
     if r["fallbacks"]:
