@@ -190,7 +190,8 @@ def test_a_pack_or_a_process_that_fails_is_named_and_the_others_go_on(monkeypatc
 def test_a_pack_that_is_too_large_is_named_and_the_next_has_its_turn(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_packed, "TOKENS", (2048, 4096))
     assert run(monkeypatch, tmp_path, "--models", "moe") == 1
-    assert capsys.readouterr().out.splitlines() == ["moe_4096: OutOfMemoryError: made to fail"]
+    at_once, at_the_end = capsys.readouterr().out.splitlines()
+    assert at_once == at_the_end == "moe_4096: OutOfMemoryError: made to fail"
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch, tmp_path, capsys):
@@ -253,6 +254,19 @@ def test_another_failure_to_capture_is_the_records_error(monkeypatch):
     monkeypatch.setattr(bench, "_to_the_bit", mock.Mock(side_effect=CaptureError("no graph")))
     plugin = list(bench.pack(320))[1]
     assert plugin["error"] == "CaptureError: no graph"
+
+
+def test_a_run_that_fails_leaves_no_graphs(monkeypatch):
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", small_pack)
+    bench = bench_packed.Bench("dense", 3, False)
+    replays = bench._replayed(small_pack((100, 220)), 5, (), 2)
+    next(replays)
+    assert "forward" in vars(bench.model.decoder)
+    monkeypatch.setattr(bench, "_results", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        next(replays)
+    assert "forward" not in vars(bench.model.decoder)
 
 
 def test_lengths_add_up():
