@@ -9,8 +9,8 @@ from torch import nn
 def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
     """Return what a replay must call first under `overlap_param_gather`: wait for a model's parameters.
 
-    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
-    order of buckets.
+    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the order
+    of their parameters.
     """
     found = bucket_groups(chunks, model)
     if found is None:
