@@ -253,8 +253,7 @@ class Trainer:
         collect()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with guarded():
-            found = run()
+        found = fitting(run)
         peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
         times = found.pop("step_ms")
         return {
@@ -353,23 +352,20 @@ def configured(config: Any, changes: dict[str, Any]) -> Iterator[None]:
         vars(config).update(before)
 
 
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Turn running out of memory into an error that holds nothing of what ran.
+def fitting(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `run` does; where memory is short, nothing of it is left.
 
     Raises:
         OutOfSpace: Device memory was short, in a capture or outside one.
     """
-    said = None
     try:
-        yield
+        return run()
     except (torch.OutOfMemoryError, CaptureError) as error:
         if not isinstance(error.__cause__ or error, (torch.OutOfMemoryError, OutOfMemoryInCapture)):
             raise
         said = first_line(error)
     collect()
-    if said is not None:
-        raise OutOfSpace(said)
+    raise OutOfSpace(said)
 
 
 def synchronize() -> None:
