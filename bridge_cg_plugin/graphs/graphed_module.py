@@ -29,7 +29,7 @@ class GraphedModule(ABC):
         model: The module.
         executor: Makes recordings.
         strict: Whether a failed capture raises instead of leaving the module eager.
-        before_replay: Called before each replay; waits for parameters that are still being gathered.
+        before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
 
     Attributes:
         slots: Microbatches between forward and backward at once, fixed by a capture.
@@ -54,6 +54,15 @@ class GraphedModule(ABC):
         self._paused = 0
         self._instance = InstanceForward(model, self._forward)
         self._eager_forward = self._instance.original
+
+    def _before_eager(self) -> None:
+        """Wait for the parameters as a replay does, once ranks may replay.
+
+        Eager's own hooks could start to gather them in another order, and ranks of a data-parallel group share a
+        communicator: one may replay while another runs eager.
+        """
+        if self._before_replay is not None and (self.captured or self.failure is not None):
+            self._before_replay()
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -96,6 +96,7 @@ class LanguageModelGraphs(GraphedModule):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The language model's forward: a replay where possible, eager otherwise."""
+        self._before_eager()
         microbatch = read_call(args, kwargs)
         if not self.captured:
             self._look_on(microbatch)

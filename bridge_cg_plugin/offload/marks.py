@@ -3,15 +3,20 @@
 from torch import Tensor
 
 _MARK = "_bridge_cg_never_offload"
+# What megatron-core asks of a tensor before it offloads it, release 0.19 and earlier ones.
+CORE_MARKS = {"_do_not_offload": True, "offloading_activation": False}
 
 
 def never_offload(tensor: Tensor) -> Tensor:
     """Keep a tensor, and what shares its memory, on the device whatever the policy says; returns the tensor.
 
+    megatron-core, where it offloads, keeps the tensor itself.
+
     A mark counts once autograd saves the marked tensor itself or a tensor over the same memory after it: mark a tensor
     before it is used.
     """
-    setattr(tensor, _MARK, True)
+    for name, value in {_MARK: True, **CORE_MARKS}.items():
+        setattr(tensor, name, value)
     from .registry import current_registry
 
     registry = current_registry()

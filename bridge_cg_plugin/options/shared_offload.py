@@ -23,7 +23,7 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
     "mlp": EXPERTS,
     "layernorm": ("attn_norm", "mlp_norm"),
 }
-# What a pack's or an image's activations are in, the unit of one size and the bytes of the other.
+# megatron-core counts elements, of bf16 where it trains, where regions count bytes.
 ELEMENT_BYTES = 2
 
 
@@ -37,7 +37,7 @@ def share_offload(options: "GraphOptions", facts: Facts) -> "GraphOptions":
     Raises:
         OptionError: One of them was told something else, or nothing can be offloaded.
     """
-    offload = options.offload
+    offload, parts = options.offload, options.offload.parts or ()
     vision, packed = options.vision, options.packed
     if vision.enabled:
         vision = _region(vision, offload, PROVIDER_FIELDS)
@@ -45,11 +45,11 @@ def share_offload(options: "GraphOptions", facts: Facts) -> "GraphOptions":
     if packed.enabled:
         packed = _region(packed, offload, PACKED_FIELDS)
         return replace(options, vision=vision, packed=packed)
-    modules, kept = _core_modules(offload.parts, options.language_model, facts)
+    modules, kept = _core_modules(parts, options.language_model, facts)
     if not modules and not vision.enabled:
         reasons = "; ".join(dict.fromkeys(kept.values())) or "the language model has no such part"
         allowed = "parts that something of this model can offload"
-        raise OptionError(PARTS, list(offload.parts), allowed, f"Nothing would be: {reasons}. Remove it.")
+        raise OptionError(PARTS, list(parts), allowed, f"Nothing would be: {reasons}. Remove it.")
     warnings = tuple(f"{PARTS}: {part} of the language model stays on the device: {why}" for part, why in kept.items())
     return replace(
         options,

@@ -329,6 +329,7 @@ class PackedGraphs(GraphedModule):
         Raises:
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
+        self._before_eager()
         batch = self._batch(args, kwargs)
         if isinstance(batch, str):
             self._count_unsuited(batch)

@@ -9,10 +9,10 @@ from torch import nn
 def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
     """Return what a replay must call first under `overlap_param_gather`: wait for a model's parameters.
 
-    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the same
-    order of buckets.
+    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the order
+    of their parameters.
     """
-    found = _bucket_groups(chunks, model)
+    found = bucket_groups(chunks, model)
     if found is None:
         return None
     chunk, groups = found
@@ -36,7 +36,7 @@ def gradient_reduction(chunks: Sequence[nn.Module], model: nn.Module, pipelined:
         model: The model whose parameters are meant.
         pipelined: Whether a microbatch's forward may run before it is known that its backward is the step's last.
     """
-    found = _bucket_groups(chunks, model)
+    found = bucket_groups(chunks, model)
     return MegatronReduction(*found, pipelined) if found is not None else None
 
 
@@ -58,7 +58,7 @@ class MegatronReduction:
             group.register_grad_ready(parameter, self._chunk.force_all_reduce)
 
 
-def _bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[nn.Module, list[Any]] | None:
+def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[nn.Module, list[Any]] | None:
     """Return the chunk whose data parallelism has the model's parameters, and their bucket groups in order."""
     parameters = list(model.parameters())
     for chunk in chunks:

@@ -23,6 +23,7 @@ from .patches import Patch
 from .process_groups import tensor_group
 from .qwen3_vl import holders
 from .random_states import random_states
+from .reduction_order import ReductionOrder, reduction_order
 from .registry import seam
 from .replaced import replaced
 from .transformer_engine import forget_attention_selection, fused_accumulation
@@ -45,6 +46,7 @@ class CurrentGraphs:
 
     def __init__(self) -> None:
         self.graphs: LanguageModelGraphs | None = None
+        self._order: ReductionOrder | None = None
 
     def step(
         self, chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int, microbatches: int, training: bool
@@ -60,6 +62,7 @@ class CurrentGraphs:
             self.end()  # left behind by a run that ended with an error
             check_process()
             self.graphs = make_graphs(chunks, model, warmup_steps)
+            self._order = reduction_order(chunks, language_model)
         return self.graphs.training_step(microbatches) if training else nullcontext()
 
     def end(self) -> None:
@@ -68,6 +71,9 @@ class CurrentGraphs:
             announce(self.graphs.report())
             self.graphs.detach()
             self.graphs = None
+        if self._order is not None:
+            self._order.remove()
+            self._order = None
 
 
 CURRENT = CurrentGraphs()

@@ -13,6 +13,7 @@ from ..graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceEx
 from ..graphs.graphed_module import GraphedModule
 from ..options import PROVIDER_FIELDS
 from .failures import named_failure
+from .reduction_order import ReductionOrder
 from .stalls import STALLS
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
@@ -27,6 +28,7 @@ class GraphHelper:
 
     graphs: GraphedModule | None = None
     _in_flight: Callable[[], int] | None = None
+    _order: ReductionOrder | None = None
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict.
@@ -53,15 +55,21 @@ class GraphHelper:
         announce(self.graphs.report())
         self.graphs.detach()
         self.graphs = None
+        if self._order is not None:
+            self._order.remove()
+            self._order = None
 
-    def _take(self, graphs: GraphedModule, in_flight: Callable[[], int] | None) -> None:
+    def _take(
+        self, graphs: GraphedModule, in_flight: Callable[[], int] | None, order: ReductionOrder | None = None
+    ) -> None:
         """Make these graphs this helper's.
 
         Args:
             graphs: The module's graphs.
             in_flight: Counts the slots; None where the options say how many.
+            order: Of the module's gradient reductions, kept while the graphs are this helper's.
         """
-        self.graphs, self._in_flight = graphs, in_flight
+        self.graphs, self._in_flight, self._order = graphs, in_flight, order
         _active.add(self)
 
 

@@ -16,6 +16,7 @@ from .encoders import check_modules, find_encoder
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module
 from .process_groups import peers_of, shared_group, tensor_group, without_messages
+from .reduction_order import reduction_order
 from .schedules import microbatches_in_flight, stages_of
 
 GRIDS = HostGrids()
@@ -83,7 +84,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         )
         if exchange is not None:
             self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
-        self._take(graphs, in_flight if self.options.slots == "auto" else None)
+        counted = in_flight if self.options.slots == "auto" else None
+        self._take(graphs, counted, reduction_order(chunks, vision_model))
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

@@ -20,6 +20,7 @@ from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
 from .process_groups import peers_of, shared_group, sharing_groups, without_messages
 from .random_states import random_states
+from .reduction_order import reduction_order
 from .registry import seam
 from .schedules import microbatches_in_flight, stages_of
 
@@ -127,6 +128,7 @@ class DecoderHelper(GraphHelper):
                 peers=peers_of(shared_group(decoder)),
             ),
             in_flight if options.slots == "auto" else None,
+            reduction_order(chunks, decoder),
         )
 
 

@@ -373,6 +373,7 @@ class VisionGraphs(GraphedModule):
             return self._adapter.returned(outputs)
         if self.captured:
             self.family.before_eager((self.model,))
+        self._before_eager()
         timing = self._costs.time_eager(call.batch) if self._may_time() else None
         returned = eager()
         if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:

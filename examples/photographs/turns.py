@@ -105,7 +105,8 @@ class Turns(Callback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if self._group is not None:
-            distributed.barrier(self._group)
+            # Not a barrier: that would look for the GPU that the job's first group is bound to.
+            distributed.all_reduce(torch.zeros(1), group=self._group)
 
 
 def visible_gpus() -> list[str]:

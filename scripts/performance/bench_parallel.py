@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -156,21 +157,26 @@ class Bench:
             TrainingFailed: A process failed.
             TimeIsUp: The run had no time, or not enough.
         """
-        failure = None
-        with self._imports.held(job.turn, (0,), job.layout.gpus):
-            process = TrainingProcess(self._log(job), job.layout.gpus, job.devices)
-            try:
-                process.wait_until_ready()
-            except TrainingFailed as error:
-                failure = error
-        try:
+        with ExitStack() as stack:
+            with self._imports.held(job.turn, (0,), job.layout.gpus):
+                started = self._start(job, stack)
             with self._gpus.held(job.turn, job.devices):  # later runs wait for this turn
-                if failure is not None:
-                    raise failure
-                run = self._train_in(process, job, turns)
-        finally:
-            process.close()
+                if isinstance(started, Exception):
+                    raise started
+                run = self._train_in(started, job, turns)
         return {**run, "step_ms": run["step_ms"][: gpu.SKIPPED + self._timed(job)] if self._timed(job) else None}
+
+    def _start(self, job: Job, stack: ExitStack) -> TrainingProcess | Exception:
+        """Return a run's processes, which have imported the stack and end with `stack`, or why there are none."""
+        if time.monotonic() >= self._end:
+            return TimeIsUp()
+        process = TrainingProcess(self._log(job), job.layout.gpus, job.devices)
+        stack.callback(process.close)
+        try:
+            process.wait_until_ready()
+        except TrainingFailed as error:
+            return error
+        return process
 
     def _train_in(self, process: TrainingProcess, job: Job, turns: Path) -> dict[str, Any]:
         began, told = time.monotonic(), "graphs" if job.mode in ("plugin", SLOTS) else "eager"

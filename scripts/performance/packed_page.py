@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .bench_packed import aim_of
 from .markdown import Records, by_case, number, origin, table
 from .results import read_records
 
@@ -20,12 +21,13 @@ def speed(records: Records) -> str:
     for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["tokens"])):
         base, four, parts = (mode.get(r["case"]) for mode in (eager, wide, layers))
         more = "" if four is None else f"{four['ms'] / r['ms'] - 1:+.1%}"
+        model = r["case"].partition("_")[0]
         rows.append(
-            [r["case"].partition("_")[0], r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
+            [model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
             + [
                 number(r, "ms"),
                 f"**{1 / r['ratio']:.2f}**",
-                number(r, "aim", ".2f"),
+                f"{aim_of(model, r['tokens']):.2f}",
                 more,
                 number(parts, "ms"),
                 number(base, "eager_memory_gb"),

@@ -4,7 +4,7 @@ A matrix library may choose another kernel for another number of rows, so eager 
 with padding differ by bf16 rounding. Graphs pad to a bucket: the same rows give the same kernels.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -175,12 +175,12 @@ class Spread:
     graphs: Tensor
 
 
-def spread_of(runs: Sequence[Result], replays: Sequence[Result], least: float = 0.0) -> Spread:
+def spread_of(runs: Sequence[Result], replays: Iterable[Result], least: float = 0.0) -> Spread:
     """Return how far eager runs and replays of one pack are from the nearest eager run, each tensor by itself.
 
     Args:
         runs: Eager, at least two.
-        replays: On graphs.
+        replays: On graphs; each is dropped before the next is made.
         least: The norm of a gradient counts as at least this share of the largest.
     """
 

@@ -176,6 +176,32 @@ def memory(records: Records) -> str:
     return table([*header, "beside kernels", "outputs bit-equal"], rows) if rows else ""
 
 
+def limited(records: Records) -> str:
+    """Return training runs under a limit of device memory."""
+    rows = []
+    for r in (r for r in records if r["case"] == "limit"):
+        head = [r["mode"].replace("_", " "), number(r, "limit_gb")]
+        if "error" in r:
+            rows.append([*head, *[""] * 6, _code(r["error"].partition(". ")[0])])
+            continue
+        losses = f"{r['losses'][0]:.4f} to {r['losses'][-1]:.4f}"
+        rows.append(
+            [*head, number(r, "peak_gb"), number(r, "pinned_gb"), number(r, "ms"), number(r, "ratio", ".2f")]
+            + [losses, f"{r['loss_rel']:.1e}", ""]
+        )
+    header = ["run", "limit GiB", "peak GiB", "host GiB", "ms a step", "over recompute's", "loss"]
+    return table([*header, "largest difference", "error"], rows) if rows else ""
+
+
+def flat(records: Records) -> str:
+    """Return memory over many steps with offloading."""
+    looks = {step: look for r in records if r["case"] == "flat" for step, look in r["memory_steps"].items()}
+    names = ("allocated_gb", "reserved_gb", "pinned_gb", "resident_gb")
+    rows = [[step, *(f"{look[name]:.4f}" for name in names)] for step, look in looks.items()]
+    header = ["after step", "device allocated GiB", "device reserved GiB", "page-locked GiB", "process resident GiB"]
+    return table(header, rows) if rows else ""
+
+
 def encoders(records: Records) -> str:
     """Return times of the encoders beside Qwen3-VL's, with parity."""
     eager, exact, fast = (by_case(records, mode) for mode in ("eager", "plugin", "plugin_fast"))
@@ -203,11 +229,11 @@ def picture(folder: Path, name: str, text: str) -> str:
 
 def page_parts(folder: Path) -> dict[str, str]:
     """Return what stands between each pair of marks of docs/performance.md."""
-    bench, profile, coco, step, fp32, others, moved = (
+    bench, profile, coco, step, fp32, others, moved, trained = (
         read_records(folder / f"{name}.jsonl")
         for name in (
             *("vision_bench", "vision_profile", "vision_sizes", "steps", "vision_precision"),
-            *("encoders", "offload"),
+            *("encoders", "offload", "offload_training"),
         )
     )
     return {
@@ -221,6 +247,8 @@ def page_parts(folder: Path) -> dict[str, str]:
         "precision": with_origin(precision(fp32), fp32),
         "memory": with_origin(memory(moved), moved),
         "memory-plot": picture(folder, "memory.svg", "device memory against time, offloading and recompute"),
+        "memory-limit": with_origin(limited(trained), trained),
+        "memory-flat": flat(trained),
         "encoders": with_origin(encoders(others), others),
         "sizes": with_origin(sizes(coco), coco),
         "steps": with_origin(steps(step), step),

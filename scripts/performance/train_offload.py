@@ -36,7 +36,7 @@ GIB = 2**30
 PACKS, TOKENS, DOCUMENTS = 4, 8192, 5
 # The limit lies so far between what recompute takes and what keeping everything takes, and a slot's memory target is
 # this part of what a pack keeps.
-LIMIT_SHARE, TARGET_SHARE = 0.75, 0.45
+LIMIT_SHARE, TARGET_SHARE = 0.75, 0.55
 # Two runs of the same steps may differ by this much where algorithms add up in an order that timing decides.
 LOSS_TOLERANCE = 1e-3
 # Steps after which memory is looked at, beside the last; what the first of them took is what later ones may take.
@@ -222,14 +222,12 @@ class Trainer:
         self._initial = [p.detach().to("cpu", copy=True) for p in self.grads.parameters]
 
     def peak(self, **config: Any) -> int:
-        """Return the most bytes that one eager step takes of the device."""
+        """Return the most bytes that eager steps take of the device, the optimizer's state included."""
         collect()
-        if not torch.cuda.is_available():
-            self.losses(1, **config)
-            return 0
-        torch.cuda.reset_peak_memory_stats()
-        self.losses(1, **config)
-        return torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.losses(2, **config)
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
     def eager(self, steps: int, **config: Any) -> dict[str, Any]:
         """Train eager; returns what a record says of it.
@@ -255,8 +253,7 @@ class Trainer:
         collect()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with guarded():
-            found = run()
+        found = fitting(run)
         peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
         times = found.pop("step_ms")
         return {
@@ -300,6 +297,7 @@ class Trainer:
         with torch.no_grad():
             for parameter, initial in zip(self.grads.parameters, self._initial, strict=True):
                 parameter.copy_(initial)
+                parameter.grad = None  # of a run that ended in the middle of a backward
         weights = MasterWeights(self.grads.parameters)
         losses, times, looks = [], [], {}
         with configured(self.model.config, config):
@@ -354,23 +352,20 @@ def configured(config: Any, changes: dict[str, Any]) -> Iterator[None]:
         vars(config).update(before)
 
 
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Turn running out of memory into an error that holds nothing of what ran.
+def fitting(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `run` does; where memory is short, nothing of it is left.
 
     Raises:
         OutOfSpace: Device memory was short, in a capture or outside one.
     """
-    said = None
     try:
-        yield
+        return run()
     except (torch.OutOfMemoryError, CaptureError) as error:
         if not isinstance(error.__cause__ or error, (torch.OutOfMemoryError, OutOfMemoryInCapture)):
             raise
         said = first_line(error)
     collect()
-    if said is not None:
-        raise OutOfSpace(said)
+    raise OutOfSpace(said)
 
 
 def synchronize() -> None:

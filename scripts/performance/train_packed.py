@@ -17,6 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,8 @@ def main() -> int:
 def train_all(steps: int, model: str, modules: str, side_by_side: bool = False) -> dict[str, dict[str, Any]]:
     """Do every run in a process of its own and return their figures by name; the graphs' come last.
 
+    What a run writes is shown if it fails.
+
     Args:
         steps: Of every run.
         model: Of `CASES`.
@@ -65,7 +68,8 @@ def train_all(steps: int, model: str, modules: str, side_by_side: bool = False) 
     timed = () if side_by_side else (next(iter(words)), "plugin")
     words["plugin"] = [*all_words, "--modules", modules]
     with ExitStack() as stack:
-        processes = {name: TrainingProcess(module=MODULE) for name in words}
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        processes = {name: TrainingProcess(folder / f"{name}.log", module=MODULE) for name in words}
         for process in processes.values():
             stack.callback(process.close)
         for process in processes.values():

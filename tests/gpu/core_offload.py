@@ -15,6 +15,7 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.pipeline_parallel import utils
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
@@ -55,7 +56,8 @@ def offloaded_bytes() -> int:
 
 
 def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
-    """Run Bridge's `pretrain()` on documents that are not packed."""
+    """Run Bridge's `pretrain()` on documents that are not packed; several do so side by side, on any cores."""
+    utils.set_ideal_affinity_for_current_gpu = lambda: None
     config = packed_training.training_config("eager", steps)
     config.dataset = WholeDocumentProvider()
     for name, value in (word.split("=", 1) for word in words):
@@ -102,7 +104,7 @@ def train_qwen(words: Sequence[str]) -> dict[str, Any]:
             positions = torch.arange(TOKENS, device="cuda").expand(3, 1, -1)
             loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         if model.config.fine_grained_activation_offloading:
             Interface.reset()
         norms.append([float(p.grad.float().norm()) for p in model.parameters()])
@@ -138,6 +140,7 @@ def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         normalization="RMSNorm",
+        qk_layernorm=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=True,

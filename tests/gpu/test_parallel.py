@@ -73,6 +73,19 @@ def test_every_microbatch_after_warmup_replays(trained, run):
     assert min(graph["replays"] for graph in found) > 0
 
 
+ONE_BUCKET = tuple(word.replace("[2304,4608]", "[2304]") for word in BUCKETS)
+
+
+@pytest.mark.parametrize("expected, run", [(eager(*DP2), Training("graphs", (*SMALL, *ONE_BUCKET, *DP2)))], ids=["DP2"])
+def test_one_rank_may_replay_what_another_runs_eager(trained, expected, run):
+    """Gathers and reductions of both go over one communicator, in one order."""
+    result, other = trained(run), trained(expected)
+    found = encoders(result, run)
+    assert all(graph["replays"] > 0 and graph["fallbacks"].keys() == {"too_many_tokens"} for graph in found)
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
 @pytest.mark.parametrize("run", [graphs(*TP2), graphs(*TP2, *PP2)], ids=["TP2", "TP2xPP2"])
 def test_tensor_parallel_ranks_replay_the_same_buckets(trained, run):
     counts = [

@@ -78,6 +78,14 @@ def test_a_hybrid_a_dense_model_and_a_vision_language_model_are_among_them(bridg
     assert PACKED_PRESETS[2].max_packed_seqs >= vision_language.train.micro_batch_size > 1
 
 
+def test_the_vision_encoder_may_be_on_graphs_too(bridge):
+    config = bridge.qwen3_vl_8b_packed_graphs_sft_config()
+    assert config.model.vision_cuda_graph_impl == "none"
+    config.model.vision_cuda_graph_impl = "transformer_engine"
+    launched(config, gpus_of(bridge, "qwen3_vl_8b_sft_config"))
+    assert packed_options(config.model).enabled
+
+
 @every_preset
 def test_a_launcher_finds_it_and_it_goes_with_the_plugin(bridge, preset):
     recipe = getattr(bridge, preset.name)

@@ -166,3 +166,18 @@ def test_a_release_that_tells_is_left_alone():
 
     assert not language_offload._tells_nothing(tells)
     assert language_offload._tells_nothing(run)
+
+
+def test_a_marked_tensor_stays_where_megatron_core_offloads(monkeypatch):
+    import torch
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
+
+    from bridge_cg_plugin.offload import never_offload
+
+    if hasattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # says no to whatever is not on a GPU
+        monkeypatch.setattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload", staticmethod(lambda tensor: True))
+    handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)
+    handler.min_offloaded_tensor_size = 1
+    plain, marked = torch.ones(4), never_offload(torch.ones(4))
+    assert handler.tensor_need_offloading_checker(plain)
+    assert not handler.tensor_need_offloading_checker(marked)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.buckets import scan_cost
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.planner.cost import DEFAULTS
 from bridge_cg_plugin.planner.plan import limits_of, place
 from examples.photographs.processes import TrainingFailed
@@ -189,7 +190,8 @@ def test_a_pack_or_a_process_that_fails_is_named_and_the_others_go_on(monkeypatc
 def test_a_pack_that_is_too_large_is_named_and_the_next_has_its_turn(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_packed, "TOKENS", (2048, 4096))
     assert run(monkeypatch, tmp_path, "--models", "moe") == 1
-    assert capsys.readouterr().out.splitlines() == ["moe_4096: OutOfMemoryError: made to fail"]
+    at_once, at_the_end = capsys.readouterr().out.splitlines()
+    assert at_once == at_the_end == "moe_4096: OutOfMemoryError: made to fail"
 
 
 def test_what_there_was_no_time_for_is_named(monkeypatch, tmp_path, capsys):
@@ -223,17 +225,48 @@ def test_a_model_is_measured_in_every_mode(monkeypatch, tmp_path):
     assert records[0]["gpu_busy_ms"] == 0 and records[2]["max_packed_seqs"] == 20
 
 
-def test_without_memory_to_add_up_in_one_order_runs_are_compared(monkeypatch, capsys):
+def full_capture():
+    error = CaptureError("packed-sequence CUDA graphs could not be captured")
+    error.__cause__ = OutOfMemoryInCapture("CUDA out of memory")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), full_capture()], ids=["eager", "graphs"]
+)
+def test_without_memory_to_add_up_in_one_order_runs_are_compared(monkeypatch, capsys, error):
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", small_pack)
     monkeypatch.setattr(bench_packed, "TOKENS", (320,))
     bench = bench_packed.Bench("dense", 3, False)
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB"))
-    monkeypatch.setattr(bench, "_to_the_bit", full)
+    monkeypatch.setattr(bench, "_to_the_bit", mock.Mock(side_effect=error))
     _, plugin, *_ = bench.pack(320)
     assert "bit_equal" not in plugin and plugin["grad_rel"] == plugin["grad_noise"] == plugin["forward_rel"] == 0
-    assert "dense_320: not compared to the bit: OutOfMemoryError" in capsys.readouterr().out
+    assert f"dense_320: not compared to the bit: {type(error).__name__}" in capsys.readouterr().out
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_another_failure_to_capture_is_the_records_error(monkeypatch):
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", small_pack)
+    monkeypatch.setattr(bench_packed, "TOKENS", (320,))
+    bench = bench_packed.Bench("dense", 3, False)
+    monkeypatch.setattr(bench, "_to_the_bit", mock.Mock(side_effect=CaptureError("no graph")))
+    plugin = list(bench.pack(320))[1]
+    assert plugin["error"] == "CaptureError: no graph"
+
+
+def test_a_run_that_fails_leaves_no_graphs(monkeypatch):
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", small_pack)
+    bench = bench_packed.Bench("dense", 3, False)
+    replays = bench._replayed(small_pack((100, 220)), 5, (), 2)
+    next(replays)
+    assert "forward" in vars(bench.model.decoder)
+    monkeypatch.setattr(bench, "_results", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        next(replays)
+    assert "forward" not in vars(bench.model.decoder)
 
 
 def test_lengths_add_up():

@@ -296,6 +296,15 @@ def sample():
     ]
     broken = record("mixed_28x2560", "eager", error="out of memory: x")
     del broken["ms"]
+    short = record("limit", "eager", error="OutOfSpace: CUDA out of memory. Tried to", limit_gb=40.0)
+    del short["ms"]
+    look = {"allocated_gb": 4.0, "reserved_gb": 5.0, "pinned_gb": 1.0, "resident_gb": 2.0}
+    figures = {"peak_gb": 39.0, "pinned_gb": 9.0, "ratio": 0.8, "loss_rel": 1e-5, "losses": [10.0, 9.0]}
+    trained = [
+        short,
+        record("limit", "plugin_mixed", limit_gb=40.0, **figures),
+        record("flat", "plugin_offload", memory_steps={"10": look, "200": look}, flat=True),
+    ]
     return {
         "vision_bench": [*bench, failed],
         "vision_profile": profiles,
@@ -304,6 +313,7 @@ def sample():
         "vision_precision": precise,
         "offload": [record("1x2048", "none", tokens=16384, **moved), *leaving, unmet],
         "encoders": others,
+        "offload_training": trained,
     }
 
 
@@ -344,6 +354,10 @@ def test_tables_of_the_page(folder):
         "| **40%** | 75.0 | **1.020** | 6.0 | 200 | 90% | yes |"
     )
     assert lines(parts["memory"], "| 1x2048 | 1 | mixed 10 |")[0].endswith("| `CaptureError: too little` |")
+    assert lines(parts["memory-limit"], "| eager |")[0].endswith("| `OutOfSpace: CUDA out of memory` |")
+    mixed = lines(parts["memory-limit"], "| plugin mixed |")[0]
+    assert "| 40.0 | 39.0 | 9.0 |" in mixed and "| 0.80 | 10.0000 to 9.0000 | 1.0e-05 |" in mixed
+    assert lines(parts["memory-flat"], "| 200 |") == ["| 200 | 4.0000 | 5.0000 | 1.0000 | 2.0000 |"]
     assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
     widths = {name: {line.count(" | ") for line in lines(text, "| ")} for name, text in parts.items()}
     assert all(len(found) <= 1 for found in widths.values()), widths

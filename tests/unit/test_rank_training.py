@@ -19,6 +19,7 @@ from .mixes import IMAGES, MIXED, VIDEO
 from .towers import DEFAULTS, assert_close, draw, new_tower
 
 MIXES = (IMAGES, MIXED, VIDEO)
+TOO_LARGE = [(1, 20, 20)]
 WIDTH = 24  # of the towers' outputs
 
 
@@ -131,8 +132,28 @@ def no_gpu():
         yield
 
 
-def data_parallel(overlap):
-    """Train two steps of three microbatches on images of this rank's own, eager and with graphs."""
+@contextmanager
+def reductions_of(model):
+    """List the model's bucket groups, by number, in the order in which they are reduced inside."""
+    groups = enumerate(dict.fromkeys(model.param_to_bucket_group.values()))
+    numbers = {bucket.grad_data.data_ptr(): number for number, group in groups for bucket in group.buckets}
+    reduced, original = [], distributed.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        reduced.append(numbers[tensor.data_ptr()])
+        return original(tensor, *args, **kwargs)
+
+    with mock.patch.object(distributed, "all_reduce", all_reduce):
+        yield reduced
+
+
+def data_parallel(overlap, last=None):
+    """Train two steps of three microbatches on images of this rank's own, eager and with graphs.
+
+    Args:
+        overlap: Whether reductions start inside the backward.
+        last: Images of rank 1's last microbatches, where they are others.
+    """
     rank = distributed.get_rank()
     found = []
     for graphs in (False, True):
@@ -151,12 +172,13 @@ def data_parallel(overlap):
             with model.no_sync():
                 for index in range(2):
                     model(MIXES[(index + rank) % 3], 10 * step + index).backward()
-            loss = model(MIXES[(2 + rank) % 3], 10 * step + 2)
-            with no_gpu():  # hooks start the reduction
+            loss = model(last if last is not None and rank == 1 else MIXES[(2 + rank) % 3], 10 * step + 2)
+            with no_gpu(), reductions_of(model) as reduced:  # hooks start the reduction
                 loss.backward()
+                before_the_end = list(reduced)
             with no_gpu():
                 model.finish_grad_sync()
-            steps.append([p.main_grad.clone() for p in model.parameters()])
+            steps.append(([p.main_grad.clone() for p in model.parameters()], before_the_end))
         found.append((steps, helper.graphs.statistics().replays))
         helper.delete_cuda_graphs()
     return found
@@ -167,8 +189,24 @@ def test_reduced_gradients_of_two_ranks_with_different_images_equal_eager(tmp_pa
     ranks = run_ranks(2, data_parallel, tmp_path, overlap)
     for (plain, none), (graphed, replays) in ranks:
         assert (none, replays) == (0, 6)
-        for expected, gradients in zip(plain, graphed, strict=True):
+        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
             assert_close(gradients, expected, 1e-4)
     (first, _), (second, _) = (rank[1] for rank in ranks)
-    for one, other in zip(first, second, strict=True):
+    for (one, _), (other, _) in zip(first, second, strict=True):
         assert_close(one, other, 0.0)
+
+
+def test_a_rank_whose_last_microbatch_runs_eager_reduces_in_the_same_order(tmp_path):
+    """Reductions of several buckets go over one communicator: in another order they would be of other buckets."""
+    ranks = run_ranks(2, data_parallel, tmp_path, True, TOO_LARGE)
+    assert [replays for _, (_, replays) in ranks] == [6, 4]
+    for (plain, _), (graphed, _) in ranks:
+        # Upstream learns in its first step how many gradients a bucket waits for.
+        assert [order for _, order in graphed] == [[], sorted(graphed[1][1])] and len(graphed[1][1]) > 2
+        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
+            assert_close(gradients, expected, 1e-4)
+
+
+def test_every_reduction_starts_inside_the_last_backward(tmp_path):
+    for (plain, _), (graphed, _) in run_ranks(2, data_parallel, tmp_path, True):
+        assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))

@@ -2,6 +2,9 @@
 
 import logging
 import time
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from .towers import DEFAULTS, VisionGraphOptions, assert_close, loss_of, new_tow
 from .towers import forward as run_tower
 
 TP2 = {"tensor_model_parallel_size": 2}
+TOO_LARGE = [(1, 20, 20)]
 
 
 def helper_on(model, **options):
@@ -60,6 +64,49 @@ def test_a_tower_over_two_ranks_equals_the_tower_of_one(tmp_path):
         parts = zip(*(rank[index][1] for rank in ranks), places, strict=True)
         joined = [a if dim is None else torch.cat([a, b], dim) for a, b, dim in parts]
         assert_close(joined, gradients, 1e-4)
+
+
+# Every way to speak to another rank.
+MESSAGES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter_tensor", "broadcast"),
+    *("all_to_all", "all_to_all_single", "barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv", "gather"),
+)
+
+
+def messages_of_a_step():
+    """Return what is said in a forward and backward of each mix, eager and replayed, and in a microbatch too large."""
+    model = new_tower()
+    said = []
+
+    def count(name, original):
+        def message(*args, **kwargs):
+            said[-1][name] += 1
+            return original(*args, **kwargs)
+
+        return message
+
+    helper = helper_on(model)
+    with ExitStack() as stack:
+        for name in MESSAGES:
+            original = getattr(distributed, name)
+            stack.enter_context(mock.patch.object(distributed, name, count(name, original)))
+        for captured in (False, True):
+            if captured:
+                said.append(Counter())
+                helper.create_cudagraphs()
+            for rows in (IMAGES, MIXED, VIDEO, TOO_LARGE):
+                said.append(Counter())
+                results(model, rows)
+    statistics = helper.graphs.statistics()
+    assert (statistics.replays, dict(statistics.fallbacks)) == (3, {"too_many_tokens": 1})
+    return said
+
+
+def test_a_step_says_nothing_that_eager_does_not(tmp_path):
+    for said in run_ranks(2, messages_of_a_step, tmp_path, **TP2):
+        eager, capture, replayed = said[:4], said[4], said[5:]
+        assert all(each.total() for each in eager) and capture["all_reduce"] > 0
+        assert replayed == eager
 
 
 def capture_failing_on(rank, error, strict):

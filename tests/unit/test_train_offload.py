@@ -69,3 +69,24 @@ def test_a_run_that_trains_another_model_is_missed():
 def test_what_cannot_be_trained_is_said(words, tmp_path, capsys):
     assert train_offload.main([*words, "--out", str(tmp_path / "r.jsonl")]) == 2
     assert "allowed" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_leaves_nothing_of_the_run_behind():
+    from weakref import ref
+
+    from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+
+    held = []
+
+    def run(kind):
+        tensor = torch.ones(3)
+        held.append(ref(tensor))
+        raise kind("short") from OutOfMemoryInCapture("short")
+
+    for kind in (CaptureError, torch.OutOfMemoryError):
+        with pytest.raises(train_offload.OutOfSpace, match="short") as caught:
+            train_offload.fitting(lambda kind=kind: run(kind))
+        assert caught.value.__context__ is None
+    assert all(one() is None for one in held)
+    with pytest.raises(CaptureError, match="other"):
+        train_offload.fitting(lambda: (_ for _ in ()).throw(CaptureError("other")))

@@ -109,8 +109,8 @@ def test_every_run_has_its_process_and_words(monkeypatch, side_by_side):
     class Process:
         wait_until_ready = close = lambda self: None
 
-        def __init__(self, module):
-            assert module == train_packed.MODULE
+        def __init__(self, log, module):
+            assert log.parent.is_dir() and module == train_packed.MODULE
 
         def train(self, mode, words, limit_s):
             assert limit_s == train_packed.LIMIT_S

@@ -11,10 +11,11 @@ TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
 TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
 GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
+CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
-DETACHED = "the end of training and deactivate() take the layer's own attribute off"
+DETACHED = "the end of training and deactivate() take the object's own attribute off"
 
 SEAMS = (
     Seam(
@@ -102,6 +103,26 @@ SEAMS = (
         purpose="tells the reduction of gradients; before the last microbatch it does nothing",
         parameters=("param", "force_all_reduce"),
         uses=("is_last_microbatch",),
+    ),
+    Seam(
+        name="start_grad_sync",
+        module=f"{CORE}.distributed.param_and_grad_buffer",
+        target="_ParamAndGradBucketGroup.start_grad_sync",
+        kind="function",
+        touch="instance",
+        purpose="reductions start in one order on all ranks, whether they replay or not",
+        undo=DETACHED,
+        parameters=("force_all_reduce",),
+    ),
+    Seam(
+        name="finish_grad_sync",
+        module=f"{CORE}.distributed.param_and_grad_buffer",
+        target="_ParamAndGradBucketGroup.finish_grad_sync",
+        kind="function",
+        touch="instance",
+        purpose="a reduction that waits for another one's turn starts at the latest here",
+        undo=DETACHED,
+        parameters=("force_all_reduce",),
     ),
     Seam(
         name="gradient_hook",
@@ -208,6 +229,15 @@ SEAMS = (
         kind="value",
         touch="read",
         purpose="whether Transformer Engine leaves weights on the device while megatron-core offloads",
+    ),
+    Seam(
+        name="offload_marks",
+        module=CORE_OFFLOAD,
+        target="ChunkOffloadHandler.tensor_need_offloading_checker",
+        kind="function",
+        touch="read",
+        purpose="a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
+        parameters=("self", "tensor"),
     ),
     Seam(
         name="offload_begins",

@@ -1,0 +1,87 @@
+"""One order of gradient reductions for replays and eager passes."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .data_parallel import bucket_groups
+
+START, FINISH = "start_grad_sync", "finish_grad_sync"
+
+
+class ReductionOrder:
+    """Lets a module's bucket groups start their reductions in the data parallelism's order, on this rank as on others.
+
+    Ranks of a data-parallel group must start them alike, as they share a communicator. In eager a group starts when its
+    last gradient arrives, with deepstack not in the order of groups; after a replay all gradients are there at once.
+    One rank may replay a step's last microbatch while another runs it eager, so a group that is ready waits here for
+    those before it. Where one of these gets no gradients, the waiting ones start when the first of them is finished.
+
+    Args:
+        groups: Bucket groups in the order that all ranks keep; replaced on the instances until `remove`.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = list(groups)
+        self._starts = [getattr(group, START) for group in groups]
+        self._finishes = [getattr(group, FINISH) for group in groups]
+        self._waiting: dict[int, bool] = {}
+        self._started: set[int] = set()
+        self._finishing: int | None = None
+        self._on = True
+        self._put = [(partial(self._start, i), partial(self._finish, i)) for i in range(len(self._groups))]
+        for group, (start, finish) in zip(self._groups, self._put, strict=True):
+            setattr(group, START, start)
+            setattr(group, FINISH, finish)
+
+    def remove(self) -> None:
+        """Let groups start when they are ready; what somebody put around this stays, without effect."""
+        self._on = False
+        for group, functions in zip(self._groups, self._put, strict=True):
+            for name, function in zip((START, FINISH), functions, strict=True):
+                if group.__dict__.get(name) is function:
+                    del group.__dict__[name]
+
+    def _start(self, number: int, force_all_reduce: bool = False) -> None:
+        if not self._on or number == self._finishing:
+            self._starts[number](force_all_reduce=force_all_reduce)
+            return
+        self._waiting[number] = force_all_reduce
+        for each in range(len(self._groups)):
+            if each in self._waiting:
+                self._launch(each)
+            elif each not in self._started:
+                return
+
+    def _launch(self, number: int) -> None:
+        self._started.add(number)
+        self._starts[number](force_all_reduce=self._waiting.pop(number))
+
+    def _finish(self, number: int, force_all_reduce: bool = False) -> None:
+        if number in self._waiting:
+            for each in sorted(self._waiting):
+                self._launch(each)
+        before, self._finishing = self._finishing, number
+        try:
+            self._finishes[number](force_all_reduce=force_all_reduce)
+        finally:
+            self._finishing = before
+        if number == len(self._groups) - 1:
+            self._started.clear()
+
+
+def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
+    """Return the order of a model's reductions, from now on kept; None where none starts inside a backward.
+
+    Args:
+        chunks: The training loop's model chunks.
+        model: The model whose parameters are meant.
+    """
+    found = bucket_groups(chunks, model)
+    if found is None or not found[0].ddp_config.overlap_grad_reduce:
+        return None
+    chunk, groups = found
+    of_the_model = set(map(id, groups))
+    return ReductionOrder([g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model])

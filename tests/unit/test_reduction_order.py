@@ -1,0 +1,103 @@
+"""The order in which bucket groups start their reductions, whatever the order in which they are ready."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.upstream.reduction_order import ReductionOrder, reduction_order
+
+
+class Group:
+    """A bucket group as megatron-core's: finishing one that never started is an error, but in its first batch."""
+
+    def __init__(self, number, log, first_batch=False):
+        self.number, self.log, self.first_batch, self.running = number, log, first_batch, False
+
+    def start_grad_sync(self, force_all_reduce=False):
+        self.log.append((self.number, force_all_reduce))
+        self.running = True
+
+    def finish_grad_sync(self, force_all_reduce=False):
+        if self.first_batch:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
+        assert self.running, "Communication call has not been issued for this bucket"
+        self.running = False
+
+
+def in_order(count, first_batch=False):
+    log = []
+    groups = [Group(i, log, first_batch) for i in range(count)]
+    return groups, ReductionOrder(groups), log
+
+
+@given(ready=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), steps=st.integers(1, 3))
+def test_groups_start_in_one_order_whichever_is_ready_first(ready, steps):
+    groups, _, log = in_order(len(ready))
+    for _ in range(steps):
+        for known, number in enumerate(ready, 1):
+            groups[number].start_grad_sync(force_all_reduce=True)
+            # As many as are ready without a gap have started, no later than with the last gradient.
+            assert [n for n, _ in log] == list(range(next(i for i in range(9) if i not in ready[:known])))
+        for group in groups:
+            group.finish_grad_sync()
+        assert all(force for _, force in log)
+        log.clear()
+
+
+def test_those_that_wait_for_one_without_gradients_start_before_they_are_finished():
+    groups, _, log = in_order(4)
+    for number in (3, 0, 2):
+        groups[number].start_grad_sync()
+    assert [n for n, _ in log] == [0]
+    groups[0].finish_grad_sync()
+    with pytest.raises(AssertionError, match="has not been issued"):
+        groups[1].finish_grad_sync()  # as upstream has it
+    groups[2].finish_grad_sync()
+    groups[3].finish_grad_sync()
+    assert [n for n, _ in log] == [0, 2, 3]
+
+
+def test_the_first_batch_starts_and_finishes_one_after_the_other():
+    groups, _, log = in_order(3, first_batch=True)
+    for group in groups:
+        group.finish_grad_sync(force_all_reduce=True)
+    assert log == [(0, True), (1, True), (2, True)]
+
+
+def test_what_was_there_comes_back():
+    groups, order, log = in_order(2)
+    assert all("start_grad_sync" in group.__dict__ for group in groups)
+    order.remove()
+    assert not any({"start_grad_sync", "finish_grad_sync"} & group.__dict__.keys() for group in groups)
+    groups[1].start_grad_sync()
+    assert log == [(1, False)]
+
+
+def test_what_somebody_put_around_it_stays_without_effect():
+    groups, order, log = in_order(2)
+    ours = groups[1].start_grad_sync
+    groups[1].start_grad_sync = lambda **kwargs: ours(**kwargs)
+    order.remove()
+    groups[1].start_grad_sync()
+    assert log == [(1, False)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    log = []
+    last, first, apart = (Group(i, log) for i in range(3))
+    chunk = nn.Sequential(model, other)
+    # Data parallelism's order is that of its dictionary, the last parameters first.
+    chunk.param_to_bucket_group = {other.weight: apart, model.bias: last, model.weight: first}
+    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)
+    order = reduction_order([chunk], model)
+    assert (order is not None) is overlap
+    assert reduction_order([nn.Linear(2, 2)], model) is None
+    first.start_grad_sync()
+    apart.start_grad_sync()
+    last.start_grad_sync()
+    assert [n for n, _ in log] == ([2, 0, 1] if overlap else [1, 2, 0])
