@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.releases import NEWEST, OLDEST, RELEASES, is_known, minor
 from bridge_cg_plugin.upstream.seams import Found, Seam, drift
@@ -118,19 +117,13 @@ def test_an_unknown_release_is_refused(tool, capsys):
 
 def test_every_seam_is_declared_in_full():
     assert len({seam.name for seam in SEAMS}) == len(SEAMS)
-    # A module may be given names by several patches: see the next test.
-    claimed = [seam.place for seam in SEAMS if seam.patched_by and (seam.kind, seam.touch) != ("module", "extended")]
-    assert len(set(claimed)) == len(claimed), "two patches claim one target"
+    replaced = [seam.place for seam in SEAMS if seam.patched_by]
+    assert len(set(replaced)) == len(replaced), "two patches claim one target"
     for seam in SEAMS:
         assert seam.purpose and seam.undo and seam.since in {r.bridge for r in RELEASES}, seam.name
         replaces = seam.touch in ("replaced", "extended", "instance")
         assert (seam.undo == "nothing to undo") <= (not replaces), seam.name
         assert not seam.patched_by or replaces, seam.name
-
-
-def test_no_name_is_added_to_a_module_twice():
-    added = [(patch.seam.module, name) for patch in recipe_names.PATCHES for name in patch.values]
-    assert len(set(added)) == len(added) > 0
 
 
 def made_up(**changes):
