@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class TrainingProcess:
         devices: Indices of the GPUs that they see, among those that this process sees; None for all.
         prepare: `module:function` that every process calls before it trains, for tests.
         module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
+        environment: The processes' variables; None for this process's as they are now, with what megatron-core has set
+            for models that were built here.
     """
 
     def __init__(
@@ -57,8 +59,11 @@ class TrainingProcess:
         devices: Sequence[int] | None = None,
         prepare: str | None = None,
         module: str = "examples.photographs.training",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._ranks = [_Rank(rank, gpus, _log_of(log, rank), devices, prepare, module) for rank in range(gpus)]
+        self._ranks = [
+            _Rank(rank, gpus, _log_of(log, rank), devices, prepare, module, environment) for rank in range(gpus)
+        ]
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
@@ -149,17 +154,19 @@ class _Rank:
         devices: Sequence[int] | None,
         prepare: str | None,
         module: str,
+        environment: Mapping[str, str] | None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank, self.log, self.first = rank, log, False
         self.connection, theirs = context.Pipe()
         # One process alone is told too where torchrun started the parent, which knows of more.
-        placed = world > 1 or "WORLD_SIZE" in os.environ
-        environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank} if placed else {}
+        variables = dict(os.environ if environment is None else environment)
+        placed = world > 1 or "WORLD_SIZE" in variables
+        further = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank} if placed else {}
         if devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
-        told = {name: str(value) for name, value in environment.items()}
-        self.process = context.Process(target=_import_and_train, args=(theirs, log, told, prepare, module))
+            further["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
+        variables |= {name: str(value) for name, value in further.items()}
+        self.process = context.Process(target=_import_and_train, args=(theirs, log, variables, placed, prepare, module))
         self.process.start()
         theirs.close()
 
@@ -204,12 +211,18 @@ def free_port() -> int:
 
 
 def _import_and_train(
-    connection: Connection, log: Path | None, environment: dict[str, str], prepare: str | None, module: str
+    connection: Connection,
+    log: Path | None,
+    environment: dict[str, str],
+    placed: bool,
+    prepare: str | None,
+    module: str,
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.update(environment)
-    if "RANK" in environment:
+    if placed:
         # A pool of compiler processes beside each of several would take longer to start than it saves.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if log is not None:
@@ -225,7 +238,7 @@ def _import_and_train(
         words, port = connection.recv()
     except EOFError:
         return
-    if "RANK" in environment:
+    if placed:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # where torchrun started the parent
     os.environ["MASTER_PORT"] = str(port)

@@ -72,8 +72,11 @@ def median_times(run: Run, repeats: int, warmup: int = 3, seconds: float = float
     return Times(total, forward, host, len(found))
 
 
-def host_in_a_row(run: Callable[[], object], count: int = 10, repeats: int = 5) -> float:
-    """Return the host's ms for one of `count` runs that follow one another without waiting for the GPU, a median."""
+def host_in_a_row(run: Callable[[], object], count: int = 3, repeats: int = 15) -> float:
+    """Return the host's ms for one of `count` runs that follow one another without waiting for the GPU, a median.
+
+    With more of them the GPU's queue of launches fills, and the host waits for the GPU after all.
+    """
     found = []
     for _ in range(repeats):
         synchronize()

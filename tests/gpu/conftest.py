@@ -1,5 +1,6 @@
 """GPU tests: real graphs of Bridge's vision tower at full width, a few layers deep."""
 
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +18,10 @@ from examples.photographs.arguments import layout_in
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
-# Small training runs take some 20 GB each.
-SIDE_BY_SIDE = 5
+# Small training runs take some 20 GB each, tests beside them up to 70 GB.
+SIDE_BY_SIDE = 3
+# Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
+ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
 PARALLEL_SIDE_BY_SIDE = 4
 # One whose processes wait for each other for ever must not take the others' time.
@@ -87,7 +90,7 @@ class Trainings:
     def _train(
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
-        process = TrainingProcess(log, training.gpus, devices, training.prepare, training.module)
+        process = TrainingProcess(log, training.gpus, devices, training.prepare, training.module, ENVIRONMENT)
         process.wait_until_ready()
         if before is not None:
             before.result()
@@ -100,6 +103,14 @@ class Trainings:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """Leave nothing of a module's to PyTorch's cache: training runs share the GPU."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +138,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 
 
 # What takes times has the GPU to itself: these come first, before training runs start.
-SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare", "test_presets")
+SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare", "test_presets", "test_train_offload")
 TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")

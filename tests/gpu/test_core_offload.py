@@ -7,6 +7,7 @@ import pytest
 
 from examples.photographs.processes import TrainingProcess
 
+from .conftest import ENVIRONMENT
 from .core_offload import QWEN
 
 GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=attn")
@@ -20,14 +21,16 @@ RUNS = {
     "qwen offloaded": ("--model", QWEN, "--set", ALL),
     "qwen as released": ("--model", QWEN, "--plugin", "off", "--set", ALL),
 }
+# Runs that share the GPU, some 9 GB each, beside the session's other training runs.
+AT_ONCE = 3
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Return what every run of the module found, an error in its place; the processes run side by side."""
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-        processes = {name: TrainingProcess(module="tests.gpu.core_offload") for name in RUNS}
+    """Return what every run of the module found, an error in its place; all import side by side."""
+    environment = {**ENVIRONMENT, "NVTE_CPU_OFFLOAD_V1": "1"}
+    with ExitStack() as stack:
+        processes = {name: TrainingProcess(module="tests.gpu.core_offload", environment=environment) for name in RUNS}
         for process in processes.values():
             stack.callback(process.close)
         for process in processes.values():
@@ -39,7 +42,7 @@ def runs():
             except RuntimeError as error:
                 return error
 
-        with ThreadPoolExecutor(len(RUNS)) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             return dict(zip(RUNS, pool.map(train, RUNS), strict=True))
 
 

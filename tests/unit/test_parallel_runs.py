@@ -114,7 +114,8 @@ def stand_in_for_training():
             raise RuntimeError("rank 1 is out of memory")
         if args.steps == 13:
             time.sleep(600)
-        told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")}
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+        told = {name: os.environ.get(name) for name in names}
         args.out.with_suffix(f".{rank}").write_text(json.dumps(told))
         if os.environ["WORLD_SIZE"] == "1":
             args.out.write_text(json.dumps([told]))
@@ -149,6 +150,21 @@ def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypat
     process = TrainingProcess(tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training")
     process.wait_until_ready()
     assert process.train("eager", ["--steps", "1"])[0]["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize("given, seen", [(True, "0"), (False, "1")], ids=["given", "this process's"])
+def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
+    """megatron-core sets variables for the models of a process and refuses others that contradict them."""
+    before = dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1", "NVTE_FUSED_ATTN": "0"}
+    for name in ("RANK", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    further = {"environment": before} if given else {}
+    process = TrainingProcess(
+        tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training", "examples.photographs.training", **further
+    )
+    process.wait_until_ready()
+    told = process.train("eager", ["--steps", "1"])[0]
+    assert (told["NVTE_FUSED_ATTN"], told["NVTE_FLASH_ATTN"]) == (seen, None if given else "1")
 
 
 def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):
