@@ -116,10 +116,7 @@ def facts_of(written: Written) -> Facts:
         multi_token_layers=_count(settings, "mtp_num_layers"),
         low_precision=_low_precision(settings),
         cpu_offloading=_flag(settings, "cpu_offloading"),
-        # Both came with the same release.
-        offload_in_graphs=None
-        if written.model is None
-        else hasattr(written.model, CORE_FIELDS["delay_until_cuda_graph"]),
+        offload_in_graphs=None if written.model is None else hasattr(written.model, CAME_WITH_OFFLOAD_IN_GRAPHS),
         by_hand=written.by_hand,
     )
 
