@@ -155,6 +155,7 @@ def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypat
 @pytest.mark.parametrize("given, seen", [(True, "0"), (False, "1")], ids=["given", "this process's"])
 def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
     """megatron-core sets variables for the models of a process and refuses others that contradict them."""
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)  # an earlier test's model may have set it
     before = dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1", "NVTE_FUSED_ATTN": "0"}
     for name in ("RANK", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
