@@ -71,11 +71,11 @@ PATCHES = (
     *(
         patch
         for module, provider, _ in PACKED_PROVIDERS
-        for patch in _patches(module, provider, PACKED_DEFAULTS | SHARED_DEFAULTS)
+        for patch in _patches(module, provider, LANGUAGE_MODEL_DEFAULTS)
     ),
     *(
         patch
         for module, provider in PROVIDERS
-        for patch in _patches(module, provider, DEFAULTS | PACKED_DEFAULTS | SHARED_DEFAULTS)
+        for patch in _patches(module, provider, DEFAULTS | LANGUAGE_MODEL_DEFAULTS)
     ),
 )

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
@@ -236,18 +236,16 @@ class PackedPhotographs(PhotographDataset):
 class PackedPhotographProvider(PhotographProvider):
     """Bridge dataset provider over `PackedPhotographs`."""
 
+    kind: ClassVar[type[PhotographDataset]] = PackedPhotographs
+
     rows: int = 1
 
     def build_datasets(self, context: Any) -> tuple[Dataset, Dataset, Dataset]:
         """Build train, validation and test sets of the sizes that training asks for."""
-        counts = (context.train_samples, context.valid_samples, context.test_samples)
-        made = []
-        for index, count in enumerate(counts):
-            sizes = self.seq_length, self.most_images, tuple(self.sizes), self.seed + index, self.text_only_every
-            data = PackedPhotographs(max(count, 1), *sizes)
+        made = super().build_datasets(context)
+        for data in made:
             data.rows = self.rows
-            made.append(data)
-        return tuple(made)
+        return made
 
 
 class Documents(Dataset):
