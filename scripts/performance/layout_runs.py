@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from examples.photographs.layout import Layout
 
 LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
+# Where ranks share GPUs, sockets carry what is reduced: half as much.
+SHARED_WIDTH = 1024
 LAYOUTS = {
     str(layout): layout
     for layout in (
@@ -28,7 +30,8 @@ MODES = ("eager1", "eager2", "plugin")
 TIMED = ("eager1", "plugin")
 # Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
 SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
-SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_cost_fallback=false")
+SHARED_WORDS = ("vision_cuda_graph_cost_fallback=false",)
+SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", *SHARED_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,23 @@ class Job:
 
 
 def in_order(
-    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int
+    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int, ranks_per_gpu: int = 1
 ) -> tuple[list[Job], list[Job]]:
     """Return the runs of `layouts` and those of `slots`, each layout's in turn: what has ended is recorded.
 
     One GPU comes first, as scaling is told by it.
+
+    Args:
+        layouts: Those that are trained eager and with graphs.
+        slots: Those that are trained with few and with many microbatches.
+        microbatches: Of a step of `layouts`, for each replica of the model.
+        gpus: GPUs that there are.
+        ranks_per_gpu: Ranks that share each of them.
     """
-    first = sorted(layouts, key=lambda layout: layout.gpus > 1)
+    first = sorted(layouts, key=lambda layout: layout.ranks > 1)
     runs = [(layout, mode, microbatches) for layout in first for mode in MODES]
     runs += [(layout, SLOTS, count) for layout in slots for count in SLOTS_MICROBATCHES]
-    places = place([layout.gpus for layout, *_ in runs], gpus)
+    places = place([layout.gpus(ranks_per_gpu) for layout, *_ in runs], gpus)
     jobs = [Job(turn, *run, devices) for turn, (run, devices) in enumerate(zip(runs, places, strict=True))]
     trained = len(first) * len(MODES)
     return jobs[:trained], jobs[trained:]
