@@ -1,6 +1,5 @@
 """How a training run is laid out over GPUs. Imports neither torch nor Megatron."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +47,6 @@ class Layout:
     def ranks(self) -> int:
         """Processes, with a GPU each where none is shared."""
         return self.tensor * self.pipeline * self.context * self.data
-
-    def gpus(self, ranks_per_gpu: int = 1) -> int:
-        """Return the GPUs that it takes.
-
-        Args:
-            ranks_per_gpu: Ranks that share each.
-        """
-        return math.ceil(self.ranks / ranks_per_gpu)
 
     def __str__(self) -> str:
         letters = {"data": "DP", "tensor": "TP", "pipeline": "PP", "context": "CP"}

@@ -6,10 +6,10 @@
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
 scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
 by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
-With --untimed none has.
+Set-up waits for these steps too. With --untimed no run has.
 
---ranks-per-gpu trains layouts that have more ranks than there are GPUs, with a narrower language model: losses, memory
-and slots are what they are with a GPU for each rank, times are not, and none are taken.
+With --ranks-per-gpu 2 layouts of more ranks than there are GPUs are trained as well, two ranks on each GPU and with a
+narrower language model. Losses, memory and slots are what they are with a GPU for each rank; times are not taken.
 
 --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must take as much memory with
 these as with those.
@@ -93,7 +93,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=1,
         metavar="N",
-        help="ranks that share a GPU, as ranks of several hosts; no times are taken",
+        help="ranks that may share a GPU, without times, in layouts of more ranks than there are GPUs; 1 without it",
     )
     parser.add_argument("--logs", type=Path, help="folder for the runs' output; without it, it goes to this one's")
     parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/parallel.jsonl without it")
@@ -138,7 +138,6 @@ class Bench:
         self._end = time.monotonic() + args.seconds
         self._gpus = Places([BESIDE[args.small]] * gpus)
         self._imports = Places([len(os.sched_getaffinity(0))])
-        self._shared = args.ranks_per_gpu > 1
         self._ms: dict[tuple[Layout, str], float] = {}
 
     def run(self, layouts: Sequence[Layout], slots: Sequence[Layout] = ()) -> list[bool]:
@@ -154,14 +153,14 @@ class Bench:
         if self._count < 1:
             raise ValueError(f"--gpus {self._count}: allowed is 1 or more; run it on a machine with NVIDIA GPUs")
         asked = [("layouts", layout) for layout in layouts] + [("slots", layout) for layout in slots]
-        per_gpu = self._args.ranks_per_gpu
         for option, layout in asked:
-            if layout.gpus(per_gpu) > self._count:
+            sharing = ranks_per_gpu(layout.ranks, self._count)
+            if sharing > self._args.ranks_per_gpu:
                 raise ValueError(
-                    f"--{option} {layout}: it needs {layout.gpus(per_gpu)} GPUs, allowed here are {self._count}; with "
-                    f"--ranks-per-gpu {ranks_per_gpu(layout.ranks, self._count)} its ranks share them, without times"
+                    f"--{option} {layout}: it needs {layout.ranks} GPUs, allowed here are {self._count}; with "
+                    f"--ranks-per-gpu {sharing} its ranks share them, without times"
                 )
-        trained, counted = in_order(layouts, slots, self._args.microbatches, self._count, per_gpu)
+        trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
         if not (trained or counted):
             return []
         with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(trained) + len(counted)) as pool:
@@ -196,7 +195,7 @@ class Bench:
         with ExitStack() as stack:
             with self._imports.held(job.turn, (0,), job.layout.ranks):
                 started = self._start(job, stack)
-            with self._gpus.held(job.turn, job.devices, self._args.ranks_per_gpu):  # later runs wait for this turn
+            with self._gpus.held(job.turn, job.devices, job.sharing):  # later runs wait for this turn
                 if isinstance(started, Exception):
                     raise started
                 run = self._train_in(started, job, turns)
@@ -230,18 +229,13 @@ class Bench:
 
     def _timed(self, job: Job) -> int:
         """Return how many of a run's steps are timed."""
-        wanted = job.mode in TIMED and not self._untimed
+        wanted = job.mode in TIMED and not (self._args.untimed or job.shared)
         return min(self._args.timed_steps, max(self._args.steps - gpu.SKIPPED, 0)) if wanted else 0
 
-    @property
-    def _untimed(self) -> bool:
-        """Whether no step has its GPUs to itself."""
-        return self._args.untimed or self._shared
-
     def _turns(self, job: Job, folder: Path) -> list[str]:
-        if self._untimed:
+        if self._args.untimed:
             return []
-        return ["--turns", str(folder), "--timed-steps", str(self._timed(job))]
+        return ["--turns", str(folder), "--timed-steps", str(self._timed(job)), "--setup-in-turn"]
 
     def _log(self, job: Job) -> Path | None:
         folder = self._args.logs
@@ -253,10 +247,10 @@ class Bench:
     def _words(self, job: Job) -> list[str]:
         steps = SLOTS_STEPS if job.mode == SLOTS else self._args.steps
         words = ["--steps", str(steps), "--global-batch", str(job.microbatches * job.layout.data), *job.layout.words()]
-        layers, width = job.layout.fitting_layers(LAYERS), SHARED_WIDTH if self._shared else WIDTH
+        layers, width = job.layout.fitting_layers(LAYERS), SHARED_WIDTH if job.shared else WIDTH
         words += ["--language-model", f"{layers}x{width}"] if (layers, width) != (LAYERS, WIDTH) else []
         # How long replays take says nothing of graphs where ranks share GPUs, and must decide nothing.
-        words += SLOTS_WORDS if job.mode == SLOTS else SHARED_WORDS if self._shared else ()
+        words += SLOTS_WORDS if job.mode == SLOTS else SHARED_WORDS if job.shared else ()
         return [*words, "--small", "--loader-workers", "0"] if self._args.small else words
 
     def _write(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
@@ -299,9 +293,9 @@ class Bench:
 
     def _origin(self, job: Job, repeats: int) -> dict[str, Any]:
         case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
-        case += "_shared" if self._shared else ""
+        case += "_shared" if job.shared else ""
         case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
-        sharing = {"ranks_per_gpu": self._args.ranks_per_gpu} if self._shared else {}
+        sharing = {"ranks_per_gpu": job.sharing} if job.shared else {}
         origin = {**sharing, **provenance(repeats, 1234)}
         return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **origin}
 

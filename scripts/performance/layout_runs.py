@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from examples.photographs.hosts import ranks_per_gpu
 from examples.photographs.layout import Layout
 
 LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
@@ -24,7 +25,7 @@ LAYOUTS = {
         Layout(pipeline=4),
     )
 }
-MUST = ("DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
+MUST = (str(Layout()), "DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
 MODES = ("eager1", "eager2", "plugin")
 # Of two eager runs the first one's times are enough.
 TIMED = ("eager1", "plugin")
@@ -52,25 +53,28 @@ class Job:
     microbatches: int
     devices: tuple[int, ...]
 
+    @property
+    def sharing(self) -> int:
+        """Ranks on each of its GPUs."""
+        return ranks_per_gpu(self.layout.ranks, len(self.devices))
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share GPUs."""
+        return self.sharing > 1
+
 
 def in_order(
-    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int, ranks_per_gpu: int = 1
+    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int
 ) -> tuple[list[Job], list[Job]]:
     """Return the runs of `layouts` and those of `slots`, each layout's in turn: what has ended is recorded.
 
-    One GPU comes first, as scaling is told by it.
-
-    Args:
-        layouts: Those that are trained eager and with graphs.
-        slots: Those that are trained with few and with many microbatches.
-        microbatches: Of a step of `layouts`, for each replica of the model.
-        gpus: GPUs that there are.
-        ranks_per_gpu: Ranks that share each of them.
+    One GPU comes first, as scaling is told by it. Layouts of more ranks than there are GPUs come last and share all.
     """
-    first = sorted(layouts, key=lambda layout: layout.ranks > 1)
+    first = sorted(layouts, key=lambda layout: (layout.ranks > gpus, layout.ranks > 1))
     runs = [(layout, mode, microbatches) for layout in first for mode in MODES]
     runs += [(layout, SLOTS, count) for layout in slots for count in SLOTS_MICROBATCHES]
-    places = place([layout.gpus(ranks_per_gpu) for layout, *_ in runs], gpus)
+    places = place([min(layout.ranks, gpus) for layout, *_ in runs], gpus)
     jobs = [Job(turn, *run, devices) for turn, (run, devices) in enumerate(zip(runs, places, strict=True))]
     trained = len(first) * len(MODES)
     return jobs[:trained], jobs[trained:]

@@ -6,7 +6,7 @@ from typing import Any
 from scripts.performance.markdown import Records, by_case, number, origin, share_of_spread, table
 from scripts.performance.results import read_records
 
-COMMAND = "python scripts/performance/bench_parallel.py --small --microbatches 2"
+COMMAND = "./run gpu-table"
 
 
 def layouts(records: Records) -> str:
@@ -39,7 +39,7 @@ def shared(records: Records) -> str:
         for case, r in graphs.items()
     ]
     if not rows:
-        return "Not measured yet."
+        return f"Not trained yet: on fewer than four GPUs `{COMMAND}` does it."
     header = ["layout", "ranks a GPU", "microbatches", "steps", "losses", "gradient norms", "replays", "fallbacks"]
     header += ["eager peak GiB", "graphs peak GiB"]
     return f"{table(header, rows)}\n\n{origin([*graphs.values()])}"

@@ -164,7 +164,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if parallel:
             item.add_marker(pytest.mark.parallel)
         found, needed = torch.cuda.device_count(), gpus_needed(item) if parallel else 1
-        if found < needed:
+        if int(os.environ.get("RANK", 0)):
+            item.add_marker(pytest.mark.skip(reason="torchrun's first process runs the tests"))
+        elif found < needed:
             many = "an NVIDIA GPU" if needed == 1 else f"{needed} NVIDIA GPUs"
             item.add_marker(pytest.mark.skip(reason=f"needs {many}"))
 

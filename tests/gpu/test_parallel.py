@@ -172,13 +172,14 @@ def test_a_rank_that_dies_ends_the_job(trained, run):
 
 
 SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures anew
-WHOLE = Training("eager", (*SMALL, *DP2), steps=7)
 
 
 def written_and_read(saved, read):
+    """Return a run that writes a checkpoint, one that goes on from it, and an eager one at the first one's layout."""
     folder = "{folder}/" + saved[0].strip("-")
     first = Training("graphs", (*SMALL, *SOON, *saved, "--save", folder), steps=4)
-    return first, Training("graphs", (*SMALL, *SOON, *read, "--load", folder), steps=WHOLE.steps, after=first), WHOLE
+    whole = Training("eager", (*SMALL, *saved), steps=7)  # other layouts begin with other weights
+    return first, Training("graphs", (*SMALL, *SOON, *read, "--load", folder), steps=whole.steps, after=first), whole
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def written_and_read(saved, read):
 def test_a_checkpoint_of_one_layout_is_read_at_another(trained, saved, read, whole):
     before, after = trained(saved), trained(read)
     assert [len(part["losses"]) for part in (before, after)] == [4, 3]
-    assert [*before["losses"], *after["losses"]] == pytest.approx(trained(whole)["losses"], rel=1e-2)
+    assert [*before["losses"], *after["losses"]] == pytest.approx(trained(whole)["losses"], rel=5e-3)
     for run, part, steps in ((saved, before, 3), (read, after, 2)):
         replays = steps * 8 // layout_in(run.words).data
         assert all(graph["fallbacks"] == {} and graph["replays"] == replays for graph in encoders(part, run))

@@ -112,7 +112,7 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
     ]
     assert cells[1]["graphs peak GiB"] == "1.0/2.0"
     assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00", "0.00")
-    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `python")
+    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
 
 
 def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
@@ -133,13 +133,19 @@ def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
 def test_ranks_that_share_gpus_are_recorded_without_times(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
     words = ["--gpus", "2", "--small", "--steps", "8", "--out", str(out), "--ranks-per-gpu", "2"]
-    assert bench_parallel.main([*words, "--layouts", "TP2xPP2", "DP4", "--slots", "PP4"]) == 0
-    for _, given, devices, beside in started[1:]:
-        assert devices == (0, 1) and beside < bench_parallel.BESIDE[True] // 2
-        assert not {"--turns", "--timed-steps"} & set(given)
-        assert given[given.index("--language-model") + 1] in ("4x1024", "6x1024")
+    assert bench_parallel.main([*words, "--layouts", "TP2xPP2", "DP4", "TP2", "--slots", "PP4"]) == 0
+    assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[True]
+    told = [(devices, dict(itertools.pairwise(given)), given) for _, given, devices, _ in started[1:]]
+    assert [pairs["--timed-steps"] for _, pairs, given in told if "--language-model" not in given] == ["2", "0", "2"]
+    shared = [each for each in told if "--language-model" in each[-1]]
+    assert len(shared) == 2 * 3 + 2
+    for devices, pairs, given in shared:
+        assert (devices, pairs["--timed-steps"]) == ((0, 1), "0")
+        assert pairs["--language-model"] in ("4x1024", "6x1024")
         assert "vision_cuda_graph_cost_fallback=false" in given
     records = read_records(out)
+    assert [record.get("ranks_per_gpu") for record in records[:3]] == [None] * 3
+    records = records[3:]
     for record in records:
         check_record(record)
         assert record["ranks_per_gpu"] == 2 and record["ms"] is None
@@ -151,15 +157,14 @@ def test_ranks_that_share_gpus_are_recorded_without_times(started, tmp_path):
         "PP4_small_shared_32_microbatches",
     }
     page = layout_parts(tmp_path)
-    assert page["layouts"].startswith("Not measured yet")
+    assert "| TP2_small | 8 |" in page["layouts"] and "shared" not in page["layouts"]
     assert "| DP4_small_shared | 2 | 8 | 8 | 0.00 | 0.00 | 32/32/32/32 | 0/0/0/0 | 1.0/2.0/3.0/4.0 |" in page["shared"]
 
 
 def test_a_record_of_shared_gpus_leaves_the_measured_one(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
-    words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--layouts", "DP2"]
-    assert bench_parallel.main(words) == bench_parallel.main([*words, "--ranks-per-gpu", "2"]) == 0
-    assert [devices for *_, devices, _ in started[1:]][3:] == [(0,), (1,), (0,)]
+    words = ["--ranks-per-gpu", "2", "--steps", "8", "--out", str(out), "--layouts", "DP2"]
+    assert bench_parallel.main([*words, "--gpus", "2"]) == bench_parallel.main([*words, "--gpus", "1"]) == 0
     assert Counter(record["case"] for record in read_records(out)) == {"DP2": 3, "DP2_shared": 3}
     page = layout_parts(tmp_path)
     assert "| DP2 | 8 |" in page["layouts"] and "shared" not in page["layouts"]
