@@ -105,7 +105,11 @@ FLAGS = (
         "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"
     ),
     _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
-    _vision("balance", "PART", "images move between data-parallel ranks where that saves this part of the largest's"),
+    _vision(
+        "balance",
+        "PART",
+        "images move between data-parallel ranks where that saves this part of the largest's, or time (auto)",
+    ),
     *_activations(_vision),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),

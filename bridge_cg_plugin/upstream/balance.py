@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
 
+from ..graphs.buckets import deterministic
 from ..options import PROVIDER_FIELDS, OptionError
 from ..vision.adapter import EncoderFamily
 from ..vision.exchange import ImageExchange
 
 
-def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None) -> ImageExchange | None:
+def image_exchange(
+    model: nn.Module, family: EncoderFamily, share: float | Literal["auto"] | None
+) -> ImageExchange | None:
     """Return how a vision model's data-parallel ranks level their work; None where nobody asked or there is one rank.
 
     Every rank of the group calls it, ranks of other pipeline stages need not.
@@ -23,7 +26,7 @@ def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None)
         share: `vision_cuda_graph_balance`.
 
     Raises:
-        OptionError: Images of this family cannot move.
+        OptionError: Images of this family cannot move, or times were to decide in a deterministic run.
     """
     if share is None:
         return None
@@ -33,6 +36,13 @@ def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None)
             share,
             f"null with {family.name}'s encoder",
             "Its images stay on their ranks; unset the field.",
+        )
+    if share == "auto" and deterministic():
+        raise OptionError(
+            PROVIDER_FIELDS["balance"],
+            share,
+            "a number above 0 and below 1 with deterministic algorithms",
+            f"Such a run must not decide by times: write {PROVIDER_FIELDS['balance']}=0.1, say.",
         )
     group = getattr(getattr(model, "pg_collection", None), "dp", None)
     if group is None or group.size() == 1:
