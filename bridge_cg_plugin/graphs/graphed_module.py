@@ -56,12 +56,12 @@ class GraphedModule(ABC):
         self._eager_forward = self._instance.original
 
     def _before_eager(self) -> None:
-        """Wait for the parameters as a replay does, once ranks may replay.
+        """Wait for the parameters as a replay does.
 
         Eager's own hooks could start to gather them in another order, and ranks of a data-parallel group share a
-        communicator: one may replay while another runs eager.
+        communicator: one may replay, or have nothing to run, while another runs eager.
         """
-        if self._before_replay is not None and (self.captured or self.failure is not None):
+        if self._before_replay is not None:
             self._before_replay()
 
     @abstractmethod

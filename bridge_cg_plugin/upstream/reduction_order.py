@@ -1,6 +1,6 @@
 """One order of gradient reductions for replays and eager passes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,16 @@ class ReductionOrder:
     One rank may replay a step's last microbatch while another runs it eager, so a group that is ready waits here for
     those before it. Where one of these gets no gradients, the waiting ones start when the first of them is finished.
 
+    On a rank whose last microbatch has no image none of the module's gradients arrives, and upstream would end with an
+    error: there all groups start when the first of them is finished.
+
     Args:
         groups: Bucket groups in the order that all ranks keep; replaced on the instances until `remove`.
+        parameters: The module's. A group may have others' as well.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = list(groups)
+    def __init__(self, groups: Sequence[Any], parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._groups, self._parameters = list(groups), frozenset(parameters)
         self._starts = [getattr(group, START) for group in groups]
         self._finishes = [getattr(group, FINISH) for group in groups]
         self._waiting: dict[int, bool] = {}
@@ -60,6 +64,12 @@ class ReductionOrder:
         self._starts[number](force_all_reduce=self._waiting.pop(number))
 
     def _finish(self, number: int, force_all_reduce: bool = False) -> None:
+        if self._on and self._module_did_not_run():
+            self._waiting = dict.fromkeys(range(len(self._groups)), force_all_reduce)
+            for group in self._groups:
+                if group.is_first_batch:
+                    # Upstream would learn from this batch how many gradients the group waits for: leave it to another.
+                    group.per_param_grad_ready_counts.clear()
         if number in self._waiting:
             for each in sorted(self._waiting):
                 self._launch(each)
@@ -70,6 +80,11 @@ class ReductionOrder:
             self._finishing = before
         if number == len(self._groups) - 1:
             self._started.clear()
+
+    def _module_did_not_run(self) -> bool:
+        if self._started or self._waiting or not self._parameters:
+            return False
+        return not any(self._parameters & group.per_param_grad_ready_counts.keys() for group in self._groups)
 
 
 def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
@@ -84,4 +99,5 @@ def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionO
         return None
     chunk, groups = found
     of_the_model = set(map(id, groups))
-    return ReductionOrder([g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model])
+    ordered = [g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model]
+    return ReductionOrder(ordered, (p for p in model.parameters() if p in chunk.param_to_bucket_group))

@@ -91,6 +91,27 @@ def test_one_rank_may_replay_what_another_runs_eager(trained, expected, run):
     assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
 
 
+# Samples without an image: the last of rank 1 in each step, and all of rank 1.
+LAST, ALL = (("--text-only-every", every) for every in ("8", "2"))
+
+
+@pytest.mark.parametrize(
+    "expected, run, with_images",
+    [
+        # As released, eager runs end with an assertion where reductions overlap.
+        (eager(*DP2, *words, "--no-overlap"), graphs(*DP2, *words), with_images)
+        for words, with_images in ((LAST, 3), (ALL, 0))
+    ],
+    ids=["last microbatch", "all microbatches"],
+)
+def test_a_rank_may_have_no_image(trained, expected, run, with_images):
+    result, other = trained(run), trained(expected)
+    steps = run.steps - WARMUP_STEPS
+    assert [graph["replays"] for graph in encoders(result, run)] == [4 * steps, with_images * steps]
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
 TENSOR_PARALLEL = ("TP2", "TP2xPP2", "TP4")
 
 

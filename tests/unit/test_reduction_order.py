@@ -14,14 +14,15 @@ class Group:
     """A bucket group as megatron-core's: finishing one that never started is an error, but in its first batch."""
 
     def __init__(self, number, log, first_batch=False):
-        self.number, self.log, self.first_batch, self.running = number, log, first_batch, False
+        self.number, self.log, self.is_first_batch, self.running = number, log, first_batch, False
+        self.per_param_grad_ready_counts = {}
 
     def start_grad_sync(self, force_all_reduce=False):
         self.log.append((self.number, force_all_reduce))
         self.running = True
 
     def finish_grad_sync(self, force_all_reduce=False):
-        if self.first_batch:
+        if self.is_first_batch:
             self.start_grad_sync(force_all_reduce=force_all_reduce)
         assert self.running, "Communication call has not been issued for this bucket"
         self.running = False
@@ -58,6 +59,26 @@ def test_those_that_wait_for_one_without_gradients_start_before_they_are_finishe
     groups[2].finish_grad_sync()
     groups[3].finish_grad_sync()
     assert [n for n, _ in log] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("counted, issued", [([], True), (["of another module"], True), (["ours"], False)])
+def test_groups_of_a_module_that_did_not_run_start_in_order_when_the_first_is_finished(counted, issued):
+    log = []
+    groups = [Group(i, log) for i in range(3)]
+    order = ReductionOrder(groups, ["ours", "ours too"])
+    for _ in range(2):
+        groups[0].per_param_grad_ready_counts = dict.fromkeys(counted, 1)
+        if issued:
+            for group in groups:
+                group.finish_grad_sync(force_all_reduce=True)
+            assert log == [(0, True), (1, True), (2, True)]
+            log.clear()
+    if not issued:
+        with pytest.raises(AssertionError, match="has not been issued"):
+            groups[0].finish_grad_sync()  # it ran, and left parameters out: upstream's error
+    order.remove()
+    with pytest.raises(AssertionError, match="has not been issued"):
+        groups[0].finish_grad_sync()
 
 
 def test_the_first_batch_starts_and_finishes_one_after_the_other():
