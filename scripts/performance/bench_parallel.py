@@ -258,7 +258,7 @@ class Bench:
         eager_ms = gpu.median_ms(runs[0])
         for job, run in zip(jobs, runs, strict=True):
             ms = gpu.median_ms(run)
-            repeats = len(run["step_ms"] or ()) - gpu.SKIPPED
+            repeats = max(len(run["step_ms"] or ()) - gpu.SKIPPED, int(job.shared))
             record = {**self._origin(job, max(repeats, 0)), "ms": ms, "losses": run["losses"]}
             record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
             record |= {**of_ranks(run.get("ranks", [run])), "inside_spread": same if job.mode == "plugin" else None}
