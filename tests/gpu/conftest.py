@@ -24,7 +24,7 @@ SIDE_BY_SIDE = 3
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
-PARALLEL_SIDE_BY_SIDE = 4
+PARALLEL_SIDE_BY_SIDE = 5
 # Where there are fewer GPUs than ranks, so many may share one: their memory has to fit.
 MOST_RANKS_PER_GPU = 2
 # One whose processes wait for each other for ever must not take the others' time.
