@@ -82,6 +82,7 @@ class _Replay(Function):
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        call.sinks.expect(ctx, call.receivers)
         return _forward(call.lease.slot, call.bucket, call.mode, call.rows)
 
     @staticmethod
@@ -100,6 +101,6 @@ class _Replay(Function):
         inputs = tuple(
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
-        parameters = call.sinks.hand_over(gradients.parameters, call.receivers)
+        parameters = call.sinks.hand_over(gradients.parameters, call.receivers, ctx)
         call.lease.release()
         return None, *inputs, *parameters

@@ -41,12 +41,12 @@ def copies(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ..
     rows = [leading(tensor, count) for tensor, count in zip(tensors, counts, strict=True)]
     if len(rows) == 1:
         return (rows[0].clone(),)
-    made = tuple(map(torch.empty_like, rows))
+    made = list(map(torch.empty_like, rows))
     _copy(made, rows)
-    return made
+    return tuple(made)
 
 
-def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
     if len(to) > 1:
         torch._foreach_copy_(to, of)
     elif to:

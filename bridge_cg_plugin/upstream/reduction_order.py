@@ -1,12 +1,10 @@
 """One order of gradient reductions for replays and eager passes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 from torch import nn
-
-from .data_parallel import bucket_groups
 
 START, FINISH = "start_grad_sync", "finish_grad_sync"
 
@@ -19,12 +17,21 @@ class ReductionOrder:
     One rank may replay a step's last microbatch while another runs it eager, so a group that is ready waits here for
     those before it. Where one of these gets no gradients, the waiting ones start when the first of them is finished.
 
+    An eager pass and a replay may add to the same parameters in one backward. The eager one's hooks know nothing of the
+    replay, so a group waits for that as well.
+
     Args:
         groups: Bucket groups in the order that all ranks keep; replaced on the instances until `remove`.
+        parameters: Of each group.
+
+    Attributes:
+        adds_later: Whether the backward under way will yet add to the gradients of one of these parameters, unseen by
+            autograd.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = list(groups)
+    def __init__(self, groups: Sequence[Any], parameters: Sequence[Set[nn.Parameter]]) -> None:
+        self._groups, self._parameters = list(groups), list(parameters)
+        self.adds_later: Callable[[Set[nn.Parameter]], bool] = lambda parameters: False
         self._starts = [getattr(group, START) for group in groups]
         self._finishes = [getattr(group, FINISH) for group in groups]
         self._waiting: dict[int, bool] = {}
@@ -49,8 +56,12 @@ class ReductionOrder:
             self._starts[number](force_all_reduce=force_all_reduce)
             return
         self._waiting[number] = force_all_reduce
-        for each in range(len(self._groups)):
-            if each in self._waiting:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the groups that wait for nothing any more."""
+        for each, parameters in enumerate(self._parameters):
+            if each in self._waiting and not self.adds_later(parameters):
                 self._launch(each)
             elif each not in self._started:
                 return
@@ -70,18 +81,3 @@ class ReductionOrder:
             self._finishing = before
         if number == len(self._groups) - 1:
             self._started.clear()
-
-
-def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
-    """Return the order of a model's reductions, from now on kept; None where none starts inside a backward.
-
-    Args:
-        chunks: The training loop's model chunks.
-        model: The model whose parameters are meant.
-    """
-    found = bucket_groups(chunks, model)
-    if found is None or not found[0].ddp_config.overlap_grad_reduce:
-        return None
-    chunk, groups = found
-    of_the_model = set(map(id, groups))
-    return ReductionOrder([g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model])

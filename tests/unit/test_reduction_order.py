@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.upstream.reduction_order import ReductionOrder, reduction_order
+from bridge_cg_plugin.upstream.data_parallel import reduction_order
+from bridge_cg_plugin.upstream.reduction_order import ReductionOrder
 
 
 class Group:
@@ -30,7 +31,7 @@ class Group:
 def in_order(count, first_batch=False):
     log = []
     groups = [Group(i, log, first_batch) for i in range(count)]
-    return groups, ReductionOrder(groups), log
+    return groups, ReductionOrder(groups, [{number} for number in range(count)]), log
 
 
 @given(ready=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), steps=st.integers(1, 3))
@@ -83,6 +84,31 @@ def test_what_somebody_put_around_it_stays_without_effect():
     order.remove()
     groups[1].start_grad_sync()
     assert log == [(1, False)]
+
+
+def test_a_group_waits_for_a_replay_that_adds_to_it_later_in_the_backward():
+    groups, order, log = in_order(3)
+    later = {1}
+    order.adds_later = lambda parameters: not parameters.isdisjoint(later)
+    for group in groups:
+        group.start_grad_sync()
+    assert [n for n, _ in log] == [0]
+    order.go_on()
+    assert [n for n, _ in log] == [0]
+    later.clear()
+    order.go_on()
+    assert [n for n, _ in log] == [0, 1, 2]
+
+
+def test_a_replay_that_never_comes_holds_no_reduction_beyond_the_step():
+    groups, order, log = in_order(2)
+    order.adds_later = lambda parameters: True
+    for group in groups:
+        group.start_grad_sync()
+    assert log == []
+    for group in groups:
+        group.finish_grad_sync()
+    assert [n for n, _ in log] == [0, 1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
