@@ -118,7 +118,10 @@ class Training:
         self.model = DistributedDataParallel(config, parallel, Holder(encoder))
         self.encoder = encoder
         capacities = tuple(sorted({batch.tokens for batch in self.batches.values()}))
-        options = VisionGraphOptions(impl="transformer_engine", buckets=capacities, slots=1, strict=True)
+        frames = max(batch.frames for batch in self.batches.values())
+        options = VisionGraphOptions(
+            impl="transformer_engine", buckets=capacities, slots=1, max_frames=frames, evaluation=False, strict=True
+        )
         self.helper = VisionTECudaGraphHelper([self.model], encoder.config, options=options)
         self.helper.create_cudagraphs()
         self.marks = Marks()
