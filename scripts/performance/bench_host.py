@@ -3,8 +3,8 @@
     python scripts/performance/bench_host.py
     python scripts/performance/bench_host.py --cases 1x448,8mix --steps 40
 
-Steps of four microbatches under Megatron's data parallelism with overlapping reductions, as Bridge's loop runs them: the
-last one's gradients are awaited, so what hooks do for it is in its time. Microbatches follow one another without
+Steps of four microbatches under Megatron's data parallelism with overlapping reductions, as Bridge's loop runs them:
+the last one's gradients are awaited, so what hooks do for it is in its time. Microbatches follow one another without
 waiting for the GPU, or each begins with the GPU and the host idle. Without a GPU a small tower with as many parameters
 stands in, and nothing is computed in place of the graphs, so that only the host's work is left.
 """
