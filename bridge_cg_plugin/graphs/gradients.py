@@ -57,18 +57,21 @@ class GradientSinks:
         self._returned = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is None)
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles: list[RemovableHandle] = []
+        self._tables: list[Mapping[int, Callable]] = []
         self._marked: list[nn.Parameter] = []
 
     def watch(self) -> None:
         """Put hooks on the parameters that tell replayed gradients from eager ones; needed for `hand_over`."""
         self._handles = [p.register_hook(self._marker(p)) for p in self._accumulated]
+        # PyTorch keeps one table for a parameter from its first hook on.
+        self._tables = [p._backward_hooks for p in self._accumulated]
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
         self.clear()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._tables, self._nodes = [], [], []
 
     def moved(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
@@ -103,8 +106,11 @@ class GradientSinks:
         return (self._anchor, *self._returned)
 
     def _hooked(self) -> bool:
-        """Whether somebody else has a hook on a parameter."""
-        return _hooks(self._accumulated) > len(self._handles)
+        """Whether somebody else has a hook on a parameter; those on its node of the autograd graph cannot be seen."""
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        return sum(map(len, self._tables)) > len(self._handles) or any(
+            map(operator.attrgetter("_post_accumulate_grad_hooks"), self._accumulated)
+        )
 
     def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
         """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
@@ -160,12 +166,6 @@ class GradientSinks:
                 self._marked.append(parameter)
 
         return mark
-
-
-def _hooks(parameters: Sequence[nn.Parameter]) -> int:
-    """How many hooks parameters have; those on their nodes of the autograd graph cannot be seen."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return sum(sum(map(len, filter(None, map(operator.attrgetter(kind), parameters)))) for kind in kinds)
 
 
 def _adder(
