@@ -1,6 +1,7 @@
 """What a replay must do for Megatron's data parallelism: wait for gathered parameters, report arrived gradients."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -56,11 +57,19 @@ class MegatronReduction:
 
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do what the hooks of these parameters do once their gradients are in `main_grad`."""
-        for parameter in parameters:
-            group = self._chunk.param_to_bucket_group[parameter]
-            group.register_grad_ready(parameter, self._chunk.force_all_reduce)
+        for group, ready in groupby(parameters, self._chunk.param_to_bucket_group.__getitem__):
+            if group.is_last_microbatch:
+                self._register(group, list(ready))
         if self._order is not None:
             self._order.go_on()
+
+    def _register(self, group: Any, ready: Sequence[nn.Parameter]) -> None:
+        """Register a group's parameters; all but the last by their count alone, as one call for each costs the host."""
+        counts = group.per_param_grad_ready_counts
+        *others, last = ready
+        for parameter in others:
+            counts[parameter] = counts.get(parameter, 0) + 1
+        group.register_grad_ready(last, self._chunk.force_all_reduce)
 
 
 def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:

@@ -13,8 +13,10 @@ import argparse
 import statistics
 import sys
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,14 +44,37 @@ PHASES = (
     "launch back",
     "hand over",  # gradients to autograd, or the news of them to the reduction
     "return",
+    "start of reductions",  # the communication's own, taken out of the phase that it falls into
 )
 
 
 class Marks:
-    """Points in time of one microbatch after another."""
+    """Points in time of one microbatch after another.
+
+    Attributes:
+        times: Since the last `begin`, in seconds.
+        reductions: When starting a reduction began and ended since then.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.reductions: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        """Forget what was noted and note the time."""
+        self.times.clear()
+        self.reductions.clear()
+        self.mark()
+
+    def reduction(self, start: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that starts a reduction, timed."""
+
+        def called(*args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            start(*args, **kwargs)
+            self.reductions.append((began, time.perf_counter()))
+
+        return called
 
     def mark(self) -> None:
         """Note the time."""
@@ -126,6 +151,8 @@ class Training:
         self.helper.create_cudagraphs()
         self.marks = Marks()
         self.graphs = self.helper.graphs
+        for group in set(self.model.param_to_bucket_group.values()):
+            group.start_grad_sync = self.marks.reduction(group.start_grad_sync)
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -160,8 +187,7 @@ class Training:
 
     def _microbatch(self, batch: tower.Batch) -> list[float]:
         marks = self.marks
-        marks.times.clear()
-        marks.mark()
+        marks.begin()
         outputs = tower.forward(self.encoder, batch)
         marks.mark()
         torch.autograd.backward(outputs, batch.gradients)
@@ -169,7 +195,10 @@ class Training:
         # Loading ends where entering begins, and so on; what `hand_over` follows is part of handing over.
         begin, load, loaded, launch, launched, out, node, back, backed, _, handed, end = marks.times
         points = [begin, load, loaded, launch, launched, out, node, back, backed, handed, end]
-        return [(later - before) * 1e3 for before, later in zip(points, points[1:], strict=False)]
+        phases = [(later - before) * 1e3 for before, later in pairwise(points)]
+        for began, ended in marks.reductions:
+            phases[bisect(points, began) - 1] -= (ended - began) * 1e3
+        return [*phases, sum(ended - began for began, ended in marks.reductions) * 1e3]
 
 
 def build() -> nn.Module:
