@@ -136,9 +136,10 @@ class GradientSinks:
             return None, *(None if g is None else g.clone() for g in kept)
         if self._handles:
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        placeholders = self._placeholders.fresh()
         return tuple(
-            self._placeholders.like(p) if main_grad is not None else None if g is None else g.clone()
-            for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
+            next(placeholders) if main_grad is not None else None if g is None else g.clone()
+            for g, main_grad in zip(gradients, self.main_grads, strict=True)
         )
 
     def _tell(self) -> None:
@@ -217,10 +218,11 @@ class _Placeholders:
             sizes[key] = max(sizes.get(key, 0), parameter.numel())
         self._flat = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
         self._addresses = {flat.data_ptr() for flat in self._flat.values()}
+        self._shaped = [self._flat[p.dtype, p.device].as_strided(p.shape, p.stride()) for p in parameters]
 
-    def like(self, parameter: nn.Parameter) -> Tensor:
-        """Return a zero tensor of the parameter's shape."""
-        return self._flat[parameter.dtype, parameter.device].as_strided(parameter.shape, parameter.stride())
+    def fresh(self) -> Iterator[Tensor]:
+        """Return a zero tensor of each parameter's shape, in order; nobody else holds it, so autograd steals it."""
+        return map(Tensor.detach, self._shaped)
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""
