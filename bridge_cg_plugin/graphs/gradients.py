@@ -54,7 +54,8 @@ class GradientSinks:
         self._placeholders = _Placeholders(self._accumulated)
         self._nodes: list[Node] = []
         self._to_come: WeakSet[Node] = WeakSet()
-        self._returned = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is None)
+        self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
+        self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles: list[RemovableHandle] = []
         self._tables: list[Mapping[int, Callable]] = []
@@ -132,7 +133,7 @@ class GradientSinks:
         if receivers is not self.parameters:
             self._to_come.discard(node)
             self._tell()
-            kept = (g for g, main_grad in zip(gradients, self.main_grads, strict=True) if main_grad is None)
+            kept = map(gradients.__getitem__, self._returned_places)
             return None, *(None if g is None else g.clone() for g in kept)
         if self._handles:
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)

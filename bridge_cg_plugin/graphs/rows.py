@@ -28,10 +28,15 @@ def write_each(buffers: Sequence[Tensor], rows: Sequence[Tensor | None]) -> None
 
     One kernel copies all of one dtype and device, one zeroes.
     """
-    pairs = [(leading(b, r.shape[0]), r) for b, r in zip(buffers, rows, strict=True) if r is not None]
-    _copy([to for to, _ in pairs], [of for _, of in pairs])
-    ends = [0 if r is None else r.shape[0] for r in rows]
-    unused = [buffer[end:] for buffer, end in zip(buffers, ends, strict=True) if end < buffer.shape[0]]
+    to, of, unused = [], [], []
+    for buffer, tensor in zip(buffers, rows, strict=True):
+        count = 0 if tensor is None else tensor.shape[0]
+        if tensor is not None:
+            to.append(leading(buffer, count))
+            of.append(tensor)
+        if count < buffer.shape[0]:
+            unused.append(buffer[count:])
+    _copy(to, of)
     if unused:
         torch._foreach_zero_(unused)
 
