@@ -73,7 +73,7 @@ class MegatronReduction:
 
 
 def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
-    """Return the order of a model's reductions, from now on kept; None where none starts inside a backward.
+    """Return the order of a model's reductions, to be kept; None where none starts inside a backward.
 
     Args:
         chunks: The training loop's model chunks.

@@ -94,7 +94,7 @@ def make_graphs(
         reduction=gradient_reduction(chunks, language_model, order),
     )
     if order is not None:
-        order.adds_later = graphs.adds_later
+        order.keep(graphs.adds_later)
     return graphs
 
 

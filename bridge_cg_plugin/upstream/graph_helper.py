@@ -71,7 +71,7 @@ class GraphHelper:
         """
         self.graphs, self._in_flight, self._order = graphs, in_flight, order
         if order is not None:
-            order.adds_later = graphs.adds_later
+            order.keep(graphs.adds_later)
         _active.add(self)
 
 

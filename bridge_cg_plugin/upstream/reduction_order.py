@@ -8,6 +8,8 @@ from torch import nn
 
 START, FINISH = "start_grad_sync", "finish_grad_sync"
 
+AddsLater = Callable[[Set[nn.Parameter]], bool]
+
 
 class ReductionOrder:
     """Lets a module's bucket groups start their reductions in the data parallelism's order, on this rank as on others.
@@ -21,24 +23,29 @@ class ReductionOrder:
     replay, so a group waits for that as well.
 
     Args:
-        groups: Bucket groups in the order that all ranks keep; replaced on the instances until `remove`.
+        groups: Bucket groups in the order that all ranks keep; replaced on the instances from `keep` to `remove`.
         parameters: Of each group.
-
-    Attributes:
-        adds_later: Whether the backward under way will yet add to the gradients of one of these parameters, unseen by
-            autograd.
     """
 
     def __init__(self, groups: Sequence[Any], parameters: Sequence[Set[nn.Parameter]]) -> None:
         self._groups, self._parameters = list(groups), list(parameters)
-        self.adds_later: Callable[[Set[nn.Parameter]], bool] = lambda parameters: False
         self._starts = [getattr(group, START) for group in groups]
         self._finishes = [getattr(group, FINISH) for group in groups]
+        self._adds_later: AddsLater = lambda parameters: False
         self._waiting: dict[int, bool] = {}
         self._started: set[int] = set()
         self._finishing: int | None = None
-        self._on = True
+        self._on = False
         self._put = [(partial(self._start, i), partial(self._finish, i)) for i in range(len(self._groups))]
+
+    def keep(self, adds_later: AddsLater) -> None:
+        """Begin to keep the order.
+
+        Args:
+            adds_later: Whether the backward under way will yet add to the gradient of one of these parameters, unseen
+                by autograd.
+        """
+        self._adds_later, self._on = adds_later, True
         for group, (start, finish) in zip(self._groups, self._put, strict=True):
             setattr(group, START, start)
             setattr(group, FINISH, finish)
@@ -61,7 +68,7 @@ class ReductionOrder:
     def go_on(self) -> None:
         """Start the groups that wait for nothing any more."""
         for each, parameters in enumerate(self._parameters):
-            if each in self._waiting and not self.adds_later(parameters):
+            if each in self._waiting and not self._adds_later(parameters):
                 self._launch(each)
             elif each not in self._started:
                 return

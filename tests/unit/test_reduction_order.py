@@ -28,10 +28,12 @@ class Group:
         self.running = False
 
 
-def in_order(count, first_batch=False):
+def in_order(count, first_batch=False, later=frozenset()):
     log = []
     groups = [Group(i, log, first_batch) for i in range(count)]
-    return groups, ReductionOrder(groups, [{number} for number in range(count)]), log
+    order = ReductionOrder(groups, [{number} for number in range(count)])
+    order.keep(lambda parameters: not parameters.isdisjoint(later))
+    return groups, order, log
 
 
 @given(ready=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), steps=st.integers(1, 3))
@@ -87,9 +89,8 @@ def test_what_somebody_put_around_it_stays_without_effect():
 
 
 def test_a_group_waits_for_a_replay_that_adds_to_it_later_in_the_backward():
-    groups, order, log = in_order(3)
     later = {1}
-    order.adds_later = lambda parameters: not parameters.isdisjoint(later)
+    groups, order, log = in_order(3, later=later)
     for group in groups:
         group.start_grad_sync()
     assert [n for n, _ in log] == [0]
@@ -101,8 +102,7 @@ def test_a_group_waits_for_a_replay_that_adds_to_it_later_in_the_backward():
 
 
 def test_a_replay_that_never_comes_holds_no_reduction_beyond_the_step():
-    groups, order, log = in_order(2)
-    order.adds_later = lambda parameters: True
+    groups, _, log = in_order(2, later={0, 1})
     for group in groups:
         group.start_grad_sync()
     assert log == []
@@ -122,6 +122,9 @@ def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
     chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)
     order = reduction_order([chunk], model)
     assert (order is not None) is overlap
+    if order is not None:
+        assert "start_grad_sync" not in last.__dict__
+        order.keep(lambda parameters: False)
     assert reduction_order([nn.Linear(2, 2)], model) is None
     first.start_grad_sync()
     apart.start_grad_sync()
