@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -112,6 +112,10 @@ class GraphedModule(ABC):
     def is_paused(self) -> bool:
         """Whether the module is inside `paused`."""
         return self._paused > 0
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return any(region.sinks.adds_later(parameters) for region in self._regions if region.captured)
 
     def begin_step(self) -> None:
         """Note that a training step begins."""

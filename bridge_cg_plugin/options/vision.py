@@ -52,9 +52,10 @@ class VisionGraphOptions:
             FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
-        gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
-            "awaited" in the microbatches whose gradients the reduction waits for, "always" in all. Hooks that a user
-            puts on a parameter fire always; those on its node of the autograd graph need "always".
+        gradient_hooks: Who gets to know that a parameter's gradient is in `main_grad`: "awaited" is data parallelism's
+            reduction alone, in the microbatches whose gradients it waits for, "always" is autograd in all of them, so
+            that hooks fire. Hooks that a user puts on a parameter fire always; those on its node of the autograd graph
+            need "always".
         cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
         balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks

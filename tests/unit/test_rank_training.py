@@ -147,12 +147,14 @@ def reductions_of(model):
         yield reduced
 
 
-def data_parallel(overlap, last=None):
+def data_parallel(overlap, last=None, beside=()):
     """Train two steps of three microbatches on images of this rank's own, eager and with graphs.
 
     Args:
         overlap: Whether reductions start inside the backward.
         last: Images of rank 1's last microbatches, where they are others.
+        beside: Images that the last microbatches encode as well, each in a call of its own: the places of further
+            calls, before the usual one (-1) or behind it (1).
     """
     rank = distributed.get_rank()
     found = []
@@ -172,7 +174,9 @@ def data_parallel(overlap, last=None):
             with model.no_sync():
                 for index in range(2):
                     model(MIXES[(index + rank) % 3], 10 * step + index).backward()
-            loss = model(last if last is not None and rank == 1 else MIXES[(2 + rank) % 3], 10 * step + 2)
+            usual = last if last is not None and rank == 1 else MIXES[(2 + rank) % 3]
+            calls = sorted([(0, usual), *((place, TOO_LARGE) for place in beside)], key=lambda call: call[0])
+            loss = sum(model(rows, 10 * step + 2) for _, rows in calls)
             with no_gpu(), reductions_of(model) as reduced:  # hooks start the reduction
                 loss.backward()
                 before_the_end = list(reduced)
@@ -305,6 +309,16 @@ def both_gathers():
 def test_a_microbatch_without_an_image_gathers_in_the_same_order(tmp_path):
     for with_images, without in run_ranks(2, both_gathers, tmp_path):
         assert with_images == without and len(without) > 3
+
+
+@pytest.mark.parametrize("beside", [(-1,), (1,), (-1, 1)])
+def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path, beside):
+    """Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part."""
+    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, beside):
+        assert replays == 6
+        assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
+        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
+            assert_close(gradients, expected, 1e-4)
 
 
 def test_every_reduction_starts_inside_the_last_backward(tmp_path):
