@@ -1,28 +1,33 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
-import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
+# What PyTorch calls the backward under way where there is none.
+NO_BACKWARD = -1
+# Whether the backward under way runs a node of the autograd graph.
+WILL_RUN = torch._C._will_engine_execute_node
 
 
 class Reduction(Protocol):
     """Data parallelism's reduction of gradients, as far as a replayed backward concerns it."""
 
     def waits(self) -> bool:
-        """Whether a gradient that arrives now may set off communication."""
+        """Inside a backward: whether a gradient that arrives now may set off communication."""
 
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take note that the `main_grad` of these parameters holds all of a backward's gradient."""
+        """Take note that the `main_grad` of these parameters holds all of this backward's gradient."""
 
 
 class GradientSinks:
@@ -33,8 +38,8 @@ class GradientSinks:
     placeholder and the flag `grad_added_to_main_grad`, the convention of Transformer Engine's fused accumulation.
     Any other parameter gets its gradient returned to autograd.
 
-    Handing hundreds of placeholders over takes autograd milliseconds. Where the reduction says that nobody waits for
-    them, and nobody else has put a hook on a parameter, autograd does not get to know these parameters.
+    Handing hundreds of placeholders over takes autograd milliseconds. With a reduction, and no hook of anybody else on
+    a parameter, autograd does not get to know these parameters: the reduction is told itself, where it waits.
 
     Args:
         parameters: The region's trainable parameters.
@@ -47,21 +52,27 @@ class GradientSinks:
         self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
         self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
         self._placeholders = _Placeholders(self._accumulated)
-        self._returned = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is None)
+        self._nodes: list[Node] = []
+        self._to_come: WeakSet[Node] = WeakSet()
+        self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
+        self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles: list[RemovableHandle] = []
+        self._tables: list[Mapping[int, Callable]] = []
         self._marked: list[nn.Parameter] = []
 
     def watch(self) -> None:
         """Put hooks on the parameters that tell replayed gradients from eager ones; needed for `hand_over`."""
         self._handles = [p.register_hook(self._marker(p)) for p in self._accumulated]
+        # PyTorch keeps one table for a parameter from its first hook on.
+        self._tables = [p._backward_hooks for p in self._accumulated]
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
         self.clear()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._tables, self._nodes = [], [], []
 
     def moved(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
@@ -91,28 +102,56 @@ class GradientSinks:
 
     def receivers(self) -> tuple[Tensor, ...]:
         """Return the tensors through which autograd is to know a replay's backward: all parameters, or an anchor."""
-        if self._reduction is None or self._reduction.waits() or self._hooked():
+        if self._reduction is None or self._hooked():
             return self.parameters
         return (self._anchor, *self._returned)
 
     def _hooked(self) -> bool:
-        """Whether somebody else has a hook on a parameter."""
-        return _hooks(self._accumulated) > len(self._handles)
+        """Whether somebody else has a hook on a parameter; those on its node of the autograd graph cannot be seen."""
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        return sum(map(len, self._tables)) > len(self._handles) or any(
+            map(operator.attrgetter("_post_accumulate_grad_hooks"), self._accumulated)
+        )
 
-    def hand_over(self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
+        """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
+        if receivers is not self.parameters:
+            self._to_come.add(node)
+
+    def to_come(self) -> bool:
+        """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
+        return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._to_come))
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether `to_come`, and it adds to the gradient of one of these parameters."""
+        return self.to_come() and not parameters.isdisjoint(self._accumulated)
+
+    def hand_over(
+        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node
+    ) -> tuple[Tensor | None, ...]:
         """Return what a replayed backward gives autograd for each receiver: placeholders, or copies."""
         if receivers is not self.parameters:
-            if self._reduction.waits():
-                callback = functools.partial(self._reduction.arrived, self._accumulated)
-                torch.autograd.Variable._execution_engine.queue_callback(callback)
-            kept = (g for g, main_grad in zip(gradients, self.main_grads, strict=True) if main_grad is None)
+            self._to_come.discard(node)
+            self._tell()
+            kept = map(gradients.__getitem__, self._returned_places)
             return None, *(None if g is None else g.clone() for g in kept)
         if self._handles:
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        placeholders = self._placeholders.fresh()
         return tuple(
-            self._placeholders.like(p) if main_grad is not None else None if g is None else g.clone()
-            for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
+            next(placeholders) if main_grad is not None else None if g is None else g.clone()
+            for g, main_grad in zip(gradients, self.main_grads, strict=True)
         )
+
+    def _tell(self) -> None:
+        """Tell the reduction that gradients are there, once the last of a backward's replays has added its own.
+
+        Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
+        """
+        if self._reduction.waits() and not self.to_come():
+            self._nodes = self._nodes or [get_gradient_edge(p).node for p in self._accumulated]
+            reached = map(WILL_RUN, self._nodes)
+            self._reduction.arrived([p for p, r in zip(self._accumulated, reached, strict=True) if not r])
 
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""
@@ -129,12 +168,6 @@ class GradientSinks:
                 self._marked.append(parameter)
 
         return mark
-
-
-def _hooks(parameters: Sequence[nn.Parameter]) -> int:
-    """How many hooks parameters have; those on their nodes of the autograd graph cannot be seen."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return sum(sum(map(len, filter(None, map(operator.attrgetter(kind), parameters)))) for kind in kinds)
 
 
 def _adder(
@@ -186,10 +219,11 @@ class _Placeholders:
             sizes[key] = max(sizes.get(key, 0), parameter.numel())
         self._flat = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
         self._addresses = {flat.data_ptr() for flat in self._flat.values()}
+        self._shaped = [self._flat[p.dtype, p.device].as_strided(p.shape, p.stride()) for p in parameters]
 
-    def like(self, parameter: nn.Parameter) -> Tensor:
-        """Return a zero tensor of the parameter's shape."""
-        return self._flat[parameter.dtype, parameter.device].as_strided(parameter.shape, parameter.stride())
+    def fresh(self) -> Iterator[Tensor]:
+        """Return a zero tensor of each parameter's shape, in order; nobody else holds it, so autograd steals it."""
+        return map(Tensor.detach, self._shaped)
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -56,12 +56,12 @@ class GraphedModule(ABC):
         self._eager_forward = self._instance.original
 
     def _before_eager(self) -> None:
-        """Wait for the parameters as a replay does, once ranks may replay.
+        """Wait for the parameters as a replay does.
 
         Eager's own hooks could start to gather them in another order, and ranks of a data-parallel group share a
-        communicator: one may replay while another runs eager.
+        communicator: one may replay, or have nothing to run, while another runs eager.
         """
-        if self._before_replay is not None and (self.captured or self.failure is not None):
+        if self._before_replay is not None:
             self._before_replay()
 
     @abstractmethod
@@ -112,6 +112,10 @@ class GraphedModule(ABC):
     def is_paused(self) -> bool:
         """Whether the module is inside `paused`."""
         return self._paused > 0
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return any(region.sinks.adds_later(parameters) for region in self._regions if region.captured)
 
     def begin_step(self) -> None:
         """Note that a training step begins."""

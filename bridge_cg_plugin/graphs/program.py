@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 Buffers = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
-    """What one recording of a region is made for.
+class Bucket(NamedTuple):
+    """What one recording of a region is made for. Every replay looks it up several times: a tuple, hashed in C.
 
     Attributes:
         tokens: Capacity.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,8 @@ class Gradients:
     parameters: tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What a recording was made as, besides its bucket.
+class Mode(NamedTuple):
+    """What a recording was made as, besides its bucket; a tuple as that is.
 
     Attributes:
         gradients: Whether a backward can follow the forward.

@@ -68,6 +68,7 @@ class Region:
         self._reduction, self._shared = reduction, shared
         self._offloading = offloading
         self._slots: list[Slot] = []
+        self._recorded: set[Mode] = set()
         self._looks_once = self._looked = False
         self.aliases: ParameterAliases | None = None
         self.sinks: GradientSinks | None = None
@@ -99,6 +100,7 @@ class Region:
                 raise OutOfMemoryInCapture(first_line(error)) from error
             raise
         self._slots = slots
+        self._recorded = {mode for _, mode in slots[0].recordings}
         self.sinks.watch()
         self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
         self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
@@ -190,7 +192,7 @@ class Region:
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""
-        if all(recorded != mode for _, recorded in self._slots[0].recordings):
+        if mode not in self._recorded:
             return None, "mode_not_captured" if mode.gradients or mode.training else "evaluation_not_captured"
         size, reason = self.program.size(batch), "too_many_tokens"
         for bucket in self.buckets:

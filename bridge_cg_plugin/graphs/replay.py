@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from .gradients import GradientSinks
 from .program import Bucket, RegionProgram
 from .recording import Gradients, Mode
+from .rows import copies, write_each
 from .slot import Lease, Slot
 
 
@@ -53,7 +54,7 @@ def replay(
 def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
     recording = slot.recordings[bucket, mode]
     recording.forward()
-    return tuple(output[:count].clone() for output, count in zip(recording.outputs, rows, strict=True))
+    return copies(recording.outputs, rows)
 
 
 class _Call:
@@ -81,6 +82,7 @@ class _Replay(Function):
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        call.sinks.expect(ctx, call.receivers)
         return _forward(call.lease.slot, call.bucket, call.mode, call.rows)
 
     @staticmethod
@@ -92,22 +94,13 @@ class _Replay(Function):
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        for buffer, gradient, rows in zip(slot.output_gradients[call.bucket], output_gradients, call.rows, strict=True):
-            _load_gradient(buffer, gradient, rows)
+        write_each(slot.output_gradients[call.bucket], output_gradients)
         gradients = slot.recordings[call.bucket, call.mode].backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
-        parameters = call.sinks.hand_over(gradients.parameters, call.receivers)
+        parameters = call.sinks.hand_over(gradients.parameters, call.receivers, ctx)
         call.lease.release()
         return None, *inputs, *parameters
-
-
-def _load_gradient(buffer: Tensor, gradient: Tensor | None, rows: int) -> None:
-    if gradient is None:
-        buffer.zero_()
-        return
-    buffer[:rows].copy_(gradient)
-    buffer[rows:].zero_()

@@ -7,6 +7,7 @@ from statistics import fmean
 from .statistics import BucketStatistics, RegionStatistics
 
 GIB = 2**30
+SHOWN_RANKS = 16
 
 
 def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
@@ -65,14 +66,44 @@ def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
     Returns:
         1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
     """
-    steps = min(len(rank.step_tokens) for rank in ranks)
-    each = [rank.step_tokens[-steps:] if steps else [_tokens(rank)] for rank in ranks]
+    each = _tokens_of_steps(ranks)
     factors = [max(step) * len(step) / sum(step) for step in zip(*each, strict=True) if any(step)]
     return fmean(factors) if factors else 0.0
 
 
+def _tokens_of_steps(ranks: Sequence[RegionStatistics]) -> list[list[int]]:
+    """Return each rank's tokens in the last steps that all have; of all replays where steps are not counted."""
+    steps = min(len(rank.step_tokens) for rank in ranks)
+    return [rank.step_tokens[-steps:] if steps else [_tokens(rank)] for rank in ranks]
+
+
 def _tokens(rank: RegionStatistics) -> int:
     return sum(bucket.tokens for bucket in rank.buckets.values())
+
+
+def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
+    """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
+
+    Args:
+        ranks: Statistics by the number of their rank.
+        title: The first line.
+    """
+    tokens = dict(zip(ranks, _tokens_of_steps(list(ranks.values())), strict=True))
+    most = [max(step) for step in zip(*tokens.values(), strict=True)]
+    shown = sorted(sorted(ranks, key=lambda rank: -sum(tokens[rank]))[:SHOWN_RANKS])
+    lines = [
+        title,
+        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'tokens/step':>12} {'most in':>8}",
+    ]
+    for rank in shown:
+        found, own = ranks[rank], tokens[rank]
+        share = fmean(mine == step > 0 for mine, step in zip(own, most, strict=True))
+        lines.append(
+            f"{rank:>6} {found.replays:>8} {sum(found.fallbacks.values()):>6} {found.padding_share:>8.1%} "
+            f"{found.memory_bytes / GIB:>11.2f} {fmean(own):>12.0f} {share:>8.0%}"
+        )
+    left = len(ranks) - len(shown)
+    return "\n".join([*lines, *([f"and {left} ranks with fewer tokens a step"] if left else [])])
 
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:

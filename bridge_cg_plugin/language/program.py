@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch
 
 # Called with the language model and the modules of the region; entered around recorded work.
@@ -85,8 +86,7 @@ class LanguageModel:
         else:
             buffers[POSITIONS].copy_(batch.visual)
         for name, features in zip(self._deepstack, self._features(batch), strict=True):
-            buffers[name][: len(features)].copy_(features.detach())
-            buffers[name][len(features) :].zero_()
+            write_rows(buffers[name], features.detach())
         for name, tensor in batch.tensors.items():
             buffers[name].copy_(tensor, non_blocking=True)
 

@@ -40,6 +40,7 @@ class Facts:
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         hugging_face_tower: Whether the vision tower is Hugging Face's module.
         pipeline_stages: Stages of pipeline parallelism.
+        tensor_ranks: Ranks of tensor parallelism.
         context_ranks: Ranks of context parallelism.
         context_exchange: Ways in which they exchange keys and values, by layer; empty is upstream's default, a ring.
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
@@ -68,6 +69,7 @@ class Facts:
     images: bool | None = None
     hugging_face_tower: bool | None = None
     pipeline_stages: int | None = None
+    tensor_ranks: int | None = None
     context_ranks: int | None = None
     context_exchange: tuple[str, ...] = ()
     in_batch_packing: str | None = None
@@ -110,6 +112,7 @@ def facts_of(written: Written) -> Facts:
         images=None if tower is None else hasattr(written.model, "vision_cuda_graph_impl") and not tower,
         hugging_face_tower=tower,
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
+        tensor_ranks=_count(settings, "tensor_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
         context_exchange=() if is_unset(settings.get("cp_comm_type")) else words(settings["cp_comm_type"]),
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),

@@ -102,10 +102,14 @@ FLAGS = (
     _vision("attention", "KIND", "auto, transformer_engine, cudnn or flash"),
     _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
     _vision(
-        "gradient_hooks", "WHEN", "gradient hooks fire in microbatches where a reduction waits (awaited), or always"
+        "gradient_hooks", "WHEN", "gradient hooks fire always, or data parallelism is told where it waits (awaited)"
     ),
     _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
-    _vision("balance", "PART", "images move between data-parallel ranks where that saves this part of the largest's"),
+    _vision(
+        "balance",
+        "PART",
+        "images move between data-parallel ranks where that saves this part of the largest's, or time (auto)",
+    ),
     *_activations(_vision),
     _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
     _vision("strict", "BOOL", "a failed capture stops the run"),

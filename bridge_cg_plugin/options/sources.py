@@ -37,6 +37,7 @@ SETTINGS = (
     "hybrid_override_pattern",
     "spatial_merge_size",
     "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
     "context_parallel_size",
     "cp_comm_type",
     "multi_latent_attention",

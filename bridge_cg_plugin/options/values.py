@@ -68,10 +68,15 @@ def whole_number(minimum: int, alternative: str | None = None) -> Callable[[str,
     return parse
 
 
-def real_number(allowed: str, accepts: Callable[[float], bool]) -> Callable[[str, Any], float]:
-    """Return a parser of numbers that `accepts` accepts; `allowed` says which in words."""
+def real_number(
+    allowed: str, accepts: Callable[[float], bool], alternative: str | None = None
+) -> Callable[[str, Any], Any]:
+    """Return a parser of numbers that `accepts` accepts, or the word `alternative`; `allowed` says which in words."""
+    allowed += f' or "{alternative}"' if alternative else ""
 
-    def parse(field: str, value: Any) -> float:
+    def parse(field: str, value: Any) -> Any:
+        if alternative is not None and value == alternative:
+            return alternative
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
@@ -84,7 +89,7 @@ def real_number(allowed: str, accepts: Callable[[float], bool]) -> Callable[[str
 
 
 positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
-part = real_number("a number above 0 and below 1", lambda number: 0 < number < 1)
+part_or_auto = real_number("a number above 0 and below 1", lambda number: 0 < number < 1, "auto")
 factor = real_number("a number of at least 1", lambda number: 1 <= number < float("inf"))
 
 

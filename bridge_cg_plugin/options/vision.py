@@ -13,7 +13,7 @@ from .values import (
     parse_capacities,
     parse_choice,
     parse_flag,
-    part,
+    part_or_auto,
     positive_number,
     whole_number,
     words,
@@ -52,13 +52,15 @@ class VisionGraphOptions:
             FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
-        gradient_hooks: When autograd gets to know that a parameter's gradient is in `main_grad`, so that hooks fire:
-            "awaited" in the microbatches whose gradients the reduction waits for, "always" in all. Hooks that a user
-            puts on a parameter fire always; those on its node of the autograd graph need "always".
+        gradient_hooks: Who gets to know that a parameter's gradient is in `main_grad`: "awaited" is data parallelism's
+            reduction alone, in the microbatches whose gradients it waits for, "always" is autograd in all of them, so
+            that hooks fire. Hooks that a user puts on a parameter fire always; those on its node of the autograd graph
+            need "always".
         cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
             replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
         balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks
-            must save for them to move, in each microbatch; None moves nothing.
+            must save for them to move, in each microbatch; "auto" moves them where that saves more time than it takes,
+            both as measured in the run; None moves nothing.
         offload: Parts of the encoder whose activations go to page-locked host memory inside the forward's graph and
             come back inside the backward's; None is none of them, or any of them under `memory_target_gb`.
         recompute: What the backward's graph makes again instead of keeping it: outputs of LayerNorm, of GELU, of linear
@@ -88,7 +90,7 @@ class VisionGraphOptions:
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
-    balance: float | None = None
+    balance: float | Literal["auto"] | None = None
     offload: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
     memory_target_gb: float | None = None
@@ -196,7 +198,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,
-    "balance": part,
+    "balance": part_or_auto,
     **ACTIVATION_PARSERS,
     "evaluation": parse_flag,
     "strict": parse_flag,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.rows import leading, write_rows
 from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
@@ -194,6 +195,4 @@ class PackedProgram:
 
 def _load_rows(buffer: Tensor, rows: Tensor) -> None:
     """Write as many rows as there is room for and zero the rest."""
-    count = min(rows.shape[0], buffer.shape[0])
-    buffer[:count].copy_(rows[:count])
-    buffer[count:].zero_()
+    write_rows(buffer, leading(rows, min(rows.shape[0], buffer.shape[0])))

@@ -1,18 +1,20 @@
-"""Images that move between Megatron's data-parallel ranks: their groups, and microbatches without an image."""
+"""Images that move between Megatron's data-parallel ranks: their groups."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Literal
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
+from ..graphs.buckets import deterministic
 from ..options import PROVIDER_FIELDS, OptionError
 from ..vision.adapter import EncoderFamily
 from ..vision.exchange import ImageExchange
 
 
-def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None) -> ImageExchange | None:
+def image_exchange(
+    model: nn.Module, family: EncoderFamily, share: float | Literal["auto"] | None
+) -> ImageExchange | None:
     """Return how a vision model's data-parallel ranks level their work; None where nobody asked or there is one rank.
 
     Every rank of the group calls it, ranks of other pipeline stages need not.
@@ -23,7 +25,7 @@ def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None)
         share: `vision_cuda_graph_balance`.
 
     Raises:
-        OptionError: Images of this family cannot move.
+        OptionError: Images of this family cannot move, or times were to decide in a deterministic run.
     """
     if share is None:
         return None
@@ -33,6 +35,13 @@ def image_exchange(model: nn.Module, family: EncoderFamily, share: float | None)
             share,
             f"null with {family.name}'s encoder",
             "Its images stay on their ranks; unset the field.",
+        )
+    if share == "auto" and deterministic():
+        raise OptionError(
+            PROVIDER_FIELDS["balance"],
+            share,
+            "a number above 0 and below 1 with deterministic algorithms",
+            f"Such a run must not decide by times: write {PROVIDER_FIELDS['balance']}=0.1, say.",
         )
     group = getattr(getattr(model, "pg_collection", None), "dp", None)
     if group is None or group.size() == 1:
@@ -55,45 +64,3 @@ def _timeout() -> timedelta:
     """Return the time-out of the job's own group."""
     device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
     return distributed.group.WORLD._get_backend(device).options._timeout
-
-
-class ImagelessMicrobatches:
-    """Lets a model take part in the exchange in microbatches that have no image, when its encoder is not called.
-
-    The token embedding, which every microbatch calls after the encoder, is where that shows.
-
-    Args:
-        holder: The module that holds the vision model and the language model.
-        vision_model: The vision model.
-        take_part: Takes part without an image; returns what the loss must depend on.
-    """
-
-    def __init__(self, holder: nn.Module, vision_model: nn.Module, take_part: Callable[[], Tensor | None]) -> None:
-        self._take_part = take_part
-        self._due = False
-        embedding = getattr(getattr(holder, "language_model", None), "embedding", None)
-        self._handles = []
-        if embedding is not None:
-            self._handles = [
-                holder.register_forward_pre_hook(self._began),
-                vision_model.register_forward_pre_hook(self._has_images),
-                embedding.register_forward_hook(self._embedded),
-            ]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _began(self, *unused: Any) -> None:
-        self._due = True
-
-    def _has_images(self, *unused: Any) -> None:
-        self._due = False
-
-    def _embedded(self, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if not self._due:
-            return None
-        self._due = False
-        needed = self._take_part()
-        return None if needed is None else output + needed.to(output)

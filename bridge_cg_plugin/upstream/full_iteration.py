@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
-from .data_parallel import gradient_reduction, parameter_gather
+from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
 from .graph_helper import default_executor
 from .language_model import LENGTH_PATCH
@@ -23,7 +23,7 @@ from .patches import Patch
 from .process_groups import tensor_group
 from .qwen3_vl import holders
 from .random_states import random_states
-from .reduction_order import ReductionOrder, reduction_order
+from .reduction_order import ReductionOrder
 from .registry import seam
 from .replaced import replaced
 from .transformer_engine import forget_attention_selection, fused_accumulation
@@ -61,8 +61,8 @@ class CurrentGraphs:
                 return nullcontext()
             self.end()  # left behind by a run that ended with an error
             check_process()
-            self.graphs = make_graphs(chunks, model, warmup_steps)
             self._order = reduction_order(chunks, language_model)
+            self.graphs = make_graphs(chunks, model, warmup_steps, self._order)
         return self.graphs.training_step(microbatches) if training else nullcontext()
 
     def end(self) -> None:
@@ -79,18 +79,23 @@ class CurrentGraphs:
 CURRENT = CurrentGraphs()
 
 
-def make_graphs(chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int) -> LanguageModelGraphs:
+def make_graphs(
+    chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int, order: ReductionOrder | None
+) -> LanguageModelGraphs:
     """Return the graphs of a model's language model, not captured yet."""
     language_model = model.language_model
-    return LanguageModelGraphs(
+    graphs = LanguageModelGraphs(
         language_model,
         deepstack=len(model.vision_model.config.deepstack_visual_indexes),
         recording=recording,
         executor=default_executor(random_states, shared=tensor_group(model) is not None),
         warmup_steps=warmup_steps,
         before_replay=parameter_gather(chunks, language_model),
-        reduction=gradient_reduction(chunks, language_model, pipelined=False),
+        reduction=gradient_reduction(chunks, language_model, order),
     )
+    if order is not None:
+        order.keep(graphs.adds_later)
+    return graphs
 
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:

@@ -70,6 +70,8 @@ class GraphHelper:
             order: Of the module's gradient reductions, kept while the graphs are this helper's.
         """
         self.graphs, self._in_flight, self._order = graphs, in_flight, order
+        if order is not None:
+            order.keep(graphs.adds_later)
         _active.add(self)
 
 

@@ -10,14 +10,14 @@ from ..graphs.executor import Executor
 from ..options import VisionGraphOptions, check_combinations, vision_options
 from ..vision.encoder import VisionGraphs
 from ..vision.grids import HostGrids
-from .balance import ImagelessMicrobatches, image_exchange
-from .data_parallel import gradient_reduction, parameter_gather
+from .balance import image_exchange
+from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .encoders import check_modules, find_encoder
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module
+from .imageless import ImagelessMicrobatches
 from .process_groups import peers_of, shared_group, tensor_group, without_messages
-from .reduction_order import reduction_order
-from .schedules import microbatches_in_flight, stages_of
+from .schedules import microbatches_in_flight
 
 GRIDS = HostGrids()
 
@@ -68,6 +68,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
         exchange = image_exchange(vision_model, family, self.options.balance)
+        gather = parameter_gather(chunks, vision_model)
+        order = reduction_order(chunks, vision_model)
         in_flight = partial(microbatches_in_flight, source, num_microbatches)
         graphs = VisionGraphs(
             vision_model,
@@ -75,17 +77,18 @@ class VisionTECudaGraphHelper(GraphHelper):
             family,
             executor or default_executor(isolated=without_messages(tensor), shared=tensor is not None),
             slots=in_flight(),
-            before_replay=parameter_gather(chunks, vision_model),
-            reduction=gradient_reduction(chunks, vision_model, pipelined=stages_of(source) > 1),
+            before_replay=gather,
+            reduction=gradient_reduction(chunks, vision_model, order),
             grids=GRIDS,
             peers=peers_of(shared_group(vision_model)),
             twins=peers_of(tensor),
             exchange=exchange,
         )
-        if exchange is not None:
-            self._imageless = ImagelessMicrobatches(holder, vision_model, graphs.without_images)
+        if exchange is not None or gather is not None:
+            take_part = graphs.without_images if exchange is not None else None
+            self._imageless = ImagelessMicrobatches(holder, vision_model, gather, take_part)
         counted = in_flight if self.options.slots == "auto" else None
-        self._take(graphs, counted, reduction_order(chunks, vision_model))
+        self._take(graphs, counted, order)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

@@ -13,16 +13,15 @@ from ..options.graph_options import options_of
 from ..options.migration import module_names
 from ..options.sources import collect
 from ..packed.decoder import PackedGraphs
-from .data_parallel import gradient_reduction, parameter_gather
+from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
 from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
 from .process_groups import peers_of, shared_group, sharing_groups, without_messages
 from .random_states import random_states
-from .reduction_order import reduction_order
 from .registry import seam
-from .schedules import microbatches_in_flight, stages_of
+from .schedules import microbatches_in_flight
 
 PACK_OFFSETS = HostCopies()
 
@@ -113,6 +112,7 @@ class DecoderHelper(GraphHelper):
         executor: Executor,
     ) -> None:
         release_module(decoder)
+        order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
         self._take(
             PackedGraphs(
@@ -123,12 +123,12 @@ class DecoderHelper(GraphHelper):
                 executor,
                 slots=in_flight(),
                 before_replay=parameter_gather(chunks, decoder),
-                reduction=gradient_reduction(chunks, decoder, pipelined=stages_of(decoder.config) > 1),
+                reduction=gradient_reduction(chunks, decoder, order),
                 host=PACK_OFFSETS,
                 peers=peers_of(shared_group(decoder)),
             ),
             in_flight if options.slots == "auto" else None,
-            reduction_order(chunks, decoder),
+            order,
         )
 
 

@@ -5,15 +5,16 @@ from typing import Any
 
 from torch import distributed
 
+from ..announce import announce
 from ..graphs.graphed_module import GraphedModule
-from ..graphs.report import merge_statistics
+from ..graphs.report import merge_statistics, render_ranks
 from ..graphs.statistics import RegionStatistics
 from .failures import several_ranks
 from .graph_helper import GraphHelper, asks_for_graphs
 
 
-def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[str, list[RegionStatistics]]:
-    """Return every rank's statistics, by the name that loggers give a module's figures.
+def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[str, dict[int, RegionStatistics]]:
+    """Return every rank's statistics by its number, by the name that loggers give a module's figures.
 
     All ranks call it together, those without graphs too: the rank that has loggers may be one without an encoder. Where
     the configuration asks for no graphs nothing is exchanged.
@@ -31,7 +32,26 @@ def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[s
         ranks = [None] * distributed.get_world_size()
         distributed.all_gather_object(ranks, own)
     groups = dict.fromkeys(group for rank in ranks for group in rank)
-    return {group: [rank[group] for rank in ranks if group in rank] for group in groups}
+    return {group: {n: rank[group] for n, rank in enumerate(ranks) if group in rank} for group in groups}
+
+
+class LastFigures:
+    """The figures of all ranks that were exchanged last, for the end of training, when no rank may wait for another."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._found: dict[str, dict[int, RegionStatistics]] = {}
+
+    def take(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
+        """Keep what was exchanged after a step."""
+        self._step, self._found = step, found
+
+    def tell(self) -> None:
+        """Print a table of the ranks for each group that has several, and forget it."""
+        for group, ranks in self._found.items():
+            if len(ranks) > 1:
+                announce(render_ranks(ranks, f"{group} of {len(ranks)} ranks after step {self._step}"))
+        self._found = {}
 
 
 def phase_of(helpers: Sequence[GraphHelper]) -> str:

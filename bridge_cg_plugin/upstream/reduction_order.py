@@ -1,14 +1,14 @@
 """One order of gradient reductions for replays and eager passes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from .data_parallel import bucket_groups
-
 START, FINISH = "start_grad_sync", "finish_grad_sync"
+
+AddsLater = Callable[[Set[nn.Parameter]], bool]
 
 
 class ReductionOrder:
@@ -19,19 +19,42 @@ class ReductionOrder:
     One rank may replay a step's last microbatch while another runs it eager, so a group that is ready waits here for
     those before it. Where one of these gets no gradients, the waiting ones start when the first of them is finished.
 
+    On a rank whose last microbatch has no image none of the module's gradients arrives, and upstream would end with an
+    error: there all groups start when the first of them is finished.
+
+    An eager pass and a replay may add to the same parameters in one backward. The eager one's hooks know nothing of the
+    replay, so a group waits for that as well.
+
     Args:
-        groups: Bucket groups in the order that all ranks keep; replaced on the instances until `remove`.
+        groups: Bucket groups in the order that all ranks keep; replaced on the instances from `keep` to `remove`.
+        parameters: Of each group.
+        own: The module's; a group may have others' as well.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = list(groups)
+    def __init__(
+        self,
+        groups: Sequence[Any],
+        parameters: Sequence[Set[nn.Parameter]],
+        own: Set[nn.Parameter] = frozenset(),
+    ) -> None:
+        self._groups, self._parameters, self._own = list(groups), list(parameters), own
         self._starts = [getattr(group, START) for group in groups]
         self._finishes = [getattr(group, FINISH) for group in groups]
+        self._adds_later: AddsLater = lambda parameters: False
         self._waiting: dict[int, bool] = {}
         self._started: set[int] = set()
         self._finishing: int | None = None
-        self._on = True
+        self._on = False
         self._put = [(partial(self._start, i), partial(self._finish, i)) for i in range(len(self._groups))]
+
+    def keep(self, adds_later: AddsLater) -> None:
+        """Begin to keep the order.
+
+        Args:
+            adds_later: Whether the backward under way will yet add to the gradient of one of these parameters, unseen
+                by autograd.
+        """
+        self._adds_later, self._on = adds_later, True
         for group, (start, finish) in zip(self._groups, self._put, strict=True):
             setattr(group, START, start)
             setattr(group, FINISH, finish)
@@ -49,8 +72,12 @@ class ReductionOrder:
             self._starts[number](force_all_reduce=force_all_reduce)
             return
         self._waiting[number] = force_all_reduce
-        for each in range(len(self._groups)):
-            if each in self._waiting:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the groups that wait for nothing any more."""
+        for each, parameters in enumerate(self._parameters):
+            if each in self._waiting and not self._adds_later(parameters):
                 self._launch(each)
             elif each not in self._started:
                 return
@@ -60,6 +87,12 @@ class ReductionOrder:
         self._starts[number](force_all_reduce=self._waiting.pop(number))
 
     def _finish(self, number: int, force_all_reduce: bool = False) -> None:
+        if self._on and self._module_did_not_run():
+            self._waiting = dict.fromkeys(range(len(self._groups)), force_all_reduce)
+            for group in self._groups:
+                if group.is_first_batch:
+                    # Upstream would learn from this batch how many gradients the group waits for: leave it to another.
+                    group.per_param_grad_ready_counts.clear()
         if number in self._waiting:
             for each in sorted(self._waiting):
                 self._launch(each)
@@ -71,17 +104,7 @@ class ReductionOrder:
         if number == len(self._groups) - 1:
             self._started.clear()
 
-
-def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
-    """Return the order of a model's reductions, from now on kept; None where none starts inside a backward.
-
-    Args:
-        chunks: The training loop's model chunks.
-        model: The model whose parameters are meant.
-    """
-    found = bucket_groups(chunks, model)
-    if found is None or not found[0].ddp_config.overlap_grad_reduce:
-        return None
-    chunk, groups = found
-    of_the_model = set(map(id, groups))
-    return ReductionOrder([g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model])
+    def _module_did_not_run(self) -> bool:
+        if self._started or self._waiting or not self._own:
+            return False
+        return not any(self._own & group.per_param_grad_ready_counts.keys() for group in self._groups)

@@ -14,12 +14,13 @@ from .graph_helper import active_helpers, asks_for_graphs, unwrapped
 from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
-from .ranks import phase_of, statistics_of_ranks
+from .ranks import LastFigures, phase_of, statistics_of_ranks
 from .registry import seam
 from .registry.training import TRAIN
 from .stalls import STALLS, timeout_s
 
 OWN_LOOP = OwnLoop()
+LAST_FIGURES = LastFigures()
 
 
 def drives_vision_graphs() -> bool:
@@ -68,8 +69,10 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
             graphs = [*(helper.graphs for helper in active_helpers()), *([CURRENT.graphs] if CURRENT.graphs else [])]
-            for group, ranks in statistics_of_ranks(graphs, state.cfg.model).items():
-                write_metrics(state, metrics_of_ranks(ranks, group))
+            found = statistics_of_ranks(graphs, state.cfg.model)
+            LAST_FIGURES.take(state.train_state.step, found)
+            for group, ranks in found.items():
+                write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
         return result
 
     return training_log
@@ -102,6 +105,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
             helper.delete_cuda_graphs()
         CURRENT.end()
         OWN_LOOP.end()
+        LAST_FIGURES.tell()
         old(*args, **kwargs)
 
     return _delete_cuda_graphs

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..graphs.program import RegionProgram
-from .exchange import MovableImages
 from .grids import HostGrids
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
@@ -47,6 +46,28 @@ class EncoderCall:
 
     batch: Any
     usual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MovableImages:
+    """What travels between ranks that encode each other's images.
+
+    Attributes:
+        unit: Patches of one embedding.
+        patch_width: Values of a patch.
+        widths: Columns of the encoder's outputs.
+        weight: A weight of the encoder; its type and device are the patches'.
+    """
+
+    unit: int
+    patch_width: int
+    widths: tuple[int, ...]
+    weight: Tensor
+
+    @property
+    def bytes_per_patch(self) -> int:
+        """Bytes of a patch's pixels, its share of embeddings, and their gradients."""
+        return (self.patch_width + 2 * sum(self.widths) // self.unit) * self.weight.element_size()
 
 
 class EncoderAdapter(Protocol):

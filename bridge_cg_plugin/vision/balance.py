@@ -40,6 +40,16 @@ class Plan:
         return tuple(patches[rank] for patches in self._patches)
 
     @property
+    def most(self) -> int:
+        """Patches of the rank that has the most before images move."""
+        return max(map(token_count, self.grids))
+
+    @property
+    def saved(self) -> int:
+        """Patches by which the rank that encodes the most has fewer than without moves."""
+        return self.most - max(sum(self.received(rank)) for rank in range(len(self.grids)))
+
+    @property
     def moved(self) -> int:
         """Images that another rank encodes than the one that has them."""
         return sum(encoder != rank for rank, encoders in enumerate(self.encoders) for encoder in encoders)
@@ -64,7 +74,7 @@ def plan_moves(grids: Sequence[Grid], share: float) -> Plan | None:
 
     Args:
         grids: Every rank's images.
-        share: Part of the largest rank's patches that moving must save.
+        share: Part of the largest rank's patches that moving must save; with 0 any.
     """
     encoders = [[rank] * len(rows) for rank, rows in enumerate(grids)]
     loads = [token_count(rows) for rows in grids]

@@ -124,6 +124,8 @@ class VisionGraphs(GraphedModule):
     def _recorded(self) -> None:
         """See `GraphedModule`."""
         self._install_layers()
+        if self._exchange is not None:
+            self._exchange.forget_times()
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
 
     def _record(self) -> None:
@@ -467,8 +469,7 @@ class VisionGraphs(GraphedModule):
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
         if self._exchange is not None:
-            told = self._exchange
-            notes["balance"] = f"{told.moved} images of all ranks were moved, in {told.microbatches} microbatches"
+            notes["balance"] = self._exchange.note()
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes

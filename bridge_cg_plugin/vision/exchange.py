@@ -1,17 +1,20 @@
 """Images of a microbatch to the data-parallel ranks that encode them, and their embeddings back."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .adapter import MovableImages
 from .balance import Plan, plan_moves
 from .batch import VisionBatch
+from .costs import Clock, CudaClock
 from .grids import Grid
+from .moving_costs import PAYS, EncodingTimes, ExchangeCost, HostClock, measured_cost
 
 # Most images and videos of a rank's microbatch that are told to the others; with more none move in that microbatch.
 MOST_IMAGES = 128
@@ -19,23 +22,6 @@ NONE: Grid = ()
 
 # An encoder: its outputs, `[patches / patches of an embedding, columns]` each.
 Encode = Callable[[VisionBatch], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class MovableImages:
-    """What travels between ranks that encode each other's images.
-
-    Attributes:
-        unit: Patches of one embedding.
-        patch_width: Values of a patch.
-        widths: Columns of the encoder's outputs.
-        weight: A weight of the encoder; its type and device are the patches'.
-    """
-
-    unit: int
-    patch_width: int
-    widths: tuple[int, ...]
-    weight: Tensor
 
 
 class ImageExchange:
@@ -49,31 +35,40 @@ class ImageExchange:
         sizes: The ranks, over a backend that takes host tensors.
         rows: The same ranks in the same order, over a backend that takes the encoder's; used for nothing else, so that
             what ranks without an image leave out elsewhere cannot disturb the order.
-        share: Part of the largest rank's patches that moving must save.
+        share: Part of the largest rank's patches that moving must save; "auto" moves images where what that saves, by
+            measured times, is more than what it takes.
         images: What images and embeddings are.
         trains: Whether the encoder trains anything, the same on all ranks.
+        clock: Measures for "auto"; None takes device events, the host's clock without a GPU.
 
     Attributes:
         moved: Images that other ranks encoded.
         microbatches: In which any image of any rank moved.
+        unpaid: Microbatches in which moves would have levelled the ranks, and taken longer than they save.
     """
 
     def __init__(
         self,
         sizes: distributed.ProcessGroup,
         rows: distributed.ProcessGroup,
-        share: float,
+        share: float | Literal["auto"],
         images: MovableImages,
         trains: Callable[[], bool],
+        clock: Clock | None = None,
     ) -> None:
         self._sizes, self._rows, self._share = sizes, rows, share
         self._images, self._trains = images, trains
         self._rank, self._world = distributed.get_rank(rows), distributed.get_world_size(rows)
-        self.moved = self.microbatches = 0
+        self._clock = clock or (CudaClock() if images.weight.is_cuda else HostClock())
+        self._times = EncodingTimes(self._clock) if share == "auto" else None
+        self._cost: ExchangeCost | None = None
+        self._ns_per_patch = 0
+        self.moved = self.microbatches = self.unpaid = 0
 
     def encode(self, batch: VisionBatch, encode: Encode) -> tuple[Tensor, ...]:
         """Return the outputs of this rank's images, wherever they were encoded."""
-        plan = plan_moves(self._gathered(batch.rows), self._share)
+        plan = self._plan(batch.rows)
+        encode = self._timed(encode)
         if plan is None:
             return encode(batch)
         return self._encode_as_planned(plan, batch, encode)
@@ -85,11 +80,61 @@ class ImageExchange:
             What the microbatch's loss must depend on, a zero, so that gradients of other ranks' images come by; None
             where no image moved.
         """
-        plan = plan_moves(self._gathered(NONE), self._share)
+        plan = self._plan(NONE)
         if plan is None:
             return None
-        first, *others = self._encode_as_planned(plan, None, encode)
+        first, *others = self._encode_as_planned(plan, None, self._timed(encode))
         return sum((output.sum() for output in others), first.sum())
+
+    def forget_times(self) -> None:
+        """Measure encoding anew: from now on it is done in another way."""
+        if self._times is not None:
+            self._times.forget()
+
+    def note(self) -> str:
+        """Return what was done, and by what measured times, in words."""
+        done = f"{self.moved} images of all ranks were moved, in {self.microbatches} microbatches"
+        if self._times is None or self._cost is None:
+            return done
+        took = f"1000 patches take {self._ns_per_patch / 1e3:.2f} ms, an exchange {self._cost.ms:.2f} ms and more"
+        return f"{done}; in {self.unpaid} it would not have paid ({took})"
+
+    def _timed(self, encode: Encode) -> Encode:
+        return encode if self._times is None else partial(self._times.encode, encode=encode)
+
+    def _plan(self, rows: Grid) -> Plan | None:
+        """Return where this microbatch's images are encoded, the same on all ranks; None where none moves."""
+        grids = self._gathered(rows)
+        if self._times is None:
+            return plan_moves(grids, self._share)
+        if self._cost is None:
+            self._cost = self._agreed_cost()
+        plan = plan_moves(grids, 0.0)
+        if plan is None or self._pays(plan, self._cost):
+            return plan
+        self.unpaid += 1
+        return None
+
+    def _pays(self, plan: Plan, cost: ExchangeCost) -> bool:
+        return plan.saved * self._ns_per_patch / 1e6 > PAYS * cost.of(plan.most, self._images.bytes_per_patch)
+
+    def _agreed_cost(self) -> ExchangeCost:
+        """Return what an exchange takes on the rank where it takes longest."""
+        weight = self._images.weight
+
+        def exchange(rows: int) -> int:
+            given = weight.new_zeros((rows * self._world, self._images.patch_width))
+            _all_to_all(given, [rows] * self._world, [rows] * self._world, self._rows)
+            return given.numel() * given.element_size()
+
+        def synchronize() -> None:
+            if weight.is_cuda:
+                torch.cuda.synchronize(weight.device)
+
+        own = measured_cost(self._clock, exchange, synchronize)
+        longest = torch.tensor([own.ms, own.ms_per_byte], dtype=torch.float64)
+        distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=self._sizes)
+        return ExchangeCost(*longest.tolist())
 
     def _encode_as_planned(self, plan: Plan, batch: VisionBatch | None, encode: Encode) -> tuple[Tensor, ...]:
         self.moved += plan.moved
@@ -124,14 +169,17 @@ class ImageExchange:
         return outputs.requires_grad_() if wanted and not outputs.requires_grad else outputs
 
     def _gathered(self, rows: Grid) -> list[Grid]:
-        """Return every rank's images; nobody's where one has too many to tell."""
-        told = torch.zeros(1 + 3 * MOST_IMAGES, dtype=torch.int64)
+        """Return every rank's images; nobody's where one has too many. They tell their time by the patch as well."""
+        told = torch.zeros(2 + 3 * MOST_IMAGES, dtype=torch.int64)
+        told[-1] = self._times.ns_per_patch() if self._times is not None else 0
         told[0] = len(rows)
         if 0 < len(rows) <= MOST_IMAGES:
             told[1 : 1 + 3 * len(rows)] = torch.tensor(rows).flatten()
         heard = torch.empty(self._world * len(told), dtype=torch.int64)
         distributed.all_gather_into_tensor(heard, told, group=self._sizes)
-        found = [_rows(values) for values in heard.view(self._world, -1).tolist()]
+        images, known = heard.view(self._world, -1).split([1 + 3 * MOST_IMAGES, 1], dim=1)
+        self._ns_per_patch = min((ns for ns in known.flatten().tolist() if ns), default=0)
+        found = [_rows(values) for values in images.tolist()]
         return [NONE] * self._world if None in found else found
 
     @staticmethod

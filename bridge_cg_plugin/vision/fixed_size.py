@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, RegionProgram, TensorSpec
+from ..graphs.rows import write_rows
 from .adapter import EncoderCall, RecordingKernels
 from .batch import ImageBatch, check_images
 from .calls import returns_an_object
@@ -49,8 +50,7 @@ class SiglipEncoder:
 
     def load(self, buffers: Buffers, batch: ImageBatch) -> None:
         """See `RegionProgram`."""
-        buffers["pixels"][: batch.frames].copy_(batch.pixels, non_blocking=True)
-        buffers["pixels"][batch.frames :].zero_()
+        write_rows(buffers["pixels"], batch.pixels)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""

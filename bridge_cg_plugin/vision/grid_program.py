@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.rows import write_rows
 from .adapter import RecordingKernels
 from .batch import VisionBatch
 
@@ -58,13 +59,11 @@ class GridProgram:
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
         tokens, images = batch.tokens, len(batch.rows)
-        buffers["pixels"][:tokens].copy_(batch.pixels.reshape(tokens, -1), non_blocking=True)
-        buffers["pixels"][tokens:].zero_()
+        write_rows(buffers["pixels"], batch.pixels.reshape(tokens, -1))
         grid = batch.grid.reshape(images, 3)
         if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
             grid = grid.pin_memory()
-        buffers["grid"][:images].copy_(grid, non_blocking=True)
-        buffers["grid"][images:].zero_()
+        write_rows(buffers["grid"], grid)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""

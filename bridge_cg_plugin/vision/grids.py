@@ -1,10 +1,14 @@
 """What the host knows of a batch's `grid_thw` without asking the device."""
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from ..graphs.host_copies import HostCopies, as_integers
 
 Grid = tuple[tuple[int, int, int], ...]
+# Grids whose sums are kept: a replay asks for them once for each bucket that it may take.
+KEPT_GRIDS = 64
 
 
 class HostGrids(HostCopies):
@@ -24,16 +28,19 @@ def _rows(values: tuple[int, ...]) -> Grid:
     return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
 
 
+@lru_cache(KEPT_GRIDS)
 def token_count(grid: Grid) -> int:
     """Return how many patches the grid describes."""
     return sum(t * h * w for t, h, w in grid)
 
 
+@lru_cache(KEPT_GRIDS)
 def frame_count(grid: Grid) -> int:
     """Return how many frames, hence attention segments, the grid describes."""
     return sum(t for t, _, _ in grid)
 
 
+@lru_cache(KEPT_GRIDS)
 def largest_frame(grid: Grid) -> int:
     """Return the tokens of the largest frame."""
     return max((h * w for _, h, w in grid), default=0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.rows import write_rows
 from ..graphs.segments import fill_one_segment, write_offsets
 from .adapter import PackSegments, RecordingKernels
 
@@ -51,9 +52,7 @@ class _LayerPart:
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
-        tokens = batch.hidden.shape[0]
-        buffers["hidden"][:tokens].copy_(batch.hidden.detach())
-        buffers["hidden"][tokens:].zero_()
+        write_rows(buffers["hidden"], batch.hidden.detach())
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
@@ -115,9 +114,7 @@ class AttentionPart(_LayerPart):
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
         super().load(buffers, batch)
-        tokens = batch.angles.shape[0]
-        buffers["angles"][:tokens].copy_(batch.angles)
-        buffers["angles"][tokens:].zero_()
+        write_rows(buffers["angles"], batch.angles)
         write_offsets(buffers["offsets"], batch.offsets)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:

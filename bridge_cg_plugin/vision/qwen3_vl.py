@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ..graphs.program import Bucket, Buffers
-from .adapter import EncoderCall, PackSegments, RecordingKernels
+from .adapter import EncoderCall, MovableImages, PackSegments, RecordingKernels
 from .batch import VisionBatch, check_batch
-from .exchange import MovableImages
 from .grid_program import GridProgram
 from .grids import HostGrids
 from .layout import rotary_angles, segment_offsets, token_positions

@@ -29,6 +29,7 @@ def main() -> int:
         return 0  # torchrun's first process starts those that train, one run after the other
     from .gpu import main as run_gpu
 
+    layout_of(args).check_gpus(torch.cuda.device_count())
     steps = args.steps or 50
     arguments = training_arguments(args, steps)
     return run_gpu(steps, args.eager_runs, arguments, args.records, args.side_by_side, args.also)

@@ -22,7 +22,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     images = parser.add_mutually_exclusive_group()
     images.add_argument("--single", action="store_true", help="every sample is one 448 x 448 image")
     images.add_argument("--large", action="store_true", help="every sample is one 1344 x 1344 image")
-    parser.add_argument("--language-model", help="LAYERSxWIDTH, 4x2048 without it; widths are 2048 and 2560")
+    parser.add_argument("--language-model", help="LAYERSxWIDTH, 4x2048 without it; widths are 1024, 2048 and 2560")
     parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes, for tests")
     parser.add_argument("--validate-every", type=int, default=0, help="steps between evaluations")
     parser.add_argument("--text-only-every", type=int, default=0, help="every how many samples one has no image")

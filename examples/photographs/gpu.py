@@ -64,7 +64,7 @@ def main(
 @contextmanager
 def started(count: int, layout: Layout) -> Iterator[list[TrainingProcess]]:
     """Start the processes of runs side by side; those that were not used end here."""
-    processes = [TrainingProcess(gpus=layout.gpus) for _ in range(count)]
+    processes = [TrainingProcess(ranks=layout.ranks) for _ in range(count)]
     try:
         for process in processes:
             process.wait_until_ready()
@@ -111,7 +111,7 @@ def case_of(arguments: list[str]) -> str:
     """Return the name of the case that a run's arguments make, for its records."""
     words = [a.removeprefix("model.") for a in arguments]
     layout = layout_in(arguments)
-    where = f"_{layout}" if layout.gpus > 1 else ""
+    where = f"_{layout}" if layout.ranks > 1 else ""
     graphs = [word for word in words if word.startswith("cuda_graph_")]
     kind = "_full_iteration" if any("full_iteration" in word for word in graphs) else "_language_model"
     return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "") + where

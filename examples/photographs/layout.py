@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .hosts import ranks_per_gpu
+
 # The language model's layers that the first pipeline stage must hold: one for each deepstack feature.
 FIRST_STAGE_LAYERS = 3
 
@@ -42,8 +44,8 @@ class Layout:
         return {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
 
     @property
-    def gpus(self) -> int:
-        """GPUs, one process each."""
+    def ranks(self) -> int:
+        """Processes, with a GPU each where none is shared."""
         return self.tensor * self.pipeline * self.context * self.data
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class Layout:
         return self.first_stage_layers + others * max((layers - self.first_stage_layers) // others, 1)
 
     def check_processes(self, started: str | None) -> None:
-        """Refuse another number of processes than the layout has GPUs.
+        """Refuse another number of processes than the layout has ranks.
 
         Args:
             started: Processes that torchrun started; None where it did not.
@@ -86,10 +88,26 @@ class Layout:
         Raises:
             ValueError: They are more or fewer.
         """
-        if started is not None and int(started) != self.gpus:
+        if started is not None and int(started) != self.ranks:
             raise ValueError(
-                f"torchrun started {started} processes, the layout {self} has {self.gpus}; pass --nproc_per_node "
-                f"{self.gpus}, or set --data-parallel"
+                f"torchrun started {started} processes, the layout {self} has {self.ranks}; pass --nproc_per_node "
+                f"{self.ranks}, or set --data-parallel"
+            )
+
+    def check_gpus(self, found: int) -> None:
+        """Refuse fewer GPUs than ranks.
+
+        Args:
+            found: GPUs that there are.
+
+        Raises:
+            ValueError: They are too few.
+        """
+        if found < self.ranks:
+            raise ValueError(
+                f"{' '.join(self.words())}: the layout {self} has {self.ranks} ranks with a GPU each, here are {found} "
+                f"GPUs; set smaller sizes, or let ranks share GPUs, without times: bench_parallel.py --ranks-per-gpu "
+                f"{ranks_per_gpu(self.ranks, found)}"
             )
 
     def check_layers(self, layers: int) -> None:

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from .hosts import placement
+
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
 LAST_WRITTEN = 8000  # characters of a failed process's output that a message shows
@@ -39,13 +41,14 @@ class TrainingFailed(RuntimeError):
 
 
 class TrainingProcess:
-    """New processes, one for each GPU of a run, that import the stack at once and wait for what they shall train.
+    """New processes, one for each rank of a run, that import the stack at once and wait for what they shall train.
 
     Args:
         log: File for the output; a further process has the rank before the suffix. Without it the output goes to this
             process's.
-        gpus: Processes.
-        devices: Indices of the GPUs that they see, among those that this process sees; None for all.
+        ranks: Processes.
+        devices: Indices of the GPUs that they see, among those that this process sees; None for all. Where they are
+            fewer than the ranks, several ranks share each.
         prepare: `module:function` that every process calls before it trains, for tests.
         module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
         environment: The processes' variables; None for this process's as they are now, with what megatron-core has set
@@ -55,14 +58,14 @@ class TrainingProcess:
     def __init__(
         self,
         log: Path | None = None,
-        gpus: int = 1,
+        ranks: int = 1,
         devices: Sequence[int] | None = None,
         prepare: str | None = None,
         module: str = "examples.photographs.training",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._ranks = [
-            _Rank(rank, gpus, _log_of(log, rank), devices, prepare, module, environment) for rank in range(gpus)
+            _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment) for rank in range(ranks)
         ]
 
     def wait_until_ready(self) -> None:
@@ -162,10 +165,10 @@ class _Rank:
         # One process alone is told too where torchrun started the parent, which knows of more.
         variables = dict(os.environ if environment is None else environment)
         placed = world > 1 or "WORLD_SIZE" in variables
-        further = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank} if placed else {}
+        if placed:
+            variables |= placement(rank, world, None if devices is None else len(devices))
         if devices is not None:
-            further["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
-        variables |= {name: str(value) for name, value in further.items()}
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
         self.process = context.Process(target=_import_and_train, args=(theirs, log, variables, placed, prepare, module))
         self.process.start()
         theirs.close()

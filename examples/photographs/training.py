@@ -44,8 +44,8 @@ from .turns import Turns, steps_alone
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
 SINGLE_SIZES = ((448, 448),)
-# Width -> attention heads and MLP width, as in Qwen3-1.7B and Qwen3-4B.
-LANGUAGE_MODELS = {2048: (16, 6144), 2560: (32, 9728)}
+# Width -> attention heads and MLP width, as in Qwen3-0.6B, Qwen3-1.7B and Qwen3-4B.
+LANGUAGE_MODELS = {1024: (16, 3072), 2048: (16, 6144), 2560: (32, 9728)}
 PATCH_PIXELS = 256
 
 

@@ -6,8 +6,13 @@
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
 scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
 by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
-With --untimed none has. --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must
-take as much memory with these as with those.
+Set-up waits for these steps too. With --untimed no run has.
+
+With --ranks-per-gpu 2 layouts of more ranks than there are GPUs are trained as well, two ranks on each GPU and with a
+narrower language model. Losses, memory and slots are what they are with a GPU for each rank; times are not taken.
+
+--slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must take as much memory with
+these as with those.
 """
 
 import argparse
@@ -26,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs import gpu  # noqa: E402
+from examples.photographs.hosts import ranks_per_gpu  # noqa: E402
 from examples.photographs.layout import Layout  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.layout_runs import (  # noqa: E402
@@ -33,6 +39,8 @@ from scripts.performance.layout_runs import (  # noqa: E402
     LAYOUTS,
     MODES,
     MUST,
+    SHARED_WIDTH,
+    SHARED_WORDS,
     SLOTS,
     SLOTS_MICROBATCHES,
     SLOTS_STEPS,
@@ -45,6 +53,7 @@ from scripts.performance.layout_runs import (  # noqa: E402
 from scripts.performance.places import Places  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
+MOST_RANKS_PER_GPU = 4
 MOST_GROWTH = 0.02  # of what graphs take, with more microbatches
 # Runs that share a GPU, small ones and others: their memory has to fit.
 BESIDE = {True: 6, False: 3}
@@ -79,9 +88,19 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, default=20, metavar="N", help="steps that are timed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when runs that have not ended are ended")
     parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
+    parser.add_argument(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that may share a GPU, without times, in layouts of more ranks than there are GPUs; 1 without it",
+    )
     parser.add_argument("--logs", type=Path, help="folder for the runs' output; without it, it goes to this one's")
     parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/parallel.jsonl without it")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if not 1 <= args.ranks_per_gpu <= MOST_RANKS_PER_GPU:
+        parser.error(f"--ranks-per-gpu {args.ranks_per_gpu}: allowed is 1 to {MOST_RANKS_PER_GPU}")
+    return args
 
 
 def gpus_here() -> int:
@@ -89,6 +108,16 @@ def gpus_here() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def of_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return a record's fields of each rank: peak memory in GiB; of those that have graphs replays and fallbacks."""
+    graphs = [rank["graphs"] for rank in ranks if rank["graphs"] is not None]
+    return {
+        "rank_peak_gb": [rank["peak_gb"] for rank in ranks],
+        "rank_replays": [each["replays"] for each in graphs],
+        "rank_fallbacks": [sum(each["fallbacks"].values()) for each in graphs],
+    }
 
 
 class TimeIsUp(Exception):
@@ -119,12 +148,18 @@ class Bench:
             slots: Those that are trained with few and with many microbatches.
 
         Raises:
-            ValueError: A layout needs more GPUs than there are.
+            ValueError: A layout needs more GPUs than there are, or there is none.
         """
+        if self._count < 1:
+            raise ValueError(f"--gpus {self._count}: allowed is 1 or more; run it on a machine with NVIDIA GPUs")
         asked = [("layouts", layout) for layout in layouts] + [("slots", layout) for layout in slots]
         for option, layout in asked:
-            if layout.gpus > self._count:
-                raise ValueError(f"--{option} {layout}: it needs {layout.gpus} GPUs, allowed here are {self._count}")
+            sharing = ranks_per_gpu(layout.ranks, self._count)
+            if sharing > self._args.ranks_per_gpu:
+                raise ValueError(
+                    f"--{option} {layout}: it needs {layout.ranks} GPUs, allowed here are {self._count}; with "
+                    f"--ranks-per-gpu {sharing} its ranks share them, without times"
+                )
         trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
         if not (trained or counted):
             return []
@@ -158,9 +193,9 @@ class Bench:
             TimeIsUp: The run had no time, or not enough.
         """
         with ExitStack() as stack:
-            with self._imports.held(job.turn, (0,), job.layout.gpus):
+            with self._imports.held(job.turn, (0,), job.layout.ranks):
                 started = self._start(job, stack)
-            with self._gpus.held(job.turn, job.devices):  # later runs wait for this turn
+            with self._gpus.held(job.turn, job.devices, job.sharing):  # later runs wait for this turn
                 if isinstance(started, Exception):
                     raise started
                 run = self._train_in(started, job, turns)
@@ -170,7 +205,7 @@ class Bench:
         """Return a run's processes, which have imported the stack and end with `stack`, or why there are none."""
         if time.monotonic() >= self._end:
             return TimeIsUp()
-        process = TrainingProcess(self._log(job), job.layout.gpus, job.devices)
+        process = TrainingProcess(self._log(job), job.layout.ranks, job.devices)
         stack.callback(process.close)
         try:
             process.wait_until_ready()
@@ -194,13 +229,13 @@ class Bench:
 
     def _timed(self, job: Job) -> int:
         """Return how many of a run's steps are timed."""
-        wanted = job.mode in TIMED and not self._args.untimed
+        wanted = job.mode in TIMED and not (self._args.untimed or job.shared)
         return min(self._args.timed_steps, max(self._args.steps - gpu.SKIPPED, 0)) if wanted else 0
 
     def _turns(self, job: Job, folder: Path) -> list[str]:
         if self._args.untimed:
             return []
-        return ["--turns", str(folder), "--timed-steps", str(self._timed(job))]
+        return ["--turns", str(folder), "--timed-steps", str(self._timed(job)), "--setup-in-turn"]
 
     def _log(self, job: Job) -> Path | None:
         folder = self._args.logs
@@ -212,9 +247,10 @@ class Bench:
     def _words(self, job: Job) -> list[str]:
         steps = SLOTS_STEPS if job.mode == SLOTS else self._args.steps
         words = ["--steps", str(steps), "--global-batch", str(job.microbatches * job.layout.data), *job.layout.words()]
-        layers = job.layout.fitting_layers(LAYERS)
-        words += ["--language-model", f"{layers}x{WIDTH}"] if layers != LAYERS else []
-        words += SLOTS_WORDS if job.mode == SLOTS else ()
+        layers, width = job.layout.fitting_layers(LAYERS), SHARED_WIDTH if job.shared else WIDTH
+        words += ["--language-model", f"{layers}x{width}"] if (layers, width) != (LAYERS, WIDTH) else []
+        # How long replays take says nothing of graphs where ranks share GPUs, and must decide nothing.
+        words += SLOTS_WORDS if job.mode == SLOTS else SHARED_WORDS if job.shared else ()
         return [*words, "--small", "--loader-workers", "0"] if self._args.small else words
 
     def _write(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
@@ -222,11 +258,10 @@ class Bench:
         eager_ms = gpu.median_ms(runs[0])
         for job, run in zip(jobs, runs, strict=True):
             ms = gpu.median_ms(run)
-            repeats = len(run["step_ms"] or ()) - gpu.SKIPPED
+            repeats = max(len(run["step_ms"] or ()) - gpu.SKIPPED, int(job.shared))
             record = {**self._origin(job, max(repeats, 0)), "ms": ms, "losses": run["losses"]}
             record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
-            record["rank_peak_gb"] = [rank["peak_gb"] for rank in run.get("ranks", [run])]
-            record["inside_spread"] = same if job.mode == "plugin" else None
+            record |= {**of_ranks(run.get("ranks", [run])), "inside_spread": same if job.mode == "plugin" else None}
             if ms is not None:
                 record |= self._ratios(job.layout, job.mode, ms, eager_ms)
             put_record(self._path, record)
@@ -258,8 +293,11 @@ class Bench:
 
     def _origin(self, job: Job, repeats: int) -> dict[str, Any]:
         case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
+        case += "_shared" if job.shared else ""
         case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
-        return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **provenance(repeats, 1234)}
+        sharing = {"ranks_per_gpu": job.sharing} if job.shared else {}
+        origin = {**sharing, **provenance(repeats, 1234)}
+        return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **origin}
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Group:
             fields.setdefault("memory_gb", peak)
             timed = self._timed(model, batch, self.repeats)
             if isinstance(mode, Plugin):
-                with self.grads.not_awaited():
+                with self.grads.not_awaited(), mode.training_step():
                     timed["replay_host_ms"] = measure.host_in_a_row(lambda: tower.step(model, batch))
         forward = tower.largest_relative(outputs, baseline.outputs)
         return {

@@ -6,20 +6,19 @@ from typing import Any
 from scripts.performance.markdown import Records, by_case, number, origin, share_of_spread, table
 from scripts.performance.results import read_records
 
-COMMAND = "python scripts/performance/bench_parallel.py --small --microbatches 2"
+COMMAND = "./run gpu-table"
 
 
 def layouts(records: Records) -> str:
     """Return a line for each layout: graphs beside eager in time, values, memory and scaling."""
+    records = [record for record in records if "ranks_per_gpu" not in record]
     eager, graphs = (by_case(records, mode) for mode in ("eager1", "plugin"))
     rows = []
     for case, r in graphs.items():
         e = eager.get(case)
-        runs = [each for each in records if each["case"] == case and each["mode"].startswith("eager")]
-        peaks = ["/".join(f"{gb:.1f}" for gb in (each or {}).get("rank_peak_gb", ())) for each in (e, r)]
         rows.append(
             [case, r["microbatches"], len(r["losses"]), number(e, "ms", ".0f"), number(r, "ms", ".0f")]
-            + [f"**{r['ratio']:.2f}**", *distances(r, runs), *peaks]
+            + [f"**{r['ratio']:.2f}**", *distances(r, records), *peaks(e, r)]
             + [number(e, "weak_scaling", ".2f"), number(r, "weak_scaling", ".2f")]
         )
     if not rows:
@@ -29,8 +28,31 @@ def layouts(records: Records) -> str:
     return f"{table(header, rows)}\n\n{origin([*graphs.values()])}"
 
 
-def distances(graphs: dict[str, Any], eager: Records) -> list[str]:
-    """Return how far losses and gradient norms are from eager's, as shares of the eager runs' spread."""
+def shared(records: Records) -> str:
+    """Return a line for each layout whose ranks shared GPUs: values and memory of graphs and eager, without times."""
+    records = [record for record in records if "ranks_per_gpu" in record and "error" not in record]
+    eager, graphs = ({r["case"]: r for r in records if r["mode"] == mode} for mode in ("eager1", "plugin"))
+    rows = [
+        [case, r["ranks_per_gpu"], r["microbatches"], len(r["losses"]), *distances(r, records)]
+        + ["/".join(map(str, r[name])) for name in ("rank_replays", "rank_fallbacks")]
+        + peaks(eager.get(case), r)
+        for case, r in graphs.items()
+    ]
+    if not rows:
+        return f"Not trained yet: on fewer than four GPUs `{COMMAND}` does it."
+    header = ["layout", "ranks a GPU", "microbatches", "steps", "losses", "gradient norms", "replays", "fallbacks"]
+    header += ["eager peak GiB", "graphs peak GiB"]
+    return f"{table(header, rows)}\n\n{origin([*graphs.values()])}"
+
+
+def peaks(*runs: dict[str, Any] | None) -> list[str]:
+    """Return each run's peak memory in GiB, rank by rank; nothing of one that was not recorded."""
+    return ["/".join(f"{gb:.1f}" for gb in (run or {}).get("rank_peak_gb", ())) for run in runs]
+
+
+def distances(graphs: dict[str, Any], records: Records) -> list[str]:
+    """Return how far losses and gradient norms are from those of its case's eager runs, as shares of their spread."""
+    eager = [each for each in records if each["case"] == graphs["case"] and each["mode"].startswith("eager")]
     return [share_of_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")]
 
 
@@ -48,4 +70,4 @@ def layout_parts(folder: Path) -> dict[str, str]:
         folder: With the records.
     """
     records = read_records(folder / "parallel.jsonl")
-    return {"layouts": layouts(records), "slots": slots(records)}
+    return {"layouts": layouts(records), "shared": shared(records), "slots": slots(records)}

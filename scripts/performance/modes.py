@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,11 @@ class Plugin:
 
     def __init__(self, name: str, **choices: str) -> None:
         self.name, self.choices = name, choices
+        self._helper: Any = None
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """Return what a training step's microbatches run in, inside `on`."""
+        return self._helper.graphs.step()
 
     @contextmanager
     def on(self, model: nn.Module, grads: MainGrads, batch: Batch) -> Iterator[Prepared]:
@@ -59,7 +64,7 @@ class Plugin:
             strict=True,
             **self.choices,
         )
-        helper = new_helper(model, options)
+        helper = self._helper = new_helper(model, options)
         for region in helper.graphs._regions:
             region.sinks._reduction = grads
         try:

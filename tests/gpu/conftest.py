@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from threading import Semaphore
+from threading import Lock, Semaphore
 from typing import Any
 
 import pytest
 import torch
 
 from examples.photographs.arguments import layout_in
+from examples.photographs.hosts import ranks_per_gpu
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
@@ -23,7 +24,9 @@ SIDE_BY_SIDE = 3
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
-PARALLEL_SIDE_BY_SIDE = 4
+PARALLEL_SIDE_BY_SIDE = 5
+# Where there are fewer GPUs than ranks, so many may share one: their memory has to fit.
+MOST_RANKS_PER_GPU = 2
 # One whose processes wait for each other for ever must not take the others' time.
 LIMIT_S = 240.0
 
@@ -51,8 +54,8 @@ class Training:
     number: int = 1
 
     @property
-    def gpus(self) -> int:
-        return layout_in(self.words).gpus
+    def ranks(self) -> int:
+        return layout_in(self.words).ranks
 
 
 class Trainings:
@@ -66,6 +69,7 @@ class Trainings:
     def __init__(self, folder: Path, side_by_side: int) -> None:
         self._folder = folder
         self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
+        self._taking = Lock()
         self._pool = ThreadPoolExecutor(2 * side_by_side * len(self._gpus))
         self._sets: dict[int, Iterator[tuple[int, ...]]] = {}
         self._results: dict[Training, Future[dict[str, Any]]] = {}
@@ -74,13 +78,14 @@ class Trainings:
         if training not in self._results:
             before = self.start(training.after) if training.after is not None else None
             log = self._folder / f"{len(self._results)}.log"
-            devices = self._devices(training.gpus)
+            devices = self._devices(training.ranks)
             self._results[training] = self._pool.submit(self._train, training, log, before, devices)
         return self._results[training]
 
-    def _devices(self, gpus: int) -> tuple[int, ...]:
-        """Return the GPUs of a run: disjoint sets of as many as it needs, in turn."""
+    def _devices(self, ranks: int) -> tuple[int, ...]:
+        """Return the GPUs of a run: disjoint sets of as many as it has ranks, in turn; all where there are fewer."""
         found = len(self._gpus)
+        gpus = min(ranks, found)
         sets = [tuple(range(first, first + gpus)) for first in range(0, found - gpus + 1, gpus)]
         return next(self._sets.setdefault(gpus, cycle(sets)))
 
@@ -90,15 +95,16 @@ class Trainings:
     def _train(
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
-        process = TrainingProcess(log, training.gpus, devices, training.prepare, training.module, ENVIRONMENT)
+        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, ENVIRONMENT)
         process.wait_until_ready()
         if before is not None:
             before.result()
         words = ["--small", "--steps", str(training.steps), *(w.format(folder=self._folder) for w in training.words)]
-        limit_s = LIMIT_S if training.gpus > 1 else None
+        limit_s = LIMIT_S if training.ranks > 1 else None
         with ExitStack() as stack:
-            for device in devices:  # in one order, so that no two runs wait for each other
-                stack.enter_context(self._gpus[device])
+            with self._taking:  # one run after the other, so that no two have a part of what both want
+                for device in devices * ranks_per_gpu(training.ranks, len(devices)):
+                    stack.enter_context(self._gpus[device])
             return {**process.train(training.mode, words, limit_s), "output": log.read_text()}
 
     def close(self) -> None:
@@ -129,9 +135,9 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
         for value in (item.callspec.params.values() if hasattr(item, "callspec") else ())
         if isinstance(value, Training) and not item.get_closest_marker("skip")
     ]
-    several = any(training.gpus > 1 for training in wanted)
+    several = any(training.ranks > 1 for training in wanted)
     trainings = Trainings(tmp_path_factory.mktemp("trainings"), PARALLEL_SIDE_BY_SIDE if several else SIDE_BY_SIDE)
-    for training in sorted(wanted, key=lambda each: each.gpus, reverse=True):
+    for training in sorted(wanted, key=lambda each: each.ranks, reverse=True):
         trainings.start(training)
     yield trainings
     trainings.close()
@@ -141,7 +147,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
 SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare", "test_presets", "test_train_offload")
 TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
 # Runs over several GPUs.
-PARALLEL = ("test_parallel", "test_packed_parallel")
+PARALLEL = ("test_parallel", "test_packed_parallel", "test_shared_gpus")
 
 
 def is_timed(item: pytest.Item) -> bool:
@@ -175,14 +181,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if parallel:
             item.add_marker(pytest.mark.parallel)
         found, needed = torch.cuda.device_count(), gpus_needed(item) if parallel else 1
-        if found < needed:
+        if int(os.environ.get("RANK", 0)):
+            item.add_marker(pytest.mark.skip(reason="torchrun's first process runs the tests"))
+        elif found < needed:
             many = "an NVIDIA GPU" if needed == 1 else f"{needed} NVIDIA GPUs"
             item.add_marker(pytest.mark.skip(reason=f"needs {many}"))
 
 
 def gpus_needed(item: pytest.Item) -> int:
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return max((value.gpus for value in values if isinstance(value, Training)), default=2)
+    ranks = max((value.ranks for value in values if isinstance(value, Training)), default=2 * MOST_RANKS_PER_GPU)
+    return ranks_per_gpu(ranks, MOST_RANKS_PER_GPU)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Bridge's pretrain() over two and four GPUs, eager and with vision graphs; every run has a process for each GPU."""
+"""Bridge's pretrain() over two and four ranks, eager and with vision graphs; with fewer GPUs two share each."""
 
 import math
 
@@ -18,24 +18,29 @@ BUCKETS = (
 )
 WARMUP_STEPS = 3
 DP2, DP4 = ("--data-parallel", "2"), ("--data-parallel", "4")
+TP4 = ("--tensor-parallel", "4")
+NARROW = ("--language-model", "4x1024")  # ranks of other hosts, for NCCL, reduce over sockets
 TP2, PP2, CP2 = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2"), ("--context-parallel", "2")
 INTERLEAVED = (*PP2, "--pipeline-chunks", "2", "--language-model", "8x2048")
 LAYOUTS = {
     "DP2": DP2,
     "DP2, images moved": (*DP2, "vision_cuda_graph_balance=0.05"),
+    "DP2, images moved where it pays": (*DP2, "vision_cuda_graph_balance=auto"),
     "TP2": TP2,
     "PP2": PP2,
     "PP2VP2": INTERLEAVED,
     "CP2": CP2,
     "CP2, images split": (*CP2, "vision_dp_when_cp=true", "--no-overlap"),  # a rank may have no image
-    "TP2xPP2": (*TP2, *PP2),
-    "DP2xPP2": (*DP2, *PP2),
-    "DP4": DP4,
+    "TP2xPP2": (*TP2, *PP2, *NARROW),
+    "DP2xPP2": (*DP2, *PP2, *NARROW),
+    "DP4": (*DP4, *NARROW),
+    "TP4": (*TP4, *NARROW),
 }
 
 
 def eager(*words):
-    return Training("eager", (*SMALL, *words))
+    own = [word for word in words if not word.startswith("vision_cuda_graph_")]  # runs that are equal are run once
+    return Training("eager", (*SMALL, *own))
 
 
 def graphs(*words):
@@ -86,16 +91,40 @@ def test_one_rank_may_replay_what_another_runs_eager(trained, expected, run):
     assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
 
 
-@pytest.mark.parametrize("run", [graphs(*TP2), graphs(*TP2, *PP2)], ids=["TP2", "TP2xPP2"])
+# Samples without an image: the last of rank 1 in each step, and all of rank 1.
+LAST, ALL = (("--text-only-every", every) for every in ("8", "2"))
+
+
+@pytest.mark.parametrize(
+    "expected, run, with_images",
+    [
+        # As released, eager runs end with an assertion where reductions overlap.
+        (eager(*DP2, *words, "--no-overlap"), graphs(*DP2, *words), with_images)
+        for words, with_images in ((LAST, 3), (ALL, 0))
+    ],
+    ids=["last microbatch", "all microbatches"],
+)
+def test_a_rank_may_have_no_image(trained, expected, run, with_images):
+    result, other = trained(run), trained(expected)
+    steps = run.steps - WARMUP_STEPS
+    assert [graph["replays"] for graph in encoders(result, run)] == [4 * steps, with_images * steps]
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
+TENSOR_PARALLEL = ("TP2", "TP2xPP2", "TP4")
+
+
+@pytest.mark.parametrize("run", [graphs(*LAYOUTS[name]) for name in TENSOR_PARALLEL], ids=TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_replay_the_same_buckets(trained, run):
     counts = [
         {bucket: (c["replays"], c["tokens"], c["padding"]) for bucket, c in graph["buckets"].items()}
         for graph in encoders(trained(run), run)
     ]
-    assert len(counts) == 2 and counts[0] == counts[1]
+    assert len(counts) == layout_in(run.words).tensor and all(count == counts[0] for count in counts)
 
 
-PP4 = ("--pipeline-parallel", "4", "--language-model", "6x2048")
+PP4 = ("--pipeline-parallel", "4", "--language-model", "6x1024")
 
 
 def stages(words, samples):
@@ -166,13 +195,14 @@ def test_a_rank_that_dies_ends_the_job(trained, run):
 
 
 SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures anew
-WHOLE = Training("eager", (*SMALL, *DP2), steps=7)
 
 
 def written_and_read(saved, read):
+    """Return a run that writes a checkpoint, one that goes on from it, and an eager one at the first one's layout."""
     folder = "{folder}/" + saved[0].strip("-")
     first = Training("graphs", (*SMALL, *SOON, *saved, "--save", folder), steps=4)
-    return first, Training("graphs", (*SMALL, *SOON, *read, "--load", folder), steps=WHOLE.steps, after=first), WHOLE
+    whole = Training("eager", (*SMALL, *saved), steps=7)  # other layouts begin with other weights
+    return first, Training("graphs", (*SMALL, *SOON, *read, "--load", folder), steps=whole.steps, after=first), whole
 
 
 @pytest.mark.parametrize(
@@ -183,7 +213,7 @@ def written_and_read(saved, read):
 def test_a_checkpoint_of_one_layout_is_read_at_another(trained, saved, read, whole):
     before, after = trained(saved), trained(read)
     assert [len(part["losses"]) for part in (before, after)] == [4, 3]
-    assert [*before["losses"], *after["losses"]] == pytest.approx(trained(whole)["losses"], rel=1e-2)
+    assert [*before["losses"], *after["losses"]] == pytest.approx(trained(whole)["losses"], rel=5e-3)
     for run, part, steps in ((saved, before, 3), (read, after, 2)):
         replays = steps * 8 // layout_in(run.words).data
         assert all(graph["fallbacks"] == {} and graph["replays"] == replays for graph in encoders(part, run))

@@ -209,28 +209,21 @@ def test_no_gather_without_data_parallelism():
 
 
 @pytest.mark.parametrize(
-    "overlap, pipelined, last, waits",
-    [
-        (False, False, True, False),
-        (False, True, True, False),
-        (True, False, False, False),
-        (True, False, True, True),
-        (True, True, False, True),
-    ],
+    "overlap, last, waits", [(False, True, False), (False, False, False), (True, False, False), (True, True, True)]
 )
-def test_the_reduction_waits_for_the_last_microbatch(overlap, pipelined, last, waits):
+def test_the_reduction_waits_for_the_last_microbatch(overlap, last, waits):
     model = nn.Linear(4, 4)
     chunk, _ = gathered_chunk(model)
     chunk.ddp_config.overlap_grad_reduce = overlap
     for group in chunk.param_to_bucket_group.values():
         group.is_last_microbatch = last
-    assert gradient_reduction([nn.Linear(2, 2), chunk], model, pipelined).waits() is waits
+    assert gradient_reduction([nn.Linear(2, 2), chunk], model, None).waits() is waits
 
 
 def test_no_reduction_without_data_parallelism():
     model = nn.Linear(4, 4)
-    assert gradient_reduction([model], model, pipelined=False) is None
-    assert gradient_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model, pipelined=False) is None
+    assert gradient_reduction([model], model, None) is None
+    assert gradient_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model, None) is None
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -254,7 +247,7 @@ def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
     group.register_grad_ready = functools.partial(_ParamAndGradBucketGroup.register_grad_ready, group)
     chunk.param_to_bucket_group = dict.fromkeys(parameters, group)
     chunk.force_all_reduce = False
-    gradient_reduction([chunk], model, pipelined=False).arrived(parameters)
+    gradient_reduction([chunk], model, None).arrived(parameters)
     assert group.started == ([False] if last else [])
 
 

@@ -11,7 +11,7 @@ from torch import distributed
 
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.vision import exchange
+from bridge_cg_plugin.vision import exchange, moving_costs
 from bridge_cg_plugin.vision.balance import plan_moves
 from bridge_cg_plugin.vision.grids import token_count
 from tests.ranks import run_ranks
@@ -150,6 +150,138 @@ def test_reduced_gradients_and_losses_are_what_they_were(tmp_path, world, overla
     assert apart == [sum(token_count(rows[rank]) for rows in MICROBATCHES[world]) for rank in range(world)]
 
 
+def priced(ns_per_patch, exchange_ms):
+    """Replace what this rank measures by given times, of each rank's own."""
+    rank = distributed.get_rank()
+    moving_costs.EncodingTimes.ns_per_patch = lambda self: ns_per_patch[rank]
+    exchange.measured_cost = lambda *unused: moving_costs.ExchangeCost(exchange_ms[rank], 0.0)
+
+
+def train_at_prices(ns_per_patch, exchange_ms):
+    apart = train_data_parallel(None, True, {})
+    priced(ns_per_patch, exchange_ms)
+    return apart, train_data_parallel("auto", True, {})
+
+
+# Levelling the two ranks takes 48 patches off the largest, in two of three microbatches.
+SAVED_NS = 48 * 10_000
+
+
+@pytest.mark.parametrize(
+    "ns_per_patch, exchange_ms, pays",
+    [
+        ((10_000, 30_000), (SAVED_NS / 1e6 / 4.6, 0.01), True),
+        ((10_000, 30_000), (SAVED_NS / 1e6 / 4.4, 0.01), False),
+        ((30_000, 10_000), (0.01, SAVED_NS / 1e6 / 4.4), False),
+        ((0, 10_000), (0.01, 0.01), True),
+        ((0, 0), (0.0, 0.0), False),
+    ],
+    ids=["pays", "costs too much", "costs too much on another rank", "one rank knows", "nobody knows"],
+)
+def test_images_move_where_measured_times_say_that_it_pays(tmp_path, ns_per_patch, exchange_ms, pays):
+    assert moving_costs.PAYS * moving_costs.EXCHANGES == 4.5
+    for apart, auto in run_ranks(2, train_at_prices, tmp_path, ns_per_patch, exchange_ms):
+        assert auto[0] == pytest.approx(apart[0], rel=1e-5)
+        assert_close(auto[1], apart[1], 1e-4)
+        assert ("in 2 microbatches; in 0 it" if pays else "in 0 microbatches; in 2 it") in auto[3]
+        assert (auto[2] == apart[2]) is not pays
+
+
+def train_auto():
+    """Train with real measurements: what they say differs from machine to machine, and is one for all ranks."""
+    apart, auto = train_data_parallel(None, True, {}), train_data_parallel("auto", True, {})
+    return apart, auto, next(line for line in auto[3].splitlines() if "balance" in line)
+
+
+def test_all_ranks_decide_alike_by_what_they_measured(tmp_path):
+    (_, _, first), (_, _, second) = found = run_ranks(2, train_auto, tmp_path)
+    assert first == second and "an exchange 0.00 ms" not in first
+    for apart, auto, _ in found:
+        assert auto[0] == pytest.approx(apart[0], rel=1e-5)
+        assert_close(auto[1], apart[1], 1e-4)
+
+
+class Script:
+    """A clock whose marks are the times it is given."""
+
+    def __init__(self, *times):
+        self.times = list(times)
+
+    def mark(self):
+        return self.times.pop(0)
+
+    def elapsed(self, start, end):
+        return None if end == "later" else float(end - start)
+
+
+class Encoded:
+    """A batch, and an encoder that needs nothing of it."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __call__(self, batch):
+        return (torch.ones(2, requires_grad=True) * 2,)
+
+
+def encoded(times, tokens, backward=True):
+    batch = Encoded(tokens)
+    (output,) = times.encode(batch, batch)
+    if backward:
+        output.sum().backward()
+
+
+def test_the_time_by_the_patch_is_the_slope_of_the_smallest_times():
+    clock = Script(0, 1, 2, 4, 0, 1, 1, 2, 10, 20, 20, 21, 0, 1, 1, 9, 0, 0, 1, 2)
+    times = moving_costs.EncodingTimes(clock)
+    assert times.ns_per_patch() == 0
+    encoded(times, 100)  # 1 + 2 ms
+    encoded(times, 100)  # 1 + 1 ms
+    assert times.ns_per_patch() == 0
+    encoded(times, 400)  # 10 + 1 ms
+    assert times.ns_per_patch() == 9_000_000 // 300
+    encoded(times, 400)  # 1 + 8 ms
+    assert times.ns_per_patch() == 7_000_000 // 300
+    with torch.no_grad():
+        encoded(times, 800, backward=False)
+    times.forget()
+    assert times.ns_per_patch() == 0
+    encoded(times, 400)
+    assert clock.times == [] and times.ns_per_patch() == 0
+
+
+def test_an_encoding_under_way_is_taken_over_when_it_has_ended():
+    clock = Script(0, 1, 2, 3, 0, 1, 2, "later")
+    times = moving_costs.EncodingTimes(clock)
+    encoded(times, 100)
+    encoded(times, 200)
+    assert times.ns_per_patch() == 0
+    clock.elapsed = lambda start, end: 5.0 if end == "later" else float(end - start)
+    assert times.ns_per_patch() == 40_000
+
+
+def test_larger_batches_that_take_no_longer_make_no_move_pay():
+    times = moving_costs.EncodingTimes(Script(0, 9, 9, 10, 0, 1, 1, 2))
+    encoded(times, 100)
+    encoded(times, 400)
+    assert times.ns_per_patch() == 0
+
+
+def test_an_exchange_takes_a_part_for_each_microbatch_and_one_for_each_byte():
+    rows = []
+
+    def exchange(count):
+        rows.append(count)
+        return count * 1000
+
+    few, many = moving_costs.ROWS
+    ends = [[0, 3, 0, 2, 0, 4, 0, 3], [0, 12, 0, 10, 0, 11, 0, 13]]
+    cost = moving_costs.measured_cost(Script(*ends[0], *ends[1]), exchange, lambda: None)
+    assert rows == [few] * 5 + [many] * 5
+    assert cost == moving_costs.ExchangeCost(2.0, 8.0 / (1000 * (many - few)))
+    assert cost.of(100, 50) == pytest.approx(3 * 2.0 + 5000 * cost.ms_per_byte)
+
+
 # The first has images that the second could encode, and the other way round; one microbatch has none at all.
 MIXED_TEXT = ([[(4, 4), (8, 4)], [], [], [(4, 4)]], [[], [(8, 8), (4, 4), (4, 4)], [], [(4, 4)]])
 
@@ -183,7 +315,7 @@ def test_a_rank_without_images_encodes_those_of_others(tmp_path):
         2, train_real_model_twice, tmp_path
     ):
         assert nothing is None and counts == (2, 2)
-        assert hooks[0] == hooks[1] == hooked[1] == hooked[0] - 3
+        assert hooks[0] == hooks[1] == hooked[1] == hooked[0] - 4
         assert torch.tensor(others).flatten().tolist() == pytest.approx(
             torch.tensor(losses).flatten().tolist(), rel=1e-5
         )
@@ -213,6 +345,18 @@ def build_alone():
 
 def test_one_rank_has_nobody_to_exchange_with(tmp_path):
     assert run_ranks(2, build_alone, tmp_path, tensor_model_parallel_size=2) == [True, True]
+
+
+def build_deterministic():
+    model = new_tower()
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(OptionError, match="balance='auto': allowed is a number .* with deterministic algorithms"):
+        helper_on(model, model, "auto")
+    return helper_on(model, model, 0.1).graphs._exchange is not None
+
+
+def test_times_decide_nothing_in_a_deterministic_run(tmp_path):
+    assert run_ranks(2, build_deterministic, tmp_path) == [True, True]
 
 
 @pytest.mark.parametrize("new", [new_qwen25, new_siglip])

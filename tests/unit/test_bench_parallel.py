@@ -32,9 +32,9 @@ def started(monkeypatch):
     failing = []
 
     class Process:
-        def __init__(self, log, gpus, devices):
-            assert len(devices) == gpus
-            self._devices = devices
+        def __init__(self, log, ranks, devices):
+            assert len(set(devices)) == len(devices) <= ranks
+            self._ranks, self._devices = range(ranks), devices
 
         def wait_until_ready(self):
             pass
@@ -50,10 +50,11 @@ def started(monkeypatch):
             if "--tensor-parallel" in words and "TP2" in failing:
                 raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
             steps = int(words[words.index("--steps") + 1])
-            ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": None} for i in self._devices]
             samples = int(words[words.index("--global-batch") + 1])
             grown = samples if "grow" in failing else 0
-            graphs = {"replays": samples, "memory_bytes": 2**30 + grown * 2**22} if mode == "graphs" else None
+            graphs = {"replays": samples, "fallbacks": {}, "memory_bytes": 2**30 + grown * 2**22}
+            graphs = graphs if mode == "graphs" else None
+            ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": graphs} for i in self._ranks]
             ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
             run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [ms] * steps}
             return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
@@ -111,7 +112,7 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
     ]
     assert cells[1]["graphs peak GiB"] == "1.0/2.0"
     assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00", "0.00")
-    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `python")
+    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
 
 
 def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
@@ -127,6 +128,53 @@ def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
         ("graphs", "2"): 4,
     }
     assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[False]
+
+
+def test_ranks_that_share_gpus_are_recorded_without_times(started, tmp_path):
+    out = tmp_path / "parallel.jsonl"
+    words = ["--gpus", "2", "--small", "--steps", "8", "--out", str(out), "--ranks-per-gpu", "2"]
+    assert bench_parallel.main([*words, "--layouts", "TP2xPP2", "DP4", "TP2", "--slots", "PP4"]) == 0
+    assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[True]
+    told = [(devices, dict(itertools.pairwise(given)), given) for _, given, devices, _ in started[1:]]
+    assert [pairs["--timed-steps"] for _, pairs, given in told if "--language-model" not in given] == ["2", "0", "2"]
+    shared = [each for each in told if "--language-model" in each[-1]]
+    assert len(shared) == 2 * 3 + 2
+    for devices, pairs, given in shared:
+        assert (devices, pairs["--timed-steps"]) == ((0, 1), "0")
+        assert pairs["--language-model"] in ("4x1024", "6x1024")
+        assert "vision_cuda_graph_cost_fallback=false" in given
+    records = read_records(out)
+    assert [record.get("ranks_per_gpu") for record in records[:3]] == [None] * 3
+    records = records[3:]
+    for record in records:
+        check_record(record)
+        assert (record["ranks_per_gpu"], record["repeats"], record["ms"]) == (2, 1, None)
+        assert not {"ratio", "weak_scaling"} & record.keys()
+    assert {record["case"] for record in records} == {
+        "TP2xPP2_small_shared",
+        "DP4_small_shared",
+        "PP4_small_shared_8_microbatches",
+        "PP4_small_shared_32_microbatches",
+    }
+    page = layout_parts(tmp_path)
+    assert "| TP2_small | 8 |" in page["layouts"] and "shared" not in page["layouts"]
+    assert "| DP4_small_shared | 2 | 8 | 8 | 0.00 | 0.00 | 32/32/32/32 | 0/0/0/0 | 1.0/2.0/3.0/4.0 |" in page["shared"]
+
+
+def test_a_record_of_shared_gpus_leaves_the_measured_one(started, tmp_path):
+    out = tmp_path / "parallel.jsonl"
+    words = ["--ranks-per-gpu", "2", "--steps", "8", "--out", str(out), "--layouts", "DP2"]
+    assert bench_parallel.main([*words, "--gpus", "2"]) == bench_parallel.main([*words, "--gpus", "1"]) == 0
+    assert Counter(record["case"] for record in read_records(out)) == {"DP2": 3, "DP2_shared": 3}
+    page = layout_parts(tmp_path)
+    assert "| DP2 | 8 |" in page["layouts"] and "shared" not in page["layouts"]
+
+
+@pytest.mark.parametrize("count", ["0", "5"])
+def test_ranks_per_gpu_out_of_range_are_refused(count, capsys):
+    with pytest.raises(SystemExit):
+        bench_parallel.parse(["--ranks-per-gpu", count])
+    assert f"--ranks-per-gpu {count}: allowed is 1 to 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("grow", [False, True])
@@ -210,8 +258,13 @@ def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):
 
 
 def test_more_gpus_than_there_are_are_refused(started, tmp_path):
-    with pytest.raises(ValueError, match="--layouts DP4: it needs 4 GPUs, allowed here are 2"):
+    with pytest.raises(ValueError, match="--layouts DP4: it needs 4 GPUs, allowed here are 2.*--ranks-per-gpu 2"):
         bench_parallel.main(["--gpus", "2", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP4"])
+
+
+def test_a_machine_without_gpus_is_refused(started, tmp_path):
+    with pytest.raises(ValueError, match="--gpus 0: allowed is 1 or more"):
+        bench_parallel.main(["--gpus", "0", "--out", str(tmp_path / "r.jsonl")])
 
 
 def test_torchruns_other_processes_leave_the_work_to_the_first(started, tmp_path, monkeypatch):

@@ -117,6 +117,10 @@ REFUSED = {
         f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
         "vision_cuda_graph_balance",
     ),
+    "images that move between ranks by measured times, with tensor parallelism": (
+        f"{VISION} vision_cuda_graph_balance=auto tensor_model_parallel_size=2",
+        "vision_cuda_graph_balance",
+    ),
     "the run-time check with graphs of parts of layers": (
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
         "vision_cuda_graph_check_interval",

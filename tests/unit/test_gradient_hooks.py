@@ -1,4 +1,4 @@
-"""Which of a replay's gradients autograd gets to know of: hooks cost host time where nothing waits for them."""
+"""Which of a replay's gradients autograd gets to know of, and what a reduction is told instead of them."""
 
 import pytest
 import torch
@@ -13,13 +13,15 @@ class Waiting:
 
     def __init__(self) -> None:
         self.now = False
-        self.batches: list[tuple[nn.Parameter, ...]] = []
+        self.told: list[set[nn.Parameter]] = []
+        self.then = lambda: None
 
     def waits(self) -> bool:
         return self.now
 
     def arrived(self, parameters) -> None:
-        self.batches.append(tuple(parameters))
+        self.told.append(set(parameters))
+        self.then()
 
 
 def setup(only=None):
@@ -29,37 +31,83 @@ def setup(only=None):
     return reference, parallel, reduction, toy_region(model, slots=3, reduction=reduction)
 
 
-def test_no_hook_fires_while_nobody_waits():
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reduction_is_told_once_in_each_backward_that_it_waits_for(waits):
     reference, parallel, reduction, region = setup()
+    reduction.now = waits
     for seed in range(3):
         eager_loss(reference, toy_batch(FITTING, seed)).backward()
         region_loss(region, toy_batch(FITTING, seed)).backward()
         assert_same(parallel.main_grads, reference.main_grads)
     assert parallel.fired == []
-    assert reduction.batches == []
+    assert reduction.told == ([set(parallel.model.parameters())] * 3 if waits else [])
     assert all(p.grad is None for p in parallel.model.parameters())
 
 
-def test_every_hook_fires_in_the_microbatch_that_is_waited_for():
-    reference, parallel, reduction, region = setup()
-    for seed, waits in enumerate([False, True, False]):
-        reduction.now = waits
-        parallel.fired.clear()
-        eager_loss(reference, toy_batch(FITTING, seed)).backward()
-        region_loss(region, toy_batch(FITTING, seed)).backward()
-        assert len(parallel.fired) == (6 if waits else 0)
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert reduction.batches == []
-
-
-def test_a_reduction_that_waits_only_after_the_forward_is_told_once():
+def test_a_reduction_that_waits_only_after_the_forward_is_told():
     reference, parallel, reduction, region = setup()
     eager_loss(reference, toy_batch(FITTING)).backward()
     loss = region_loss(region, toy_batch(FITTING))
     reduction.now = True
     loss.backward()
     assert_same(parallel.main_grads, reference.main_grads)
-    assert [set(batch) for batch in reduction.batches] == [set(parallel.model.parameters())]
+    assert reduction.told == [set(parallel.model.parameters())]
+
+
+def test_a_reduction_is_told_when_the_last_replay_of_a_backward_has_added_its_gradients():
+    reference, parallel, reduction, region = setup()
+    reduction.now = True
+    sum(eager_loss(reference, toy_batch(FITTING, seed)) for seed in range(3)).backward()
+    reduction.then = lambda: assert_same(parallel.main_grads, reference.main_grads)
+    sum(region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)).backward()
+    assert reduction.told == [set(parallel.model.parameters())]
+
+
+def test_replays_of_other_backwards_are_not_waited_for():
+    """Under pipeline parallelism, where forwards run ahead; and where a microbatch never gets a backward."""
+    _, parallel, reduction, region = setup()
+    reduction.now = True
+    losses = [region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)]
+    for count, loss in enumerate(losses[:2], 1):
+        loss.backward()
+        assert reduction.told == [set(parallel.model.parameters())] * count
+
+
+@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING), (FITTING, TOO_LARGE, FITTING)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_what_an_eager_pass_reaches_is_left_to_autograd(order, flip):
+    """Data parallelism counts the gradients of a parameter: twice would be one too many."""
+    reference, parallel, reduction, region = setup()
+    reduction.now = True
+    sum(eager_loss(reference, toy_batch(item, seed)) for seed, item in enumerate(order)).backward()
+    losses = [region_loss(region, toy_batch(item, seed)) for seed, item in enumerate(order)]
+    sum(reversed(losses) if flip else losses).backward()
+    assert_same(parallel.main_grads, reference.main_grads)
+    assert sorted(parallel.fired) == sorted(n for n, _ in parallel.model.named_parameters())
+    assert reduction.told == [set()]
+
+
+@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
+    _, parallel, _, region = setup()
+    later, replayed, parameter = [], [], parallel.model.out.weight
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: later.append((region.sinks.adds_later({parameter}), bool(replayed))))
+    batches = [toy_batch(item, seed) for seed, item in enumerate(order)]
+    batches[order.index(FITTING)].x.register_hook(lambda gradient: replayed.append(1))
+    losses = [region_loss(region, batch) for batch in batches]
+    sum(reversed(losses) if flip else losses).backward()
+    assert [to_come for to_come, _ in later] == [not done for _, done in later]
+    assert not region.sinks.to_come()
+
+
+def test_gradients_of_another_module_wait_for_no_replay():
+    _, _, _, region = setup()
+    other, seen = nn.Parameter(torch.ones(())), []
+    other.register_hook(lambda gradient: seen.append((region.sinks.to_come(), region.sinks.adds_later({other}))))
+    (region_loss(region, toy_batch(FITTING)) * other).backward()
+    assert seen == [(True, False)]
 
 
 @pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])

@@ -32,8 +32,8 @@ def runs(monkeypatch):
         modes = []
 
         class Process:
-            def __init__(self, gpus):
-                modes.append(f"{gpus} GPU")
+            def __init__(self, ranks):
+                modes.append(f"{ranks} GPU")
 
             def wait_until_ready(self):
                 modes.append("ready")
@@ -87,7 +87,7 @@ def test_processes_end_when_one_fails(monkeypatch):
     ended = []
 
     class Process:
-        __init__ = lambda self, gpus: None  # noqa: E731
+        __init__ = lambda self, ranks: None  # noqa: E731
         wait_until_ready = train = lambda self, *_: (_ for _ in ()).throw(TrainingFailed("no"))
         close = lambda self: ended.append(self)  # noqa: E731
 

@@ -120,6 +120,7 @@ ACCEPTED = [
     ("offload_min_bytes", "65536", 65536),
     ("offload_host_gb", 32, 32.0),
     ("balance", "0.1", 0.1),
+    ("balance", "auto", "auto"),
     ("evaluation", False, False),
     ("evaluation", "false", False),
     ("evaluation", "True", True),
@@ -208,6 +209,7 @@ REFUSED = [
     ("offload_host_gb", float("inf")),
     ("balance", 0),
     ("balance", 1),
+    ("balance", "always"),
     ("evaluation", "yes please"),
     ("evaluation", 2),
     ("strict", "maybe"),
@@ -297,7 +299,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
         "offload": tuple, "recompute": tuple, "memory_target_gb": float, "offload_min_bytes": int,
         "offload_host_gb": float,
-        "balance": float,
+        "balance": (float, str),
     }  # fmt: skip
     assert isinstance(value, kinds[option])
 

@@ -6,15 +6,18 @@ import sys
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.photographs import arguments as command
 from examples.photographs import gpu
+from examples.photographs.hosts import placement, ranks_per_gpu
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 
 
 @pytest.mark.parametrize(
-    "words, gpus, name",
+    "words, ranks, name",
     [
         ([], 1, "one GPU"),
         (["--tensor-parallel", "2"], 2, "TP2"),
@@ -23,9 +26,9 @@ from examples.photographs.processes import TrainingFailed, TrainingProcess
         (["--data-parallel", "2", "--pipeline-parallel", "2", "--pipeline-chunks", "3"], 4, "DP2xPP2VP3"),
     ],
 )
-def test_a_command_line_says_a_layout(words, gpus, name):
+def test_a_command_line_says_a_layout(words, ranks, name):
     layout = command.layout_of(command.parse(words))
-    assert (layout.gpus, str(layout)) == (gpus, name)
+    assert (layout.ranks, str(layout)) == (ranks, name)
     assert command.layout_of(command.parse(layout.words())) == layout
     again = command.training_arguments(command.parse([*words, "--global-batch", "8", "--loader-workers", "0"]), 3)
     args = command.parse(again)
@@ -85,6 +88,43 @@ def test_bridge_accepts_the_configuration_of_a_layout(layout):
     assert config.model.sequence_parallel is (layout.tensor > 1)
     assert config.ddp.average_in_collective is (layout.context == 1)
     assert config.model.calculate_per_token_loss is (layout.context > 1)
+
+
+def variables(ranks, gpus):
+    return [placement(rank, ranks, gpus) for rank in range(ranks)]
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_no_two_ranks_have_one_gpu_of_one_host(ranks, gpus):
+    placed = variables(ranks, gpus)
+    assert [each["RANK"] for each in placed] == [str(rank) for rank in range(ranks)]
+    assert {each["WORLD_SIZE"] for each in placed} == {str(ranks)}
+    assert all(int(each["LOCAL_RANK"]) < gpus for each in placed)
+    places = {(each.get("NCCL_HOSTID"), each["LOCAL_RANK"]) for each in placed}
+    assert len(places) == ranks
+    assert len({host for host, _ in places}) == ranks_per_gpu(ranks, gpus)
+
+
+def test_ranks_that_share_gpus_are_of_several_hosts_that_talk_over_the_machines_own_interface():
+    placed = variables(4, 2)
+    assert [(each["LOCAL_RANK"], each["NCCL_HOSTID"]) for each in placed] == [
+        ("0", "host0"),
+        ("1", "host0"),
+        ("0", "host1"),
+        ("1", "host1"),
+    ]
+    assert all((each["NCCL_NET"], each["NCCL_SOCKET_IFNAME"]) == ("Socket", "lo") for each in placed)
+
+
+@pytest.mark.parametrize("gpus", [4, None])
+def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
+    assert not any(name.startswith("NCCL") for each in variables(4, gpus) for name in each)
+
+
+def test_the_main_job_refuses_fewer_gpus_than_ranks():
+    Layout(tensor=2, pipeline=2).check_gpus(4)
+    with pytest.raises(ValueError, match="TP2xPP2 has 4 ranks with a GPU each, here are 2 GPUs.*--ranks-per-gpu 2"):
+        Layout(tensor=2, pipeline=2).check_gpus(2)
 
 
 def rank_result(rank, **changes):

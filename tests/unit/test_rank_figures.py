@@ -1,13 +1,15 @@
 """What the ranks of a job say: figures of all of them where the loggers are, and which one an error ends."""
 
+import io
 import logging
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
 from torch import distributed
 
 from bridge_cg_plugin.graphs.program import Bucket
-from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, token_imbalance
+from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream import train_loop
 from bridge_cg_plugin.upstream.failures import named_failure
@@ -52,6 +54,19 @@ def test_ranks_are_as_far_apart_as_in_a_step_not_as_over_the_run():
     first, second = RegionStatistics(step_tokens=[5, 9, 3, 4, 0]), RegionStatistics(step_tokens=[3, 9, 4, 0])
     assert token_imbalance([first, second]) == pytest.approx((1.5 + 1.5 + 1.0) / 3)
     assert token_imbalance([RegionStatistics(step_tokens=[0]), RegionStatistics(step_tokens=[0])]) == 0
+
+
+def test_the_table_of_ranks_names_those_that_the_others_wait_for():
+    ranks = {0: statistics(30, 10, 2**30), 3: statistics(90, 0, 2**31, too_many_tokens=2)}
+    ranks[0].step_tokens, ranks[3].step_tokens = [9, 40, 20, 0], [40, 30, 0]
+    lines = render_ranks(ranks, "title").splitlines()
+    assert lines[0] == "title" and len(lines) == 4
+    assert lines[2].split() == ["0", "2", "0", "25.0%", "1.00", "20", "33%"]
+    assert lines[3].split() == ["3", "2", "2", "0.0%", "2.00", "23", "67%"]
+    many = {n: RegionStatistics(step_tokens=[n % 37]) for n in range(40)}
+    table = render_ranks(many, "title").splitlines()
+    assert [int(line.split()[0]) for line in table[2:-1]] == list(range(21, 37))
+    assert table[-1] == "and 24 ranks with fewer tokens a step"
 
 
 def test_patches_of_each_training_step_are_counted_replayed_or_not():
@@ -113,12 +128,19 @@ def log_where_the_last_rank_has_no_encoder(impl):
             results(model, rows)
     state = state_of(rank, 5, impl)
     patched("train_log", lambda loss_dict=None, global_state=None: None)(global_state=state)
-    return state.tensorboard_logger and state.tensorboard_logger.scalars
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        for _ in range(2):
+            train_loop.LAST_FIGURES.tell()
+    return (state.tensorboard_logger and state.tensorboard_logger.scalars), printed.getvalue()
 
 
 def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
-    *others, last = run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "transformer_engine")
-    assert others == [None, None]
+    first, second, (last, _) = run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "transformer_engine")
+    assert second == (None, "") and first[0] is None
+    title, _, *rows = first[1].splitlines()
+    assert title == "[bridge-cg] vision_cuda_graph of 2 ranks after step 5"
+    assert [row.split()[1:4] for row in rows] == [["0", "2", "1"], ["1", "1", "1"]]
     assert last["vision_cuda_graph/ranks"] == 2
     assert last["vision_cuda_graph/replays"] == 3
     assert last["vision_cuda_graph/fallback/too_many_tokens"] == 2
@@ -126,7 +148,7 @@ def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
 
 
 def test_nothing_is_exchanged_where_nobody_asks_for_graphs(tmp_path):
-    assert run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "none") == [None, None, {}]
+    assert run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "none") == [(None, "")] * 2 + [({}, "")]
 
 
 def fail_in(step_of):

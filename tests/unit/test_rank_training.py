@@ -147,12 +147,14 @@ def reductions_of(model):
         yield reduced
 
 
-def data_parallel(overlap, last=None):
+def data_parallel(overlap, last=None, beside=()):
     """Train two steps of three microbatches on images of this rank's own, eager and with graphs.
 
     Args:
         overlap: Whether reductions start inside the backward.
         last: Images of rank 1's last microbatches, where they are others.
+        beside: Images that the last microbatches encode as well, each in a call of its own: the places of further
+            calls, before the usual one (-1) or behind it (1).
     """
     rank = distributed.get_rank()
     found = []
@@ -172,7 +174,9 @@ def data_parallel(overlap, last=None):
             with model.no_sync():
                 for index in range(2):
                     model(MIXES[(index + rank) % 3], 10 * step + index).backward()
-            loss = model(last if last is not None and rank == 1 else MIXES[(2 + rank) % 3], 10 * step + 2)
+            usual = last if last is not None and rank == 1 else MIXES[(2 + rank) % 3]
+            calls = sorted([(0, usual), *((place, TOO_LARGE) for place in beside)], key=lambda call: call[0])
+            loss = sum(model(rows, 10 * step + 2) for _, rows in calls)
             with no_gpu(), reductions_of(model) as reduced:  # hooks start the reduction
                 loss.backward()
                 before_the_end = list(reduced)
@@ -203,6 +207,116 @@ def test_a_rank_whose_last_microbatch_runs_eager_reduces_in_the_same_order(tmp_p
     for (plain, _), (graphed, _) in ranks:
         # Upstream learns in its first step how many gradients a bucket waits for.
         assert [order for _, order in graphed] == [[], sorted(graphed[1][1])] and len(graphed[1][1]) > 2
+        for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
+            assert_close(gradients, expected, 1e-4)
+
+
+class WithText(Model):
+    """A model whose microbatches may have no image; its embedding is called behind the encoder, as in Bridge's."""
+
+    def __init__(self):
+        super().__init__()
+        self.language_model = nn.Module()
+        self.language_model.embedding = nn.Linear(4, WIDTH)
+
+    def forward(self, rows, seed):
+        loss = super().forward(rows, seed) if rows else 0.0
+        return loss + self.language_model.embedding(torch.ones(2, 4) * (seed + 1)).sum()
+
+
+# Of both ranks in each step: the last microbatch of one has no image, and no microbatch of the other.
+TEXT = (
+    ((IMAGES, MIXED, ()), (VIDEO, IMAGES, MIXED)),
+    (((), (), ()), (MIXED, (), VIDEO)),
+    ((IMAGES, (), VIDEO), ((), MIXED, ())),
+)
+
+
+def with_text(overlap, graphs):
+    """Train steps in which a rank has no image in its last microbatch, or in none; return their gradients."""
+    rank = distributed.get_rank()
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4096)
+    with no_gpu():
+        model = DistributedDataParallel(config, ddp, WithText())
+    encoder = model.module.vision_model
+    options = VisionGraphOptions(**DEFAULTS)
+    helper = None
+    if graphs != "none":
+        helper = VisionTECudaGraphHelper([model], encoder.config, num_microbatches=3, options=options)
+    steps = []
+    for step, mixes in enumerate(TEXT * 2):
+        if step == 2 and graphs == "captured":
+            helper.create_cudagraphs()
+        model.zero_grad_buffer()
+        with no_gpu():
+            with model.no_sync():
+                for index in range(2):
+                    model(mixes[rank][index], 10 * step + index).backward()
+            model(mixes[rank][2], 10 * step + 2).backward()
+            model.finish_grad_sync()
+        steps.append([p.main_grad.clone() for p in model.parameters()])
+    if helper is not None:
+        helper.delete_cuda_graphs()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    return steps, hooks
+
+
+def text_only_ranks(graphs):
+    plain, hooks = with_text(False, "none")
+    found, left = with_text(True, graphs)
+    assert left == hooks
+    return plain, found
+
+
+@pytest.mark.parametrize("graphs", ["warming up", "captured"])
+def test_a_rank_whose_last_microbatch_has_no_image_reduces_what_others_reduce(tmp_path, graphs):
+    for plain, found in run_ranks(2, text_only_ranks, tmp_path, graphs):
+        for expected, gradients in zip(plain, found, strict=True):
+            assert_close(gradients, expected, 1e-4)
+
+
+def test_upstream_ends_where_a_ranks_last_microbatch_has_no_image(tmp_path):
+    """What the plugin mends; once upstream does, its part can go."""
+    with pytest.raises(
+        AssertionError, match="assert len\\(self.per_param_grad_ready_counts\\) == len\\(self.params\\)"
+    ):
+        run_ranks(2, text_only_ranks, tmp_path, "none")
+
+
+def gathers(has_images):
+    """Return the order in which a microbatch gathers its buckets of parameters, without and with an image."""
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=4096
+    )
+    with no_gpu():
+        model = DistributedDataParallel(config, ddp, WithText())
+    encoder = model.module.vision_model
+    helper = VisionTECudaGraphHelper([model], encoder.config, options=VisionGraphOptions(**DEFAULTS))
+    order = []
+    for number, group in enumerate(dict.fromkeys(model.param_to_bucket_group.values())):
+        group.finish_param_sync = lambda number=number, **unused: order.append(number)
+    model(IMAGES if has_images else (), 1)
+    helper.delete_cuda_graphs()
+    return list(dict.fromkeys(order))
+
+
+def both_gathers():
+    return gathers(True), gathers(False)
+
+
+def test_a_microbatch_without_an_image_gathers_in_the_same_order(tmp_path):
+    for with_images, without in run_ranks(2, both_gathers, tmp_path):
+        assert with_images == without and len(without) > 3
+
+
+@pytest.mark.parametrize("beside", [(-1,), (1,), (-1, 1)])
+def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path, beside):
+    """Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part."""
+    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, beside):
+        assert replays == 6
+        assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
         for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
             assert_close(gradients, expected, 1e-4)
 

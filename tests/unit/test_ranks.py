@@ -37,8 +37,8 @@ def full_results(model, rows):
     return outputs, list(gradients), places
 
 
-def replay_mixes():
-    model = new_tower()
+def replay_mixes(heads):
+    model = new_tower(heads=heads)
     helper = helper_on(model)
     helper.create_cudagraphs()
     found = [full_results(model, rows) for rows in (IMAGES, MIXED, VIDEO)]
@@ -52,9 +52,10 @@ def test_one_rank_leaves_no_reduction_out():
         assert distributed.all_reduce is original
 
 
-def test_a_tower_over_two_ranks_equals_the_tower_of_one(tmp_path):
-    ranks = run_ranks(2, replay_mixes, tmp_path, **TP2)
-    whole = new_tower()
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_tower_over_several_ranks_equals_the_tower_of_one(tmp_path, world):
+    ranks = run_ranks(world, replay_mixes, tmp_path, world, tensor_model_parallel_size=world)
+    whole = new_tower(heads=world)
     for index, rows in enumerate((IMAGES, MIXED, VIDEO)):
         outputs, gradients = results(whole, rows)
         places = ranks[0][index][2]
@@ -62,7 +63,7 @@ def test_a_tower_over_two_ranks_equals_the_tower_of_one(tmp_path):
         for found, _, _ in (rank[index] for rank in ranks):
             assert_close(found, outputs, 1e-4)
         parts = zip(*(rank[index][1] for rank in ranks), places, strict=True)
-        joined = [a if dim is None else torch.cat([a, b], dim) for a, b, dim in parts]
+        joined = [own[0] if dim is None else torch.cat(own, dim) for *own, dim in parts]
         assert_close(joined, gradients, 1e-4)
 
 

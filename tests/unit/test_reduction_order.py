@@ -7,30 +7,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.upstream.reduction_order import ReductionOrder, reduction_order
+from bridge_cg_plugin.upstream.data_parallel import reduction_order
+from bridge_cg_plugin.upstream.reduction_order import ReductionOrder
 
 
 class Group:
     """A bucket group as megatron-core's: finishing one that never started is an error, but in its first batch."""
 
     def __init__(self, number, log, first_batch=False):
-        self.number, self.log, self.first_batch, self.running = number, log, first_batch, False
+        self.number, self.log, self.is_first_batch, self.running = number, log, first_batch, False
+        self.per_param_grad_ready_counts = {}
 
     def start_grad_sync(self, force_all_reduce=False):
         self.log.append((self.number, force_all_reduce))
         self.running = True
 
     def finish_grad_sync(self, force_all_reduce=False):
-        if self.first_batch:
+        if self.is_first_batch:
             self.start_grad_sync(force_all_reduce=force_all_reduce)
         assert self.running, "Communication call has not been issued for this bucket"
         self.running = False
 
 
-def in_order(count, first_batch=False):
+def in_order(count, first_batch=False, later=frozenset()):
     log = []
     groups = [Group(i, log, first_batch) for i in range(count)]
-    return groups, ReductionOrder(groups), log
+    order = ReductionOrder(groups, [{number} for number in range(count)])
+    order.keep(lambda parameters: not parameters.isdisjoint(later))
+    return groups, order, log
 
 
 @given(ready=st.integers(1, 8).flatmap(lambda count: st.permutations(range(count))), steps=st.integers(1, 3))
@@ -60,6 +64,27 @@ def test_those_that_wait_for_one_without_gradients_start_before_they_are_finishe
     assert [n for n, _ in log] == [0, 2, 3]
 
 
+@pytest.mark.parametrize("counted, issued", [([], True), (["of another module"], True), (["ours"], False)])
+def test_groups_of_a_module_that_did_not_run_start_in_order_when_the_first_is_finished(counted, issued):
+    log = []
+    groups = [Group(i, log) for i in range(3)]
+    order = ReductionOrder(groups, [set(), set(), set()], {"ours", "ours too"})
+    order.keep(lambda parameters: False)
+    for _ in range(2):
+        groups[0].per_param_grad_ready_counts = dict.fromkeys(counted, 1)
+        if issued:
+            for group in groups:
+                group.finish_grad_sync(force_all_reduce=True)
+            assert log == [(0, True), (1, True), (2, True)]
+            log.clear()
+    if not issued:
+        with pytest.raises(AssertionError, match="has not been issued"):
+            groups[0].finish_grad_sync()  # it ran, and left parameters out: upstream's error
+    order.remove()
+    with pytest.raises(AssertionError, match="has not been issued"):
+        groups[0].finish_grad_sync()
+
+
 def test_the_first_batch_starts_and_finishes_one_after_the_other():
     groups, _, log = in_order(3, first_batch=True)
     for group in groups:
@@ -85,6 +110,29 @@ def test_what_somebody_put_around_it_stays_without_effect():
     assert log == [(1, False)]
 
 
+def test_a_group_waits_for_a_replay_that_adds_to_it_later_in_the_backward():
+    later = {1}
+    groups, order, log = in_order(3, later=later)
+    for group in groups:
+        group.start_grad_sync()
+    assert [n for n, _ in log] == [0]
+    order.go_on()
+    assert [n for n, _ in log] == [0]
+    later.clear()
+    order.go_on()
+    assert [n for n, _ in log] == [0, 1, 2]
+
+
+def test_a_replay_that_never_comes_holds_no_reduction_beyond_the_step():
+    groups, _, log = in_order(2, later={0, 1})
+    for group in groups:
+        group.start_grad_sync()
+    assert log == []
+    for group in groups:
+        group.finish_grad_sync()
+    assert [n for n, _ in log] == [0, 1]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -96,6 +144,9 @@ def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
     chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)
     order = reduction_order([chunk], model)
     assert (order is not None) is overlap
+    if order is not None:
+        assert "start_grad_sync" not in last.__dict__
+        order.keep(lambda parameters: False)
     assert reduction_order([nn.Linear(2, 2)], model) is None
     first.start_grad_sync()
     apart.start_grad_sync()

@@ -67,6 +67,17 @@ VISION = (
         ),
     ),
     Combination(
+        "images that move between ranks by measured times, with tensor parallelism",
+        "Ranks that share layers must encode the same images, and measure different times",
+        lambda o, f: o.vision.enabled and o.vision.balance == "auto" and (f.tensor_ranks or 1) > 1,
+        lambda o, f: (
+            PROVIDER_FIELDS["balance"],
+            o.vision.balance,
+            f"a number above 0 and below 1 with tensor_model_parallel_size={f.tensor_ranks}",
+            f"Write {PROVIDER_FIELDS['balance']}=0.1, say.",
+        ),
+    ),
+    Combination(
         "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)",
         "Such a tower's layers are not megatron-core's, whose parts can be regions of their own",
         lambda o, f: o.vision.enabled and f.hugging_face_tower and not o.vision.whole_encoder,

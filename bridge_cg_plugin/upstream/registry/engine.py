@@ -102,7 +102,7 @@ SEAMS = (
         touch="called",
         purpose="tells the reduction of gradients; before the last microbatch it does nothing",
         parameters=("param", "force_all_reduce"),
-        uses=("is_last_microbatch",),
+        uses=("is_last_microbatch", "self.per_param_grad_ready_counts[param] += 1", "is_first_batch"),
     ),
     Seam(
         name="start_grad_sync",

@@ -1,0 +1,101 @@
+"""What a replayed microbatch costs the host, counted: calls of PyTorch and of Python, whatever a machine's speed."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from examples.photographs.tower import build_tower
+from scripts.performance.bench_host import Marked, Marks
+from scripts.performance.tower import MainGrads, make_batch, step
+
+from .towers import graphs_on
+
+ONE, FOUR = [(1, 4, 4)], [(1, 4, 4)] * 4
+EIGHT = [(1, h, w) for h, w in ((4, 4), (4, 6), (2, 8), (4, 4), (6, 4), (4, 4), (8, 4), (2, 2))]
+VIDEO = [(16, 2, 2)]
+CASES = {"one image": ONE, "four images": FOUR, "eight mixed images": EIGHT, "video": VIDEO}
+
+
+class Calls(TorchDispatchMode):
+    """Names the operations that reach PyTorch's kernels inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket._qualified_op_name)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def launches(self) -> list[str]:
+        """Those that run something on the device."""
+        return [name for name in self.names if not name.endswith(("::view", "::slice", "::detach", "::empty_like"))]
+
+
+def python_calls(run) -> int:
+    """Return how many functions, Python's and C's, are called from Python."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@contextmanager
+def replaying(rows, awaited: bool = False, layers: int = 3, capacity: int | None = None):
+    """Yield a function that runs one microbatch of a training step whose recorded work is left out."""
+    model = build_tower(layers=layers, width=32, heads=2, out=24)
+    grads = MainGrads(model)
+    grads._awaited = awaited
+    batch = make_batch(rows, model)
+    with graphs_on(model, buckets=(capacity or batch.tokens,)) as graphs:
+        (region,) = graphs._regions
+        region.sinks._reduction = grads
+        (slot,) = region._slots
+        for (bucket, mode), recording in slot.recordings.items():
+            if mode.gradients:
+                slot.recordings[bucket, mode] = Marked(recording, Marks())
+        with graphs.step():
+            for _ in range(3):
+                step(model, batch)
+            before = graphs.statistics().replays
+            yield lambda: step(model, batch)
+            assert graphs.statistics().replays > before
+
+
+@pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_microbatch_launches_a_handful_of_kernels_beside_its_graphs(rows, awaited):
+    with replaying(rows, awaited) as run, Calls() as calls:
+        run()
+    # In: pixels, grid, and the grid's unused rows. Out: all outputs at once. Back: all their gradients at once.
+    assert len(calls.launches) <= 5, calls.launches
+    assert len(calls.names) <= 18, calls.names
+
+
+def test_padding_adds_one_kernel_each_way():
+    with replaying(FOUR, capacity=128) as run, Calls() as calls:
+        run()
+    assert len(calls.launches) <= 7, calls.launches
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_pythons_work_does_not_grow_with_images_or_parameters(awaited):
+    counts = []
+    for rows, layers in ((ONE, 3), (ONE, 6), (EIGHT, 3)):
+        with replaying(rows, awaited, layers) as run:
+            counts.append(python_calls(run))
+    one, deeper, eight = counts
+    assert deeper == one
+    assert eight <= one + 4 * len(EIGHT)
+    assert one <= 300
