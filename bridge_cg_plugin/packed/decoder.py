@@ -87,6 +87,7 @@ class DecoderPart:
         answer: Turns the piece's outputs into what the call returns.
         outputs: How many tensors the piece gives.
         followers: Calls after that one, each once, which the piece answers too.
+        counted: Whether the piece must know how many tokens are no padding.
     """
 
     name: str
@@ -97,6 +98,7 @@ class DecoderPart:
     answer: Answer = first
     outputs: int = 1
     followers: tuple[Follower, ...] = ()
+    counted: bool = False
 
 
 class DecoderFamily(Protocol):
@@ -291,6 +293,7 @@ class PackedGraphs(GraphedModule):
             family.ranks,
             family.rank,
             0 if part.attribute else max(seen.additions for seen in self._observed),
+            part.counted,
         )
         return PackedProgram(
             part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels

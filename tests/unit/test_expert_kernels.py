@@ -131,4 +131,6 @@ def test_weight_gradients(case):
 
 def test_sums_by_token(case):
     given, found = case
-    assert torch.equal(found["combined"], combine(found["out"], given["places"]))
+    expected = combine(found["out"], given["places"])
+    assert_near(found["combined"], expected)
+    assert torch.equal(found["combined"], expected) or expected.dtype is torch.bfloat16

@@ -17,6 +17,7 @@ PROVIDERS = (
 BLOCK = f"{CORE}.transformer.transformer_block"
 ATTENTION = f"{CORE}.transformer.attention"
 ROUTER = f"{CORE}.transformer.moe.router"
+EXPERTS = f"{CORE}.transformer.moe.experts"
 ROPE = f"{CORE}.models.common.embeddings.rope_utils"
 CONSTRUCTOR_AND_FIELDS: tuple[tuple[str, str, Kind], ...] = (
     ("init", "__init__", "function"),
@@ -165,6 +166,58 @@ SEAMS = (
         touch="read",
         purpose="the router is called once for what the norm gave",
         uses=("self.router",),
+    ),
+    Seam(
+        name="packed_experts",
+        module=f"{CORE}.transformer.moe.moe_layer",
+        target="MoELayer.forward",
+        kind="function",
+        touch="instance",
+        purpose="experts get their tokens by counts that stay on the device, while all layers are recorded",
+        undo=RECORDED,
+        parameters=("hidden_states",),
+        uses=(
+            "self.shared_experts_compute(hidden_states)",
+            "self.route(hidden_states, padding_mask)",
+            "self.postprocess(output, shared_expert_output)",
+        ),
+    ),
+    Seam(
+        name="packed_grouped_experts",
+        module=EXPERTS,
+        target="TEGroupedMLP.forward",
+        kind="function",
+        touch="read",
+        purpose="what experts compute, and where the router's probability is applied",
+        parameters=("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+        uses=("self.linear_fc1", "weighted_bias_swiglu_impl(", "weighted_bias_quick_geglu_impl(", "self.linear_fc2"),
+    ),
+    Seam(
+        name="packed_sequential_experts",
+        module=EXPERTS,
+        target="SequentialMLP.forward",
+        kind="function",
+        touch="read",
+        purpose="the same, where every expert is a module",
+        uses=("self.local_experts",),
+    ),
+    Seam(
+        name="packed_swiglu",
+        module=f"{CORE}.fusions.fused_bias_swiglu",
+        target="weighted_bias_swiglu_impl",
+        kind="function",
+        touch="called",
+        purpose="the function between an expert's linear layers",
+        parameters=("input", "bias", "weights", "fp8_input_store"),
+    ),
+    Seam(
+        name="packed_quick_geglu",
+        module=f"{CORE}.fusions.fused_bias_geglu",
+        target="weighted_bias_quick_geglu_impl",
+        kind="function",
+        touch="called",
+        purpose="the same, gated by quick GELU",
+        parameters=("input", "bias", "weights", "fp8_input_store", "linear_offset", "clamp_value"),
     ),
     Seam(
         name="packed_rotary",
