@@ -1,7 +1,7 @@
 """Triton kernels of experts: rows times their expert's weight, weight gradients, sums by token.
 
-Experts' weights and gradients are found by their distance from the first, so parameters stay where training has them and nothing is stacked.
-How many rows an expert has is read on the device: a launch has room for any division of the rows.
+Experts' weights and gradients are found by their distance from the first, so parameters stay where training has them
+and nothing is stacked. How many rows an expert has is read on the device: a launch has room for any division of the rows.
 """
 
 from collections.abc import Sequence

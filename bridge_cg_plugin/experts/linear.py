@@ -42,9 +42,7 @@ class _ExpertLinear(torch.autograd.Function):
     """Either the input is read, or the output added up, by token; the gradient is then the other way round."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: Rows, tables: Tables, dispatches: bool, *weights: nn.Parameter
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Rows, tables: Tables, dispatches: bool, *weights: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x, rows.bounds, rows.tokens, rows.places)
         # Parameters are nobody's to move; autograd would unpack others than those that hold `main_grad`.
         ctx.weights, ctx.tables, ctx.dispatches = weights, tables, dispatches

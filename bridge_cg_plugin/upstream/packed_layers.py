@@ -150,6 +150,11 @@ def is_pure(router: nn.Module) -> bool:
 
 
 def check_router(router: nn.Module) -> None:
+    """Refuse a router that cannot be recorded.
+
+    Raises:
+        OptionError: It is of a kind that was not looked at, or changes its input at random.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     if type(router) is not TopKRouter:
@@ -160,6 +165,6 @@ def check_router(router: nn.Module) -> None:
         raise OptionError(
             "model.moe_input_jitter_eps",
             router.config.moe_input_jitter_eps,
-            f"None with moe_router in {MODULES}",
-            "The router's input would be changed at random after it was recorded; leave moe_router out.",
+            f"None with routers on graphs in {MODULES}",
+            f"The router's input would be changed at random after it was recorded. Set {MODULES}=attn.",
         )

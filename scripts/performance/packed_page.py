@@ -9,21 +9,25 @@ from .results import read_records
 
 MODELS = ("dense", "moe", "large", "mamba")
 PLAN = "plan_"
+# All layers as one region, experts included.
+WHOLE = "plugin_whole"
 
 
 def speed(records: Records) -> str:
     """Return the times of packs of 5 documents, eager and on graphs."""
     eager, plugin, wide, layers = (by_case(records, m) for m in ("eager", "plugin", "plugin_4x", "plugin_layers"))
-    found = [r for case, r in plugin.items() if case.partition("_")[0] in MODELS and case in eager]
+    both = [*plugin.values(), *by_case(records, WHOLE).values()]
+    found = [r for r in both if r["case"].partition("_")[0] in MODELS and r["case"] in eager]
     if not found:
         return ""
     rows = []
-    for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["tokens"])):
-        base, four, parts = (mode.get(r["case"]) for mode in (eager, wide, layers))
+    for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["mode"] == WHOLE, r["tokens"])):
+        base, whole = eager[r["case"]], r["mode"] == WHOLE
+        four, parts = (None if whole else mode.get(r["case"]) for mode in (wide, layers))
         more = "" if four is None else f"{four['ms'] / r['ms'] - 1:+.1%}"
         model = r["case"].partition("_")[0]
         rows.append(
-            [model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
+            [f"{model}, experts too" if whole else model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
             + [
                 number(r, "ms"),
                 f"**{1 / r['ratio']:.2f}**",
@@ -43,6 +47,8 @@ def speed(records: Records) -> str:
 
 def _equality(record: dict[str, Any]) -> str:
     """Return how near graphs are to eager; records of before the comparison under deterministic algorithms say less."""
+    if record["mode"] == WHOLE:
+        return "[as near to fp32](#how-exact)"
     if record.get("bit_equal"):
         return "to the bit"
     return f"to {number(record, 'grad_rel', '.0e')}, eager to {number(record, 'grad_noise', '.0e')}"

@@ -86,7 +86,9 @@ def computed(tmp_path_factory):
     return list(zip(cases, torch.load(folder / "found.pt"), strict=True))
 
 
-@pytest.fixture(params=range(len(CASES) * len(DTYPES)), ids=[f"{d}_{i}".removeprefix("torch.") for d in DTYPES for i in IDS])
+@pytest.fixture(
+    params=range(len(CASES) * len(DTYPES)), ids=[f"{d}_{i}".removeprefix("torch.") for d in DTYPES for i in IDS]
+)
 def case(request, computed):
     return computed[request.param]
 
@@ -100,7 +102,11 @@ def assert_near(found, expected):
 
 def plain(given):
     """Return the case's inputs of the products, with what is summed in fp32."""
-    return {name: value.float() if value.is_floating_point() else value for name, value in given.items() if torch.is_tensor(value)}
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in given.items()
+        if torch.is_tensor(value)
+    }
 
 
 def test_rows_times_their_experts_weight(case):

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.packed_experts import NEEDED
 from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+from bridge_cg_plugin.upstream.packed_experts import NEEDED
 
 from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .towers import assert_close, poison
