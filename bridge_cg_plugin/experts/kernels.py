@@ -1,7 +1,7 @@
 """Triton kernels of experts: rows times their expert's weight, weight gradients, sums by token.
 
 Experts' weights and gradients are found by their distance from the first, so parameters stay where training has them
-and nothing is stacked. How many rows an expert has is read on the device: a launch has room for any division of the rows.
+and nothing is stacked. How many rows an expert has is read on the device; a launch has room for any division of them.
 """
 
 from collections.abc import Sequence
@@ -315,7 +315,7 @@ def tiling_of(dtype: torch.dtype, usual: int) -> Tiling:
 
 def tiling_of_gradients(dtype: torch.dtype) -> Tiling:
     """Return the tiling of weight gradients."""
-    return Tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else Tiling(128, 256, 64, 8, 4)
+    return Tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else Tiling(128, 128, 64, 8, 4)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -5,8 +5,8 @@ python scripts/performance/bench_packed.py --models "" --plans --cost-model docs
 
 Measures every model at every pack, graphs of every layer's parts, of all layers with their experts, and graphs that
 allow four times the documents there are, each model in a process of its own; they import side by side and have the GPU
-one after the other. `--cost-model` fits the planner's cost model, `--plans` also measures what the planner predicts, for
-three distributions. Times are of default algorithms; under deterministic ones graphs must equal eager to the bit. A
+one after the other. `--cost-model` fits the planner's cost model, `--plans` also measures what the planner predicts,
+for three distributions. Times are of default algorithms; under deterministic ones graphs must equal eager to the bit. A
 record is written as soon as it is measured; after `--seconds` no further pack begins.
 """
 
