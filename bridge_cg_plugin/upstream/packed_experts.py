@@ -29,7 +29,7 @@ LINEAR = (
     "ColumnParallelLinear",
     "RowParallelLinear",
 )
-# Settings of a model, and what each must be where a release has it.
+# Fields of a model's configuration, and what each must be where a release has it.
 NEEDED = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
@@ -130,10 +130,10 @@ def check_config(config: Any) -> None:
     Raises:
         OptionError: Names the setting.
     """
-    for name, needed in NEEDED.items():
-        found = getattr(config, name, needed)
+    for field, needed in NEEDED.items():
+        found = getattr(config, field, needed)
         if found != needed and not (needed is False and found is None):
-            raise OptionError(f"model.{name}", found, f"{needed} with experts inside the graph", REMEDY)
+            raise OptionError(field, found, f"{needed} with experts inside the graph", REMEDY)
 
 
 def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
