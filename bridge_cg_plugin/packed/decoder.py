@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -118,6 +118,9 @@ class DecoderFamily(Protocol):
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return the pieces to record; no modules are all layers as one piece."""
 
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """Be around captures, whose passes leave no trace in what layers count and log."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -231,7 +234,8 @@ class PackedGraphs(GraphedModule):
                 shared if part.attribute else None,
                 offloading=self._offloading(),
             )
-            region.capture()
+            with self.family.statistics_kept():
+                region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)

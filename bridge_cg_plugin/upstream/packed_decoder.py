@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .packed_layers import (
     router_part,
 )
 from .packed_mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
+from .packed_routers import statistics_kept
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
 from .replaced import replaced
@@ -130,6 +131,10 @@ class TransformerBlockFamily:
                 DecoderPart("packed_decoder", block, self._run_block, self._decoder, counted=bool(experts)),
             ]
         return self.layer_parts(modules)
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """See `DecoderFamily`."""
+        return statistics_kept([layer.mlp.router for layer in self._transformer if layer.is_moe_layer])
 
     def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return these parts of every layer, each a piece of its own; attention and the router behind it are one.

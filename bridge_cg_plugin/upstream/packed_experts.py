@@ -13,13 +13,12 @@ from ..experts.rows import find_rows, row_weights
 from ..experts.tables import Tables
 from ..options import OptionError
 from ..options.language_model import MODULES
-from .packed_layers import check_router, is_pure
+from .packed_routers import REMEDY, CapturedRouter, check_fields
 from .registry import seam
 from .replaced import replaced
 
 FORWARD = seam("packed_experts").target.rpartition(".")[2]
 GROUPED, SEQUENTIAL = (seam(f"packed_{kind}_experts").target.partition(".")[0] for kind in ("grouped", "sequential"))
-REMEDY = f"Set {MODULES}=attn,moe_router, where experts stay eager."
 # Linear layers whose product is `x @ weight.T` and nothing else. Adapters put others in their place.
 LINEAR = (
     "TEColumnParallelGroupedLinear",
@@ -61,10 +60,8 @@ class CapturedExperts:
     def __init__(self, layer: nn.Module) -> None:
         self._moe = layer.mlp
         config = self._moe.config
-        check_config(config)
-        check_router(self._moe.router)
-        if not is_pure(self._moe.router):
-            raise _refused("a router with losses, statistics or a capacity", "routers that are functions of a token")
+        check_fields(config, NEEDED)
+        self._router = CapturedRouter(self._moe.router)
         self._linear = _linear_layers(self._moe.experts)
         self._activate = activation(config)
         self._top_k = config.moe_router_topk
@@ -84,7 +81,7 @@ class CapturedExperts:
 
     def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
         shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
-        probabilities, routing_map = self._moe.router(hidden)
+        probabilities, routing_map = self._router.route(hidden, used)
         rows = find_rows(routing_map, used, self._top_k)
         first, second = (linear.weights() for linear in self._linear)
         inner = dispatch_linear(hidden.reshape(-1, hidden.shape[-1]), rows, first, self._tables)
@@ -122,18 +119,6 @@ class _Linear:
             raise _refused("experts with one weight for all", "a weight for each")
         if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
             raise _refused("experts whose weights are not alike", "weights of one shape, all trained or none")
-
-
-def check_config(config: Any) -> None:
-    """Refuse what experts are not recorded with.
-
-    Raises:
-        OptionError: Names the setting.
-    """
-    for field, needed in NEEDED.items():
-        found = getattr(config, field, needed)
-        if found != needed and not (needed is False and found is None):
-            raise OptionError(field, found, f"{needed} with experts inside the graph", REMEDY)
 
 
 def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import packed_routers
 from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
 from bridge_cg_plugin.upstream.packed_experts import NEEDED
 
@@ -119,8 +120,57 @@ def test_evaluation_replays_without_gradients():
     assert_close([found], [expected])
 
 
+ROUTERS = {
+    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+    "two losses": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+    "a loss of logits": {"moe_z_loss_coeff": 0.1},
+    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+}
+
+
+def taken(routers):
+    """Return routers' counts and what megatron-core would log, and set them to zero."""
+    tensors = packed_routers._statistics(routers)
+    values = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    return values
+
+
+@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+def test_losses_and_statistics_of_routers_are_eagers(changes):
+    model = new_model(**{**EXPERTS, **changes})
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    taken(routers)
+    expected = [(losses_and_gradients(model, arguments), taken(routers)) for arguments in PACKS]
+    assert all(any(value.any() for value in statistics) for _, statistics in expected)
+    with ON_CPU(), on_graphs(model, pack(WARMUP)) as graphs:
+        taken(routers)
+        for arguments, (wanted, statistics) in zip(PACKS, expected, strict=True):
+            poison(graphs, float("nan"))
+            found = losses_and_gradients(model, arguments)
+            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
+            assert_close(taken(routers), statistics)
+        assert graphs.statistics().replays == len(PACKS) and not graphs.statistics().fallbacks
+    assert not any("_apply_expert_bias" in vars(router) for router in routers)
+
+
+@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+def test_a_capture_counts_and_logs_nothing(changes):
+    model = new_model(**{**EXPERTS, **changes})
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    with ON_CPU(), on_graphs(model, pack(WARMUP), capture=False) as graphs:
+        before = [tensor.clone() for tensor in packed_routers._statistics(routers)]
+        graphs.capture()
+        assert all(map(torch.equal, packed_routers._statistics(routers), before))
+
+
 REFUSED = {
-    "moe_aux_loss_coeff": ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "a router with"),
+    "moe_router_load_balancing_type": (
+        {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+        "moe_router_load_balancing_type='?global_aux_loss",
+    ),
     "moe_expert_capacity_factor": ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0"),
     "add_bias_linear": ({"add_bias_linear": True}, "add_bias_linear=True"),
     "moe_input_jitter_eps": ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps=0.1"),
@@ -134,11 +184,18 @@ def test_what_cannot_be_recorded_is_refused(changes, message):
         TransformerBlockFamily(model.decoder).parts(())
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", [*NEEDED, *packed_routers.NEEDED])
 def test_settings_that_experts_inside_the_graph_do_not_have(name):
     model = new_model(**EXPERTS)
     setattr(model.decoder.layers[0].mlp.config, name, 2)
     with pytest.raises(OptionError, match=f"{name}=2: allowed is .*Set cuda_graph_modules=attn,moe_router"):
+        TransformerBlockFamily(model.decoder).parts(())
+
+
+def test_losses_of_fused_routers_are_refused():
+    model = new_model(**EXPERTS, **{"moe_aux_loss_coeff": 0.1} | {"moe_router_fusion": True})
+    model.decoder.layers[0].mlp.router.routing_type = "aux_loss"
+    with pytest.raises(OptionError, match="moe_router_fusion=True"):
         TransformerBlockFamily(model.decoder).parts(())
 
 
