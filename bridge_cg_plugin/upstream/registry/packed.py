@@ -228,7 +228,7 @@ SEAMS = (
         touch="read",
         purpose="what experts compute, and where the router's probability is applied",
         parameters=("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
-        uses=("self.linear_fc1", "weighted_bias_swiglu_impl(", "weighted_bias_quick_geglu_impl(", "self.linear_fc2"),
+        uses=("self.linear_fc1", "self.linear_fc2", "permuted_probs"),
     ),
     Seam(
         name="packed_sequential_experts",
