@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from ..experts.activation import weighted_swiglu
 from ..experts.linear import combine_linear, dispatch_linear
-from ..experts.rows import find_rows, row_weights
+from ..experts.rows import Rows, find_rows, row_weights
 from ..experts.tables import Tables
 from ..options import OptionError
 from ..options.language_model import MODULES
@@ -63,7 +64,7 @@ class CapturedExperts:
         check_fields(config, NEEDED)
         self._router = CapturedRouter(self._moe.router)
         self._linear = _linear_layers(self._moe.experts)
-        self._activate = activation(config)
+        self._activate, self._is_swiglu = activation(config), is_swiglu(config)
         self._top_k = config.moe_router_topk
         self._tables = Tables()
 
@@ -85,9 +86,15 @@ class CapturedExperts:
         rows = find_rows(routing_map, used, self._top_k)
         first, second = (linear.weights() for linear in self._linear)
         inner = dispatch_linear(hidden.reshape(-1, hidden.shape[-1]), rows, first, self._tables)
-        inner = self._activate(inner, row_weights(probabilities, rows)[:, None])
+        inner = self._between(inner, row_weights(probabilities, rows), rows)
         out = combine_linear(inner, rows, second, self._tables).view(hidden.shape)
         return out if shared is None else out + shared
+
+    def _between(self, inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        """Return what goes into the second linear layers: of megatron-core's function, or the kernel in its place."""
+        if inner.is_cuda and self._is_swiglu:
+            return weighted_swiglu(inner, weights, rows)
+        return self._activate(inner, weights[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,14 @@ class _Linear:
             raise _refused("experts whose weights are not alike", "weights of one shape, all trained or none")
 
 
+def is_swiglu(config: Any) -> bool:
+    """Whether the function between an expert's linear layers is gated SiLU and nothing else."""
+    plain = config.activation_func_clamp_value is None and not config.activation_func_fp8_input_store
+    return bool(config.gated_linear_unit and config.activation_func is functional.silu and plain) and not getattr(
+        config, "glu_linear_offset", 0.0
+    )
+
+
 def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """Return megatron-core's function between an expert's two linear layers, which applies the router's probability.
 
@@ -148,7 +163,7 @@ def _fused_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 
     fp8_input = config.activation_func_fp8_input_store
-    if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
+    if config.gated_linear_unit and config.activation_func is functional.silu:
         return lambda inner, weights: weighted_bias_swiglu_impl(inner, None, weights, fp8_input)
     if config.gated_linear_unit and config.activation_func is quick_gelu:
         rest = (fp8_input, config.glu_linear_offset, config.activation_func_clamp_value)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional
 
 from bridge_cg_plugin.experts.products import add_weight_gradients, combine, multiply, new_weight_gradients
 from bridge_cg_plugin.experts.rows import find_rows
@@ -47,7 +48,12 @@ for case in cases:
     swapped = torch.full((len(weights), shape[1], shape[0]), torch.nan, dtype=x.dtype)
     kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False, TILING)
     combined = kernels.combine(rows_out, case["places"])
-    found.append({"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined})
+    kernels.MOST_COLUMNS = 16  # several blocks a row
+    inner, weights = case["inner"], case["probabilities"]
+    out = kernels.swiglu(inner, weights, bounds)
+    of_inner, of_weights = kernels.swiglu_backward(out, inner, weights, bounds)
+    products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
+    found.append(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
 torch.save(found, sys.argv[2])
 """
 
@@ -63,7 +69,11 @@ def make_case(sizes, dtype):
     weights = [torch.randn(out, width, generator=generator).to(dtype) for _ in range(experts)][::-1]
     gradient = torch.randn(tokens * top_k, out, generator=generator).to(dtype)
     gradient[rows.bounds[-1] :] = torch.nan
+    inner = torch.randn(tokens * top_k, 2 * out, generator=generator).to(dtype)
+    inner[rows.bounds[-1] :] = torch.nan
     return {
+        "inner": inner,
+        "probabilities": torch.rand(tokens * top_k, generator=generator),
         "bounds": rows.bounds,
         "tokens": rows.tokens,
         "places": rows.places,
@@ -140,3 +150,16 @@ def test_sums_by_token(case):
     expected = combine(found["out"], given["places"])
     assert_near(found["combined"], expected)
     assert torch.equal(found["combined"], expected) or expected.dtype is torch.bfloat16
+
+
+def test_swiglu_and_its_gradients(case):
+    given, found = case
+    used = given["bounds"][-1]
+    inner = given["inner"][:used].float().requires_grad_()
+    probabilities = given["probabilities"][:used].clone().requires_grad_()
+    gate, linear = inner.chunk(2, dim=-1)
+    out = functional.silu(gate) * linear * probabilities[:, None]
+    of_inner, of_weights = torch.autograd.grad(out, [inner, probabilities], found["swiglu"][:used].float())
+    assert_near(found["swiglu"][:used], out.detach().to(given["inner"].dtype))
+    assert_near(found["of_inner"][:used], of_inner.to(given["inner"].dtype))
+    assert_near(found["of_weights"][:used], of_weights)
