@@ -130,10 +130,9 @@ class _Linear:
 
 def is_swiglu(config: Any) -> bool:
     """Whether the function between an expert's linear layers is gated SiLU and nothing else."""
-    plain = config.activation_func_clamp_value is None and not config.activation_func_fp8_input_store
-    return bool(config.gated_linear_unit and config.activation_func is functional.silu and plain) and not getattr(
-        config, "glu_linear_offset", 0.0
-    )
+    changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
+    fp8_input = config.activation_func_fp8_input_store
+    return config.gated_linear_unit and config.activation_func is functional.silu and not (changed or fp8_input)
 
 
 def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:

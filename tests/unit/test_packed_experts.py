@@ -10,17 +10,10 @@ from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
 from bridge_cg_plugin.upstream.packed_experts import NEEDED
 
 from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
+from .test_packed import EXPERTS
 from .towers import assert_close, poison
 
 WARMUP = (100, 150, 50)
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_router_dtype": "fp64",  # other products of a router are Transformer Engine's, on a GPU
-    "moe_router_load_balancing_type": "none",
-}
 MODELS = {
     "swiglu": {},
     "gelu": {"gated_linear_unit": False, "activation_func": functional.gelu},
