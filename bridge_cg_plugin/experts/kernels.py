@@ -188,7 +188,7 @@ def _combine(values_ptr, places_ptr, out_ptr, columns, TOP_K: tl.constexpr, COLU
     inside = column < columns
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for index in tl.static_range(TOP_K):
-        place = tl.load(places_ptr + token * TOP_K + (TOP_K - 1 - index)).to(tl.int64)
+        place = tl.load(places_ptr + token * TOP_K + index).to(tl.int64)
         total += tl.load(values_ptr + place * columns + column, mask=inside & (place >= 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + token.to(tl.int64) * columns + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -116,7 +116,7 @@ def combine(values: Tensor, places: Tensor) -> Tensor:
         return kernels.combine(values, places)
     wide = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros(places.shape[0], values.shape[1], dtype=wide, device=values.device)
-    for place in places.flip(1).unbind(1):
+    for place in places.unbind(1):
         total += torch.where((place >= 0)[:, None], values[place.clamp(min=0)].to(wide), 0)
     return total.to(values.dtype)
 

@@ -30,7 +30,7 @@ import torch
 from tests import interpreted
 
 interpreted.prepare()
-from bridge_cg_plugin.experts import kernels
+from bridge_cg_plugin.experts import kernels, row_kernels
 from bridge_cg_plugin.experts.tables import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
@@ -52,8 +52,15 @@ for case in cases:
     inner, weights = case["inner"], case["probabilities"]
     out = kernels.swiglu(inner, weights, bounds)
     of_inner, of_weights = kernels.swiglu_backward(out, inner, weights, bounds)
+    rows = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    row_kernels.HELD, held = 64, row_kernels.HELD  # several blocks
+    again = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    row_kernels.HELD = held
+    taken = row_kernels.take_rows(case["scores"], case["entries"], bounds)
+    spread = row_kernels.spread_rows(weights, case["rows_of"])
+    found.append({"rows": rows, "again": again, "taken": taken, "spread": spread})
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
-    found.append(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
+    found[-1].update(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
 torch.save(found, sys.argv[2])
 """
 
@@ -72,6 +79,11 @@ def make_case(sizes, dtype):
     inner = torch.randn(tokens * top_k, 2 * out, generator=generator).to(dtype)
     inner[rows.bounds[-1] :] = torch.nan
     return {
+        "routing_map": routing_map,
+        "used": torch.tensor([used], dtype=torch.int32),
+        "scores": scores,
+        "entries": rows.entries,
+        "rows_of": rows.rows_of,
         "inner": inner,
         "probabilities": torch.rand(tokens * top_k, generator=generator),
         "bounds": rows.bounds,
@@ -163,3 +175,22 @@ def test_swiglu_and_its_gradients(case):
     assert_near(found["swiglu"][:used], out.detach().to(given["inner"].dtype))
     assert_near(found["of_inner"][:used], of_inner.to(given["inner"].dtype))
     assert_near(found["of_weights"][:used], of_weights)
+
+
+@pytest.mark.parametrize("name", ["rows", "again"])
+def test_rows(case, name):
+    given, found = case
+    used = given["bounds"][-1]
+    bounds, tokens, entries, places, rows_of = found[name]
+    assert torch.equal(bounds, given["bounds"]) and torch.equal(rows_of, given["rows_of"])
+    assert torch.equal(places, given["places"])
+    assert torch.equal(tokens[:used], given["tokens"][:used]) and torch.equal(entries[:used], given["entries"][:used])
+
+
+def test_numbers_of_rows(case):
+    given, found = case
+    used = given["bounds"][-1]
+    assert torch.equal(found["taken"][:used], given["scores"].reshape(-1)[given["entries"][:used]])
+    rows_of = given["rows_of"]
+    expected = torch.where(rows_of >= 0, given["probabilities"][rows_of.clamp(min=0)], 0)
+    assert torch.equal(found["spread"], expected)
