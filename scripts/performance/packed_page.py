@@ -11,6 +11,8 @@ MODELS = ("dense", "moe", "large", "mamba")
 PLAN = "plan_"
 # All layers as one region, experts included.
 WHOLE = "plugin_whole"
+# What `bench_experts.py` times, as its cases are named.
+PRODUCTS = ("forward", "input_gradient", "weight_gradients")
 
 
 def speed(records: Records) -> str:
@@ -69,6 +71,21 @@ def plans(records: Records) -> str:
         )
     header = ["distribution", "documents", "buckets", "predicted ms", "measured ms", "off by", "best of all choices ms"]
     return f"{table([*header, 'the choice above it'], rows)}\n\n{origin(found)}" if rows else ""
+
+
+def experts(records: Records) -> str:
+    """Return the times of experts' products, summed over both linear layers."""
+    rows = []
+    for tokens in sorted({r["tokens"] for r in records}):
+        of_size = [r for r in records if r["tokens"] == tokens]
+        row: list[Any] = [tokens]
+        for product in PRODUCTS:
+            its = [r for r in of_size if product in r["case"]]
+            engine, ours = (sum(r["ms"] for r in its if r["mode"] == mode) for mode in ("eager", "plugin"))
+            row.append(f"{engine:.2f} / {ours:.2f} (**{engine / ours:.2f}**)")
+        rows.append(row)
+    header = ["tokens", *(f"{product.replace('_', ' ')}, ms" for product in PRODUCTS)]
+    return f"{table(header, rows)}\n\n{origin(records)}" if rows else ""
 
 
 def parity(records: Records) -> str:
@@ -136,6 +153,7 @@ def packed_parts(folder: Path) -> dict[str, str]:
     return {
         "packed_speed": speed(bench),
         "packed_plans": plans(bench),
+        "packed_experts": experts(read_records(folder / "experts.jsonl")),
         "packed_parity": parity(read_records(folder / "packed_parity.jsonl")),
         "packed_ranks": ranks(read_records(folder / "packed_parallel.jsonl")),
         "packed_training": training(read_records(folder / "packed_training.jsonl")),
