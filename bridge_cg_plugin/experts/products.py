@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import device
 from .tables import Tables, table_of_slices
 
 
@@ -43,7 +44,7 @@ def multiply(
     Returns:
         `[rows, out]`, or `[rows, in]`, in x's dtype, summed in fp32.
     """
-    if x.is_cuda:
+    if device.runs_kernels(x):
         from . import kernels
 
         return kernels.multiply(x, tokens, tables.of(weights), weights[0].shape, bounds, transposed)
@@ -75,7 +76,7 @@ def add_weight_gradients(
         tables: Tables of the sums.
         sums: `[out, in]` of every expert, all of one dtype, contiguous.
     """
-    if x.is_cuda:
+    if device.runs_kernels(x):
         from . import kernels
 
         kernels.weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds, tables.of(sums), add=True)
@@ -90,7 +91,7 @@ def new_weight_gradients(
     """Return every expert's weight gradient, `[out, in]` each, in x's dtype; see `add_weight_gradients`."""
     experts = bounds.shape[0] - 1
     shape = (experts, gradient.shape[1], x.shape[1])
-    if x.is_cuda:
+    if device.runs_kernels(x):
         from . import kernels
 
         stacked = x.new_empty(shape)
@@ -110,7 +111,7 @@ def combine(values: Tensor, places: Tensor) -> Tensor:
         values: `[rows, width]`.
         places: See `Rows`.
     """
-    if values.is_cuda:
+    if device.runs_kernels(values):
         from . import kernels
 
         return kernels.combine(values, places)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import device
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -41,7 +43,7 @@ def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> Rows:
         used: `[1]` int32, how many tokens are real.
         top_k: Experts of a token.
     """
-    if routing_map.is_cuda:
+    if device.runs_kernels(routing_map):
         from . import row_kernels
 
         return Rows(*row_kernels.find_rows(routing_map, used, top_k))
@@ -76,7 +78,7 @@ class _RowWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, entries: Tensor, rows_of: Tensor, bounds: Tensor) -> Tensor:
         ctx.save_for_backward(rows_of)
-        if probabilities.is_cuda:
+        if device.runs_kernels(probabilities):
             from . import row_kernels
 
             return row_kernels.take_rows(probabilities.contiguous(), entries, bounds)
@@ -85,7 +87,7 @@ class _RowWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (rows_of,) = ctx.saved_tensors
-        if gradient.is_cuda:
+        if device.runs_kernels(gradient):
             from . import row_kernels
 
             return row_kernels.spread_rows(gradient.contiguous(), rows_of), None, None, None

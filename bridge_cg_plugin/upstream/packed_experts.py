@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..experts import device
 from ..experts.activation import weighted_swiglu
 from ..experts.linear import combine_linear, dispatch_linear
 from ..experts.rows import Rows, find_rows, row_weights
@@ -92,7 +93,7 @@ class CapturedExperts:
 
     def _between(self, inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Return what goes into the second linear layers: of megatron-core's function, or the kernel in its place."""
-        if inner.is_cuda and self._is_swiglu:
+        if self._is_swiglu and device.runs_kernels(inner):
             return weighted_swiglu(inner, weights, rows)
         return self._activate(inner, weights[:, None])
 
