@@ -25,13 +25,13 @@ def weighted_swiglu(inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
 class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
-        from . import kernels
+        from . import swiglu_kernels
 
         ctx.save_for_backward(inner, weights, bounds)
-        return kernels.swiglu(inner, weights, bounds)
+        return swiglu_kernels.swiglu(inner, weights, bounds)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        from . import kernels
+        from . import swiglu_kernels
 
-        return *kernels.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), None
+        return *swiglu_kernels.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), None

@@ -30,7 +30,7 @@ import torch
 from tests import interpreted
 
 interpreted.prepare()
-from bridge_cg_plugin.experts import kernels, row_kernels
+from bridge_cg_plugin.experts import kernels, row_kernels, swiglu_kernels
 from bridge_cg_plugin.experts.tables import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
@@ -48,10 +48,10 @@ for case in cases:
     swapped = torch.full((len(weights), shape[1], shape[0]), torch.nan, dtype=x.dtype)
     kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False, TILING)
     combined = kernels.combine(rows_out, case["places"])
-    kernels.MOST_COLUMNS = 16  # several blocks a row
+    swiglu_kernels.MOST_COLUMNS = 16  # several blocks a row
     inner, weights = case["inner"], case["probabilities"]
-    out = kernels.swiglu(inner, weights, bounds)
-    of_inner, of_weights = kernels.swiglu_backward(out, inner, weights, bounds)
+    out = swiglu_kernels.swiglu(inner, weights, bounds)
+    of_inner, of_weights = swiglu_kernels.swiglu_backward(out, inner, weights, bounds)
     rows = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
     row_kernels.HELD, held = 64, row_kernels.HELD  # several blocks
     again = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
