@@ -194,3 +194,36 @@ def test_numbers_of_rows(case):
     rows_of = given["rows_of"]
     expected = torch.where(rows_of >= 0, given["probabilities"][rows_of.clamp(min=0)], 0)
     assert torch.equal(found["spread"], expected)
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bridge_cg_plugin.experts import kernels
+
+pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"tokens_ptr": "*i32", "bounds_ptr": "*i32"}
+given = {**pointers, "distances_ptr": "*i64", "experts": "i32", "columns": "i32", "depth": "i32"}
+order = kernels._multiply.arg_names
+for transposed in (False, True):
+    constants = {"GATHERED": True, "TRANSPOSED": transposed, "VECTOR": 8, "WHOLE": True, "PRECISION": "tf32"}
+    constants |= {"EXPERTS": 32, "ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
+    signature = {name: given.get(name, "constexpr") for name in order}
+    multiples = {(order.index(name),): [["tt.divisibility", 16]] for name in given}
+    source = ASTSource(fn=kernels._multiply, signature=signature, constexprs=constants, attrs=multiples)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 4})
+    print(made.metadata.shared, "wgmma" in made.asm["ptx"])
+"""
+
+
+def test_both_sides_of_a_product_are_loaded_ahead(tmp_path):
+    """The compiler must see that weights, found by a distance in a table, may be loaded in whole vectors."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    bytes_ahead = 4 * (128 + 128) * 64 * 2
+    assert done.stdout.splitlines()[-2:] == [f"{bytes_ahead} True"] * 2
