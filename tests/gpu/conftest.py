@@ -148,7 +148,24 @@ def is_timed(item: pytest.Item) -> bool:
     return item.path.stem in TIMED
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Those of which each test is a training run of its own take a GPU for as long as all others take another.
+LONG = ("test_pretrain", "test_tower_training", "test_packed_mamba", "test_small_recipe")
+
+
+def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
+    """Return the tests of one of two or more processes, `NUMBER/COUNT`; `./run gpu-test` starts one on each GPU."""
+    number, count = map(int, part.split("/"))
+    modules = sorted({item.path.stem for item in items}, key=lambda name: (name not in LONG, name))
+    share = count // 2
+    place = {name: n % share if name in LONG else share + n % (count - share) for n, name in enumerate(modules)}
+    return [item for item in items if place[item.path.stem] == number]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := os.environ.get("GPU_TESTS_PART"):
+        kept = part_of(items, part)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     items.sort(key=is_timed, reverse=True)
     for item in items:
         item.add_marker(pytest.mark.gpu)

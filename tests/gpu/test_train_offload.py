@@ -3,14 +3,9 @@
 import pytest
 
 from scripts.performance import train_offload
-from scripts.performance.packed_parity import deterministic
 from scripts.performance.results import read_records
 
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms(tower_module):
-    with deterministic():
-        yield
+pytestmark = pytest.mark.usefixtures("tower_module")
 
 
 def test_packs_in_flight_train_with_a_memory_target_where_eager_and_plain_graphs_run_out_of_memory(tmp_path):
