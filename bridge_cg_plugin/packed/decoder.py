@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class DecoderPart:
         answer: Turns the piece's outputs into what the call returns.
         outputs: How many tensors the piece gives.
         followers: Calls after that one, each once, which the piece answers too.
+        counted: Whether the piece must know how many tokens are no padding.
     """
 
     name: str
@@ -97,6 +98,7 @@ class DecoderPart:
     answer: Answer = first
     outputs: int = 1
     followers: tuple[Follower, ...] = ()
+    counted: bool = False
 
 
 class DecoderFamily(Protocol):
@@ -115,6 +117,9 @@ class DecoderFamily(Protocol):
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return the pieces to record; no modules are all layers as one piece."""
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """Be around captures, whose passes leave no trace in what layers count and log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,8 @@ class PackedGraphs(GraphedModule):
                 shared if part.attribute else None,
                 offloading=self._offloading(),
             )
-            region.capture()
+            with self.family.statistics_kept():
+                region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
@@ -291,6 +297,7 @@ class PackedGraphs(GraphedModule):
             family.ranks,
             family.rank,
             0 if part.attribute else max(seen.additions for seen in self._observed),
+            part.counted,
         )
         return PackedProgram(
             part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels

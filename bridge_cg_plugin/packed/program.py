@@ -13,13 +13,35 @@ from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from .layout import token_angles
 
-# Runs the recorded piece: hidden states, rotary angles if there are any, `cu_seqlens` by name, tokens of the longest
-# document, and what is added behind the first layers. Every output has as many rows as the hidden states.
-Run = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int, Sequence[Tensor]], tuple[Tensor, ...]]
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
-SHARED = ("angles", "by_place", *OFFSETS, *PADDED_OFFSETS)
+SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPack:
+    """What a recorded piece of a decoder sees: buffers, and constants of the recording.
+
+    Attributes:
+        hidden: `[tokens of this rank, 1, width]`.
+        angles: Rotary angles of every token; None where nothing is rotated.
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        longest: Bound of a document's length in tokens.
+        additions: `[tokens, 1, width]` each, added behind the first layers.
+        used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
+    """
+
+    hidden: Tensor
+    angles: Tensor | None
+    offsets: Mapping[str, Tensor]
+    longest: int
+    additions: Sequence[Tensor] = ()
+    used: Tensor | None = None
+
+
+# Runs the recorded piece. Every output has as many rows as the hidden states.
+Run = Callable[[RecordedPack], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,7 @@ class PackLayout:
         ranks: Ranks that hold two chunks of every document each (context parallelism).
         rank: Which of them this is.
         additions: Behind how many of the first layers something is added to the hidden states.
+        counted: Whether the piece must know how many tokens are no padding.
     """
 
     offsets: tuple[str, ...]
@@ -45,6 +68,7 @@ class PackLayout:
     ranks: int = 1
     rank: int = 0
     additions: int = 0
+    counted: bool = False
 
 
 class PackedProgram:
@@ -97,6 +121,7 @@ class PackedProgram:
             **dict.fromkeys(self._additions, rows),
             **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
+            **({"used": TensorSpec((1,), torch.int32)} if layout.counted else {}),
         }
 
     def size(self, batch: PackedBatch) -> int:
@@ -128,6 +153,8 @@ class PackedProgram:
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
+        if self.layout.counted:
+            buffers["used"].fill_(batch.hidden.shape[0])
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
             buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
@@ -148,6 +175,8 @@ class PackedProgram:
         """See `RegionProgram`."""
         for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
             buffers[name].zero_()
+        if self.layout.counted:
+            buffers["used"].fill_(buffers["hidden"].shape[0])
         longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:
             if self.layout.ranks > 1:
@@ -163,7 +192,8 @@ class PackedProgram:
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
         additions = [buffers[name] for name in self._additions]
-        return self._run(buffers["hidden"], angles, offsets, bucket.limits[1], additions)
+        used = buffers.get("used")
+        return self._run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used))
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from ..options.language_model import MODULES
 from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
+from ..packed.program import RecordedPack
 from .activations import known_activations
 from .layer_kernels import kernels_available
+from .packed_experts import CapturedExperts
 from .packed_layers import (
     MAX_SEQLENS,
     attention_and_router_part,
@@ -27,6 +29,7 @@ from .packed_layers import (
     router_part,
 )
 from .packed_mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
+from .packed_routers import statistics_kept
 from .registry import seam
 from .registry.models import ATTENTION as QWEN_ATTENTION
 from .replaced import replaced
@@ -67,6 +70,7 @@ class TransformerBlockFamily:
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
+        self._experts: list[CapturedExperts] = []
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
         self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
         for layer in self._mamba:
@@ -116,20 +120,21 @@ class TransformerBlockFamily:
         """See `DecoderFamily`.
 
         Raises:
-            OptionError: All layers were asked for and one of them sends tokens to experts.
+            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded.
         """
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
         if not modules or (set(modules) == every and not experts):
-            if experts:
-                raise OptionError(
-                    MODULES,
-                    [],
-                    "attn, and mamba where there are such layers, on a model with experts",
-                    "The host reads how many tokens an expert gets.",
-                )
-            return [DecoderPart("packed_decoder", (self._decoder,), self._run_block, self._decoder)]
+            self._experts = [CapturedExperts(layer) for layer in experts]
+            block = (self._decoder,)
+            return [
+                DecoderPart("packed_decoder", block, self._run_block, self._decoder, counted=bool(experts)),
+            ]
         return self.layer_parts(modules)
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """See `DecoderFamily`."""
+        return statistics_kept([layer.mlp.router for layer in self._transformer if layer.is_moe_layer])
 
     def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return these parts of every layer, each a piece of its own; attention and the router behind it are one.
@@ -160,27 +165,22 @@ class TransformerBlockFamily:
         if "mlp" in modules and not layer.is_moe_layer and not _is_identity(layer.mlp):
             yield mlp_part(layer)
 
-    def _run_block(
-        self,
-        hidden: Tensor,
-        angles: Tensor | None,
-        offsets: Mapping[str, Tensor],
-        longest: int,
-        additions: Sequence[Tensor],
-    ) -> tuple[Tensor]:
+    def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = {}
-        indexed = hidden.shape[0] * self.shards if self._mamba else 0
+        indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
         with ExitStack() as stack:
-            if additions:
+            for experts in self._experts:
+                stack.enter_context(experts.recorded(pack.used))
+            if pack.additions:
                 stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
-                visual = dict(zip(VISUAL, (None, additions), strict=True))
+                visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
             if not self._decoder.pre_process:
-                stack.enter_context(replaced(self._decoder, "input_tensor", hidden))
+                stack.enter_context(replaced(self._decoder, "input_tensor", pack.hidden))
             output = self._forward(
-                hidden_states=hidden,
+                hidden_states=pack.hidden,
                 attention_mask=None,
-                rotary_pos_emb=angles,
-                packed_seq_params=packed_params(offsets, longest, indexed),
+                rotary_pos_emb=pack.angles,
+                packed_seq_params=packed_params(pack.offsets, pack.longest, indexed),
                 **visual,
             )
         return (output,)

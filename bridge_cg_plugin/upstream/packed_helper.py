@@ -114,6 +114,7 @@ class DecoderHelper(GraphHelper):
         release_module(decoder)
         order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
+        family.parts(modules)  # what cannot be recorded is refused before a step is trained
         self._take(
             PackedGraphs(
                 decoder,

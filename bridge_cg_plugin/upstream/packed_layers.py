@@ -1,6 +1,6 @@
 """Parts of megatron-core's transformer layers over packed documents: attention, MLP, and the router of experts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from ..options.language_model import MODULES
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderPart, Follower, first
 from ..packed.layout import document_indices
+from ..packed.program import RecordedPack
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
@@ -45,10 +46,8 @@ def attention_part(layer: nn.Module) -> DecoderPart:
     """Return a layer's attention with its norm and residual as a piece."""
     attend = _attention(layer)
 
-    def run(
-        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> tuple[Tensor]:
-        return (attend(hidden, angles, offsets, longest),)
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        return (attend(pack),)
 
     roots = (layer.input_layernorm, layer.self_attention)
     name = f"packed_attention_{layer.layer_number}"
@@ -59,10 +58,8 @@ def mlp_part(layer: nn.Module) -> DecoderPart:
     """Return a dense layer's MLP with its norm and residual as a piece."""
     forward = layer._forward_mlp
 
-    def run(
-        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> tuple[Tensor]:
-        return (forward(hidden),)
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        return (forward(pack.hidden),)
 
     roots = (layer.pre_mlp_layernorm, layer.mlp)
     return DecoderPart(f"packed_mlp_{layer.layer_number}", roots, run, layer, "_forward_mlp")
@@ -77,10 +74,8 @@ def attention_and_router_part(layer: nn.Module) -> DecoderPart:
     attend, (route, follower, count) = _attention(layer), _routing(layer, 1)
     norm = getattr(layer, NORM)
 
-    def run(
-        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        attended = attend(hidden, angles, offsets, longest)
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        attended = attend(pack)
         return (attended, *route(norm(attended)))
 
     return DecoderPart(
@@ -104,22 +99,21 @@ def router_part(layer: nn.Module) -> DecoderPart:
     route, follower, count = _routing(layer, 0)
     norm = getattr(layer, NORM)
 
-    def run(
-        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        return route(norm(hidden))
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        return route(norm(pack.hidden))
 
     roots = (layer.pre_mlp_layernorm, layer.mlp.router)
     name = f"packed_router_{layer.layer_number}"
     return DecoderPart(name, roots, run, layer, NORM, first, count, (follower,))
 
 
-def _attention(layer: nn.Module) -> Callable[[Tensor, Tensor | None, Mapping[str, Tensor], int], Tensor]:
+def _attention(layer: nn.Module) -> Callable[[RecordedPack], Tensor]:
     forward = layer._forward_attention
 
-    def attend(hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int) -> Tensor:
-        params = packed_params(offsets, longest)
-        return forward(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]
+    def attend(pack: RecordedPack) -> Tensor:
+        params = packed_params(pack.offsets, pack.longest)
+        calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": params}
+        return forward(attention_mask=None, **calls)[0]
 
     return attend
 
@@ -136,8 +130,8 @@ def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Ten
         place: Where the normed hidden states are among the piece's outputs.
     """
     router = layer.mlp.router
-    _check_router(router)
-    if _is_pure(router):
+    check_router(router)
+    if is_pure(router):
         forward = router.forward
         follower = Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2]))
         return lambda normed: (normed, *forward(normed)), follower, 3
@@ -145,7 +139,7 @@ def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Ten
     return lambda normed: (normed, gating(normed)), Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
 
 
-def _is_pure(router: nn.Module) -> bool:
+def is_pure(router: nn.Module) -> bool:
     """Whether routing is a function of a token alone, without a trace."""
     config = router.config
     return not (
@@ -155,7 +149,12 @@ def _is_pure(router: nn.Module) -> bool:
     )
 
 
-def _check_router(router: nn.Module) -> None:
+def check_router(router: nn.Module) -> None:
+    """Refuse a router that cannot be recorded.
+
+    Raises:
+        OptionError: It is of a kind that was not looked at, or changes its input at random.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     if type(router) is not TopKRouter:
@@ -166,6 +165,6 @@ def _check_router(router: nn.Module) -> None:
         raise OptionError(
             "model.moe_input_jitter_eps",
             router.config.moe_input_jitter_eps,
-            f"None with moe_router in {MODULES}",
-            "The router's input would be changed at random after it was recorded; leave moe_router out.",
+            f"None with routers on graphs in {MODULES}",
+            f"The router's input would be changed at random after it was recorded. Set {MODULES}=attn.",
         )

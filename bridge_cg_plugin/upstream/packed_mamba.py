@@ -1,7 +1,7 @@
 """megatron-core's Mamba layers over packed documents."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from ..graphs.modules import every_module
 from ..options import OptionError
 from ..options.packed import MAX_PACKED_SEQS
 from ..packed.decoder import DecoderPart
+from ..packed.program import RecordedPack
 from .packed_layers import packed_params
 from .registry import seam
 from .replaced import replaced
@@ -58,11 +59,9 @@ def mamba_part(layer: nn.Module, shards: int) -> DecoderPart:
     """
     forward: Callable[..., Any] = layer.forward
 
-    def run(
-        hidden: Tensor, angles: Tensor | None, offsets: Mapping[str, Tensor], longest: int, additions: Sequence[Tensor]
-    ) -> tuple[Tensor]:
-        params = packed_params(offsets, longest, hidden.shape[0] * shards)
-        return (forward(hidden_states=hidden, packed_seq_params=params),)
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * shards)
+        return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
     return DecoderPart(f"packed_mamba_{layer.layer_number}", (layer,), run, layer, "forward")
 

@@ -9,21 +9,27 @@ from .results import read_records
 
 MODELS = ("dense", "moe", "large", "mamba")
 PLAN = "plan_"
+# All layers as one region, experts included.
+WHOLE = "plugin_whole"
+# What `bench_experts.py` times, as its cases are named.
+PRODUCTS = ("forward", "input_gradient", "weight_gradients")
 
 
 def speed(records: Records) -> str:
     """Return the times of packs of 5 documents, eager and on graphs."""
     eager, plugin, wide, layers = (by_case(records, m) for m in ("eager", "plugin", "plugin_4x", "plugin_layers"))
-    found = [r for case, r in plugin.items() if case.partition("_")[0] in MODELS and case in eager]
+    both = [*plugin.values(), *by_case(records, WHOLE).values()]
+    found = [r for r in both if r["case"].partition("_")[0] in MODELS and r["case"] in eager]
     if not found:
         return ""
     rows = []
-    for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["tokens"])):
-        base, four, parts = (mode.get(r["case"]) for mode in (eager, wide, layers))
+    for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["mode"] == WHOLE, r["tokens"])):
+        base, whole = eager[r["case"]], r["mode"] == WHOLE
+        four, parts = (None if whole else mode.get(r["case"]) for mode in (wide, layers))
         more = "" if four is None else f"{four['ms'] / r['ms'] - 1:+.1%}"
         model = r["case"].partition("_")[0]
         rows.append(
-            [model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
+            [f"{model}, experts too" if whole else model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
             + [
                 number(r, "ms"),
                 f"**{1 / r['ratio']:.2f}**",
@@ -43,6 +49,8 @@ def speed(records: Records) -> str:
 
 def _equality(record: dict[str, Any]) -> str:
     """Return how near graphs are to eager; records of before the comparison under deterministic algorithms say less."""
+    if record["mode"] == WHOLE:
+        return "[as near to fp32](#how-exact)"
     if record.get("bit_equal"):
         return "to the bit"
     return f"to {number(record, 'grad_rel', '.0e')}, eager to {number(record, 'grad_noise', '.0e')}"
@@ -63,6 +71,21 @@ def plans(records: Records) -> str:
         )
     header = ["distribution", "documents", "buckets", "predicted ms", "measured ms", "off by", "best of all choices ms"]
     return f"{table([*header, 'the choice above it'], rows)}\n\n{origin(found)}" if rows else ""
+
+
+def experts(records: Records) -> str:
+    """Return the times of experts' products, summed over both linear layers."""
+    rows = []
+    for tokens in sorted({r["tokens"] for r in records}):
+        of_size = [r for r in records if r["tokens"] == tokens]
+        row: list[Any] = [tokens]
+        for product in PRODUCTS:
+            its = [r for r in of_size if product in r["case"]]
+            engine, ours = (sum(r["ms"] for r in its if r["mode"] == mode) for mode in ("eager", "plugin"))
+            row.append(f"{engine:.2f} / {ours:.2f} (**{engine / ours:.2f}**)")
+        rows.append(row)
+    header = ["tokens", *(f"{product.replace('_', ' ')}, ms" for product in PRODUCTS)]
+    return f"{table(header, rows)}\n\n{origin(records)}" if rows else ""
 
 
 def parity(records: Records) -> str:
@@ -130,6 +153,7 @@ def packed_parts(folder: Path) -> dict[str, str]:
     return {
         "packed_speed": speed(bench),
         "packed_plans": plans(bench),
+        "packed_experts": experts(read_records(folder / "experts.jsonl")),
         "packed_parity": parity(read_records(folder / "packed_parity.jsonl")),
         "packed_ranks": ranks(read_records(folder / "packed_parallel.jsonl")),
         "packed_training": training(read_records(folder / "packed_training.jsonl")),

@@ -1,8 +1,9 @@
 """One run of Bridge's `pretrain()` on packed documents; writes its losses and times.
 
 `dense` is a model of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's in-batch
-packing. `qwen3_vl` is Qwen3-VL in small, on photographs with captions; a microbatch is 2 samples, which Bridge's step
-for that model pads to one length and joins.
+packing. `experts` has 16 experts of 768 in every layer, 4 of them for a token, and a loss that balances them.
+`qwen3_vl` is Qwen3-VL in small, on photographs with captions; a microbatch is 2 samples, which Bridge's step for that
+model pads to one length and joins.
 """
 
 import argparse
@@ -58,8 +59,23 @@ SAMPLES, PHOTOGRAPH_MICROBATCHES = 2, 2
 PHOTOGRAPH_SIZES = [(448, 448), (256, 384)]
 SEED = 1234
 # Providers of language models by name, and what is theirs alone.
+DENSE: dict[str, Any] = {"num_layers": 8, "qk_layernorm": True, "position_embedding_type": "rope"}
 LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "dense": (GPTModelProvider, {"num_layers": 8, "qk_layernorm": True, "position_embedding_type": "rope"}),
+    "dense": (GPTModelProvider, DENSE),
+    "experts": (
+        GPTModelProvider,
+        {
+            **DENSE,
+            "num_moe_experts": 16,
+            "moe_router_topk": 4,
+            "moe_ffn_hidden_size": 768,
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-3,
+        },
+    ),
     "mamba": (
         HybridModelProvider,
         {

@@ -29,7 +29,7 @@ from scripts.performance.results import output_path, provenance, put_record  # n
 
 MODULE = "scripts.performance.packed_training"
 # Case of the records by model.
-CASES = {"dense": "in_batch", "mamba": "mamba_in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
+CASES = {"dense": "in_batch", "experts": "experts_in_batch", "mamba": "mamba_in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
 # Runs by name, with the multiple of tokens that packs are padded to.
 EAGER_RUNS = {"eager": 1, "eager_again": 1, "eager_64": 64, "eager_256": 256}
 # Seconds that a run has.

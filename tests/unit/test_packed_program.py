@@ -110,9 +110,9 @@ def test_only_room_is_given_to_padding_where_documents_have_room():
 def test_the_piece_sees_buffers_and_the_bound_alone():
     seen = {}
 
-    def run(hidden, angles, offsets, longest, additions):
-        seen.update(angles=angles, offsets=offsets, longest=longest, additions=additions)
-        return (hidden + additions[0],)
+    def run(pack):
+        seen.update(angles=pack.angles, offsets=pack.offsets, longest=pack.longest)
+        return (pack.hidden + pack.additions[0],)
 
     made, bucket = program(additions=1, run=run), Bucket(12, (4, 7))
     buffers = loaded(made, batch(additions=1), bucket)
@@ -124,11 +124,21 @@ def test_the_piece_sees_buffers_and_the_bound_alone():
 
 
 def test_a_piece_that_rotates_nothing_gets_no_angles():
-    made, bucket = program(rotated=0, run=lambda hidden, angles, *rest: (hidden, angles)), Bucket(12, (4, 7))
+    made, bucket = program(rotated=0, run=lambda pack: (pack.hidden, pack.angles)), Bucket(12, (4, 7))
     buffers = loaded(made, batch(rows=None), bucket)
     assert buffers.keys() == {"hidden", *OFFSETS}
     made.load_example(buffers, bucket)
     assert made.forward(buffers, bucket) == (buffers["hidden"], None)
+
+
+def test_a_piece_that_asks_knows_how_many_tokens_are_no_padding():
+    made = program(run=lambda pack: (pack.used,))
+    made.layout, bucket = replace(made.layout, counted=True), Bucket(12, (4, 7))
+    buffers = loaded(made, batch(), bucket)
+    assert made.forward(buffers, bucket)[0].tolist() == [8]
+    made.load_example(buffers, bucket)
+    assert buffers["used"].tolist() == [12]
+    assert program(run=lambda pack: (pack.used,)).forward(loaded(program(), batch(), bucket), bucket) == (None,)
 
 
 def test_example_values_fill_the_bucket_as_far_as_its_bound():

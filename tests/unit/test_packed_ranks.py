@@ -1,5 +1,7 @@
 """Packed-sequence graphs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import distributed
@@ -10,7 +12,8 @@ from bridge_cg_plugin.upstream.process_groups import sharing_groups, without_mes
 from scripts.performance.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import graphs_on, losses_and_gradients, new_model, pack, part_of
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of
+from .test_packed import EXPERTS
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
@@ -29,8 +32,8 @@ def rank_pack(sizes, *args, **kwargs):
     return part_of(arguments, 2, distributed.get_rank()) if sizes == CP2 else arguments
 
 
-def replay(sizes, room=None, modules=()):
-    model = new_model(**sizes)
+def replay(sizes, room=None, modules=(), **config):
+    model = new_model(**sizes, **config)
     packs = [(lengths, None) for lengths in PACKS] if room is None else [room]
     made = [rank_pack(sizes, lengths, seed, room) for seed, (lengths, room) in enumerate(packs)]
     expected = [losses_and_gradients(model, arguments) for arguments in made]
@@ -50,6 +53,16 @@ def replay(sizes, room=None, modules=()):
 def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
     ranks = run_ranks(2, replay, tmp_path, sizes, None, modules, **sizes)
     assert len(ranks) == 2
+
+
+def replay_experts(sizes, **router):
+    with ON_CPU():
+        return replay(sizes, **EXPERTS | router)
+
+
+@pytest.mark.parametrize("router", [{}, {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}])
+def test_experts_of_context_parallel_ranks(tmp_path, router):
+    run_ranks(2, partial(replay_experts, **router), tmp_path, CP2, **CP2)
 
 
 @LAYOUTS

@@ -29,20 +29,22 @@ def test_padding_is_a_document_that_no_loss_counts():
         assert padded["max_seqlen_q"] >= torch.diff(padded["cu_seqlens_q"]).max()
 
 
+@pytest.mark.parametrize("modules", ["", "attn"], ids=["whole", "attn"])
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 @pytest.mark.parametrize(
     "make, documents",
     [
         (packed_training.training_config, 8),
         (partial(packed_training.training_config, model="mamba"), 8),
+        (partial(packed_training.training_config, model="experts"), 8),
         (packed_training.photograph_config, 4),
     ],
-    ids=["dense", "mamba", "vl"],
+    ids=["dense", "mamba", "experts", "vl"],
 )
-def test_bridge_takes_the_configuration(mode, make, documents):
+def test_bridge_takes_the_configuration(mode, make, documents, modules):
     from megatron.bridge.training.config import runtime_config_update
 
-    config = make(mode, 50, "attn")
+    config = make(mode, 50, modules)
     runtime_config_update(config)
     config.validate()
     graphs = (config.model.cuda_graph_impl, config.model.cuda_graph_max_packed_seqs)

@@ -45,6 +45,11 @@ def _whole_layers(options: GraphOptions) -> bool:
     return not options.language_model.modules
 
 
+def _routes(options: GraphOptions, facts: Facts) -> bool:
+    """Whether routers are part of what is captured."""
+    return bool(facts.moe and _whole_layers(options)) or CudaGraphModule.moe_router in options.language_model.modules
+
+
 def _beside_experts(facts: Facts) -> str:
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
@@ -88,24 +93,24 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba",
-        "Experts get their tokens by counts that the host reads",
+        "As a part of a layer, experts get their tokens by counts that the host reads",
         lambda o, f: _packs(o) and _unsupported(o),
         lambda o, f: (
             MODULES,
             _names(o),
             f"attn, mlp, moe_router, mamba, or empty with {_asked(o)}",
-            f"Remove {_unsupported(o)[0]}.",
+            f"Remove {_unsupported(o)[0]}, or leave {MODULES} empty: all layers as one region, experts included.",
         ),
     ),
     Combination(
-        "packed-sequence graphs of whole layers of a mixture of experts",
-        "Experts get their tokens by counts that the host reads",
-        lambda o, f: _packs(o) and f.moe and _whole_layers(o),
+        "packed-sequence graphs of whole layers with expert parallelism",
+        "How many tokens a rank sends to each other one is read on the host",
+        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and (f.expert_ranks or 1) > 1,
         lambda o, f: (
-            MODULES,
-            "empty",
-            f"{_beside_experts(f)} with {_asked(o)} on this model",
-            f"Set {MODULES}={_beside_experts(f)}.",
+            "model.expert_model_parallel_size",
+            f.expert_ranks,
+            f"1 with {_asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager.",
         ),
     ),
     Combination(
@@ -120,14 +125,14 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of `moe_router` with jitter on its input",
+        "packed-sequence graphs of routers with jitter on their input",
         "The input would be changed at random after it was recorded",
-        lambda o, f: _packs(o) and f.router_jitter and CudaGraphModule.moe_router in o.language_model.modules,
+        lambda o, f: _packs(o) and f.router_jitter and _routes(o, f),
         lambda o, f: (
             "model.moe_input_jitter_eps",
             "above 0",
-            f"null with moe_router in {MODULES} and {_asked(o)}",
-            "Set it to null, or leave moe_router out.",
+            f"null with routers on graphs and {_asked(o)}",
+            f"Set it to null, or {MODULES}=attn.",
         ),
     ),
     Combination(

@@ -1,0 +1,94 @@
+"""From a routing map to the rows that experts compute, on the device.
+
+Everything here has a fixed output shape and reads nothing on the host, so it can be part of a graph. On a GPU it is two
+kernels; elsewhere, for the reference executor, PyTorch's functions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which row of the experts' work is for which token: sorted by expert, then by token.
+
+    There are as many rows as tokens times experts of a token. Those behind the last bound belong to no expert; nobody
+    reads what they hold, here as elsewhere.
+
+    Attributes:
+        bounds: `[experts + 1]` int32, where every expert's rows begin; the last is the number of rows in use.
+        tokens: `[rows]` int32, every row's token.
+        entries: `[rows]` int32, every row's place in `[tokens, experts]`.
+        places: `[tokens, experts of a token]` int32, the rows of every token, ascending; then -1 where there are fewer.
+        rows_of: `[tokens, experts]` int32, the row of a token for an expert; -1 for none.
+    """
+
+    bounds: Tensor
+    tokens: Tensor
+    entries: Tensor
+    places: Tensor
+    rows_of: Tensor
+
+
+def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> Rows:
+    """Return the rows of a batch of which only the first tokens are real; the others go to no expert.
+
+    Args:
+        routing_map: `[tokens, experts]` bool, at most `top_k` in a row.
+        used: `[1]` int32, how many tokens are real.
+        top_k: Experts of a token.
+    """
+    if device.runs_kernels(routing_map):
+        from . import row_kernels
+
+        return Rows(*row_kernels.find_rows(routing_map, used, top_k))
+    count, experts = routing_map.shape
+    chosen = routing_map & (torch.arange(count) < used)[:, None]
+    expert, token = chosen.T.nonzero(as_tuple=True)
+    rows = torch.arange(len(token), dtype=torch.int32)
+    rows_of = torch.full((count, experts), -1, dtype=torch.int32)
+    rows_of[token, expert] = rows
+    tokens, entries = torch.zeros(2, count * top_k, dtype=torch.int32)
+    tokens[: len(token)] = token
+    entries[: len(token)] = token * experts + expert
+    bounds = torch.zeros(experts + 1, dtype=torch.int32)
+    bounds[1:] = chosen.sum(0).cumsum(0)
+    behind = torch.where(rows_of >= 0, rows_of, count * top_k).sort(dim=1).values[:, :top_k]
+    return Rows(bounds, tokens, entries, torch.where(behind < count * top_k, behind, -1), rows_of)
+
+
+def row_weights(probabilities: Tensor, rows: Rows) -> Tensor:
+    """Return every row's probability, `[rows]`; any behind the last bound.
+
+    Args:
+        probabilities: `[tokens, experts]`, of any floating-point type.
+        rows: Of the batch.
+    """
+    return _RowWeights.apply(probabilities, rows.entries, rows.rows_of, rows.bounds)
+
+
+class _RowWeights(torch.autograd.Function):
+    """A gather whose backward is one, too: every token has at most one row for an expert."""
+
+    @staticmethod
+    def forward(ctx: Any, probabilities: Tensor, entries: Tensor, rows_of: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_of)
+        if device.runs_kernels(probabilities):
+            from . import row_kernels
+
+            return row_kernels.take_rows(probabilities.contiguous(), entries, bounds)
+        return probabilities.reshape(-1)[entries]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows_of,) = ctx.saved_tensors
+        if device.runs_kernels(gradient):
+            from . import row_kernels
+
+            return row_kernels.spread_rows(gradient.contiguous(), rows_of), None, None, None
+        return torch.where(rows_of >= 0, gradient[rows_of.clamp(min=0)], 0), None, None, None

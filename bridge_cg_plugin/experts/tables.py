@@ -1,0 +1,69 @@
+"""Tables on the device by which one kernel reaches many tensors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Bytes of the largest load of a kernel.
+WIDEST_LOAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where matrices are.
+
+    Attributes:
+        first: The first of them.
+        distances: `[matrices]` int64 on their device, each one's distance from the first in elements.
+        vector: Elements that a kernel may load at once, counted from the beginning of any of them.
+    """
+
+    first: Tensor
+    distances: Tensor
+    vector: int
+
+
+class Tables:
+    """Keeps a table for every set of tensors that was asked for.
+
+    A table is a copy from the host, which must not be recorded: the passes before a capture make it. A recording holds
+    for as long as its tensors stay where they are, which the engine watches.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, ...], Table] = {}
+
+    def of(self, tensors: Sequence[Tensor]) -> Table:
+        """Return where contiguous tensors of one device and dtype are.
+
+        Raises:
+            RuntimeError: A capture is under way and no pass before it has made the table.
+        """
+        key = tuple(map(Tensor.data_ptr, tensors))
+        if key not in self._tables:
+            first = tensors[0].detach()
+            if first.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a table of experts' matrices was first asked for inside a capture")
+            distances = [(address - key[0]) // first.element_size() for address in key]
+            made = torch.tensor(distances, dtype=torch.int64, device=first.device)
+            self._tables[key] = Table(first, made, _vector(first, distances))
+        return self._tables[key]
+
+
+def table_of_slices(stacked: Tensor) -> Table:
+    """Return where the slices of a contiguous tensor are, found on the device: this may be recorded.
+
+    Args:
+        stacked: `[matrices, ...]`.
+    """
+    step = stacked[0].numel()
+    distances = torch.arange(stacked.shape[0], device=stacked.device) * step
+    return Table(stacked, distances, _vector(stacked, [step]))
+
+
+def _vector(first: Tensor, distances: Sequence[int]) -> int:
+    widest = WIDEST_LOAD // first.element_size()
+    return math.gcd(widest, first.data_ptr() // first.element_size(), *distances)

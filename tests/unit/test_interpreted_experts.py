@@ -1,0 +1,43 @@
+"""Whole layers of experts with the kernels, in Triton's interpreter, against megatron-core's."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+from tests import interpreted
+
+interpreted.prepare()
+import torch
+
+from bridge_cg_plugin.experts import device, kernels
+from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
+from tests.unit.test_packed import EXPERTS
+from tests.unit.towers import assert_close, poison
+
+kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.Tiling(64, 32, 32, 4, 2)
+model = new_model(layers=1, **EXPERTS, **{"moe_z_loss_coeff": 0.1})
+arguments = pack((30, 180, 52))
+losses, gradients = losses_and_gradients(model, arguments)
+for parameter in model.parameters():
+    parameter.main_grad = torch.zeros_like(parameter)
+device.runs_kernels = lambda tensor: True
+# The interpreter takes a while for every row.
+options = {"cuda_graph_packed_buckets": [272], "cuda_graph_packed_slots": 1, "cuda_graph_packed_evaluation": False}
+with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
+    poison(graphs, float("nan"))
+    found = model(**arguments)
+    (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
+    assert graphs.statistics().replays == 1, graphs.statistics()
+inside = set(model.decoder.parameters())
+right = [g for p, g in zip(model.parameters(), gradients, strict=True) if p in inside]
+assert_close([found.detach(), *(p.main_grad for p in model.parameters() if p in inside)], [losses, *right])
+print("equal")
+"""
+
+
+def test_layers_of_experts_with_the_kernels():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "equal"

@@ -1,0 +1,216 @@
+"""A mixture of experts as one region over packed documents, experts included, through the reference executor."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import packed_routers
+from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+from bridge_cg_plugin.upstream.packed_experts import NEEDED
+
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
+from .test_packed import EXPERTS
+from .towers import assert_close, poison
+
+WARMUP = (100, 150, 50)
+MODELS = {
+    "swiglu": {},
+    "gelu": {"gated_linear_unit": False, "activation_func": functional.gelu},
+    "clamped": {"activation_func_clamp_value": 0.5},
+    "one expert of a token": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all experts": {"moe_router_topk": 4},
+    "empty experts": {"num_moe_experts": 400},
+    "sigmoid scores": {"moe_router_score_function": "sigmoid"},
+    "shared experts": {"moe_shared_expert_intermediate_size": 16},
+    "a gate before shared experts": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    "dense layers, too": {"moe_layer_freq": [0, 1]},
+}
+PACKS = (pack((30, 180, 77)), pack((300,), seed=1), pack((200, 120), seed=2), pack((321, 100), seed=3))
+
+
+def on_graphs(model, *warmup, **options):
+    return graphs_on(model, *(warmup or (pack(WARMUP),)), cuda_graph_modules=[], **options)
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_losses_and_gradients_are_eagers(changes):
+    model = new_model(**{**EXPERTS, **changes})
+    expected = [losses_and_gradients(model, arguments) for arguments in PACKS]
+    with ON_CPU(), on_graphs(model) as graphs:
+        for arguments, wanted in zip(PACKS, expected, strict=True):
+            poison(graphs, float("nan"))
+            found = losses_and_gradients(model, arguments)
+            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
+        assert len(graphs._regions) == 1
+        assert graphs.statistics().replays == len(PACKS) and not graphs.statistics().fallbacks
+    assert not any("forward" in vars(layer.mlp) for layer in model.decoder.layers)
+
+
+def test_gradients_are_added_to_main_grad():
+    model = new_model(**EXPERTS)
+    expected = [losses_and_gradients(model, arguments)[1] for arguments in PACKS[:2]]
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    with ON_CPU(), on_graphs(model):
+        for arguments in PACKS[:2]:
+            losses = model(**arguments)
+            (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
+    inside = set(model.decoder.parameters())
+    for parameter, one, other in zip(model.parameters(), *expected, strict=True):
+        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [one + other])
+
+
+def test_frozen_experts():
+    model = new_model(**EXPERTS)
+    for layer in model.decoder.layers:
+        layer.mlp.experts.requires_grad_(False)
+    expected = losses_and_gradients(model, PACKS[0])
+    with ON_CPU(), on_graphs(model) as graphs:
+        found = losses_and_gradients(model, PACKS[0])
+        assert graphs.statistics().replays == 1
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_documents_do_not_see_each_other():
+    model = new_model(**EXPERTS)
+    changed = pack((90, 130, 80))
+    changed["input_ids"] = changed["input_ids"].clone()
+    changed["input_ids"][0, 90:220] = changed["input_ids"][0, 90:220].flip(0)
+    with ON_CPU(), on_graphs(model) as graphs:
+        first = losses_and_gradients(model, pack((90, 130, 80)))[0]
+        second = losses_and_gradients(model, {**changed, "labels": pack((90, 130, 80))["labels"]})[0]
+        assert graphs.statistics().replays == 2
+    # Products of the reference executor are of all rows of an expert: their order may change the last bit.
+    assert_close([first[:, :90], first[:, 220:]], [second[:, :90], second[:, 220:]])
+    assert not torch.allclose(first[:, 90:220], second[:, 90:220])
+
+
+def test_padding_goes_to_no_expert(monkeypatch):
+    from bridge_cg_plugin.upstream import packed_experts
+
+    seen = []
+    find_rows = packed_experts.find_rows
+    monkeypatch.setattr(packed_experts, "find_rows", lambda *args: seen.append(find_rows(*args)) or seen[-1])
+    model = new_model(**EXPERTS)
+    with ON_CPU(), on_graphs(model) as graphs:
+        del seen[:]
+        model(**pack((270,)))
+        assert graphs.statistics().replays == 1
+    assert [int(rows.bounds[-1]) for rows in seen] == [2 * 270] * 2
+    assert all(rows.tokens.shape[0] == 2 * 320 for rows in seen)
+
+
+def test_evaluation_replays_without_gradients():
+    model = new_model(**EXPERTS)
+    with ON_CPU(), on_graphs(model) as graphs:
+        model.eval()
+        with torch.no_grad():
+            with graphs.paused():
+                expected = model(**pack((130, 170)))
+            found = model(**pack((130, 170)))
+        assert any(b.evaluations for b in graphs.statistics().buckets.values())
+    assert_close([found], [expected])
+
+
+ROUTERS = {
+    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+    "two losses": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+    "a loss of logits": {"moe_z_loss_coeff": 0.1},
+    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+}
+
+
+def taken(routers):
+    """Return routers' counts and what megatron-core would log, and set them to zero."""
+    tensors = packed_routers._statistics(routers)
+    values = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    return values
+
+
+@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+def test_losses_and_statistics_of_routers_are_eagers(changes):
+    model = new_model(**{**EXPERTS, **changes})
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    taken(routers)
+    expected = [(losses_and_gradients(model, arguments), taken(routers)) for arguments in PACKS]
+    assert all(any(value.any() for value in statistics) for _, statistics in expected)
+    with ON_CPU(), on_graphs(model, pack(WARMUP)) as graphs:
+        taken(routers)
+        for arguments, (wanted, statistics) in zip(PACKS, expected, strict=True):
+            poison(graphs, float("nan"))
+            found = losses_and_gradients(model, arguments)
+            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
+            assert_close(taken(routers), statistics)
+        assert graphs.statistics().replays == len(PACKS) and not graphs.statistics().fallbacks
+    assert not any("_apply_expert_bias" in vars(router) for router in routers)
+
+
+@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+def test_a_capture_counts_and_logs_nothing(changes):
+    model = new_model(**{**EXPERTS, **changes})
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    with ON_CPU(), on_graphs(model, pack(WARMUP), capture=False) as graphs:
+        before = [tensor.clone() for tensor in packed_routers._statistics(routers)]
+        graphs.capture()
+        assert all(map(torch.equal, packed_routers._statistics(routers), before))
+
+
+REFUSED = {
+    "moe_router_load_balancing_type": (
+        {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+        "moe_router_load_balancing_type='?global_aux_loss",
+    ),
+    "moe_expert_capacity_factor": ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0"),
+    "add_bias_linear": ({"add_bias_linear": True}, "add_bias_linear=True"),
+    "moe_input_jitter_eps": ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps=0.1"),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_recorded_is_refused(changes, message):
+    model = new_model(**{**EXPERTS, **changes})
+    with pytest.raises(OptionError, match=message):
+        TransformerBlockFamily(model.decoder).parts(())
+
+
+@pytest.mark.parametrize("name", [*NEEDED, *packed_routers.NEEDED])
+def test_settings_that_experts_inside_the_graph_do_not_have(name):
+    model = new_model(**EXPERTS)
+    setattr(model.decoder.layers[0].mlp.config, name, 2)
+    with pytest.raises(OptionError, match=f"{name}=2: allowed is .*Set cuda_graph_modules=attn,moe_router"):
+        TransformerBlockFamily(model.decoder).parts(())
+
+
+def test_losses_of_fused_routers_are_refused():
+    model = new_model(**EXPERTS, **{"moe_aux_loss_coeff": 0.1} | {"moe_router_fusion": True})
+    model.decoder.layers[0].mlp.router.routing_type = "aux_loss"
+    with pytest.raises(OptionError, match="moe_router_fusion=True"):
+        TransformerBlockFamily(model.decoder).parts(())
+
+
+def test_other_experts_are_refused():
+    model = new_model(**EXPERTS)
+    first = model.decoder.layers[0].mlp.experts
+    adapted = type("LoRALinear", (torch.nn.Linear,), {})(2, 2)
+    first.local_experts[1].linear_fc1 = adapted
+    with pytest.raises(OptionError, match="experts with LoRALinear"):
+        TransformerBlockFamily(model.decoder).parts(())
+    model.decoder.layers[0].mlp.experts = adapted
+    with pytest.raises(OptionError, match="experts of LoRALinear"):
+        TransformerBlockFamily(model.decoder).parts(())
+    model = new_model(**EXPERTS)
+    model.decoder.layers[1].mlp.experts.local_experts[0].linear_fc2.weight.requires_grad_(False)
+    with pytest.raises(OptionError, match="weights are not alike"):
+        TransformerBlockFamily(model.decoder).parts(())
+
+
+def test_settings_without_a_function_between_the_linear_layers_are_refused():
+    model = new_model(**EXPERTS)
+    config = model.decoder.layers[0].mlp.config
+    config.bias_activation_fusion, config.activation_func = True, functional.gelu
+    with pytest.raises(OptionError, match="model.activation_func=.*gelu"):
+        TransformerBlockFamily(model.decoder).parts(())
