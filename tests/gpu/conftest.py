@@ -19,8 +19,8 @@ from examples.photographs.hosts import ranks_per_gpu
 from examples.photographs.processes import TrainingProcess, free_port
 
 LAYERS = 4
-# Small training runs take some 20 GB each, tests beside them up to 70 GB.
-SIDE_BY_SIDE = 3
+# Small training runs take some 20 GB each, tests beside them up to 70 GB; with several GPUs most tests are on another.
+SIDE_BY_SIDE = 5 if "GPU_TESTS_PART" in os.environ else 3
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
@@ -155,7 +155,7 @@ def is_timed(item: pytest.Item) -> bool:
 
 
 # Those of which each test is a training run of its own take a GPU for as long as all others take another.
-LONG = ("test_pretrain", "test_tower_training", "test_packed_mamba", "test_small_recipe")
+LONG = ("test_pretrain", "test_tower_training", "test_packed_mamba")
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:
