@@ -81,7 +81,7 @@ def test_patches_of_each_training_step_are_counted_replayed_or_not():
         results(model, IMAGES)
     model.eval()
     results(model, IMAGES)
-    images, many = token_count(IMAGES), token_count(TOO_MANY_TOKENS)
+    images, many = (token_count(tuple(map(tuple, rows))) for rows in (IMAGES, TOO_MANY_TOKENS))
     assert helper.graphs.statistics().step_tokens == [images, images, many + images]
     helper.delete_cuda_graphs()
 
