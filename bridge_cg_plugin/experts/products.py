@@ -6,6 +6,7 @@ products expert by expert.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -123,8 +124,7 @@ def combine(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _experts(bounds: Tensor) -> Iterator[Expert]:
-    values = bounds.tolist()
-    for number, (first, end) in enumerate(zip(values, values[1:], strict=False)):
+    for number, (first, end) in enumerate(pairwise(bounds.tolist())):
         if end > first:
             yield Expert(number, first, end)
 

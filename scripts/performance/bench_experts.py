@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def engines_products(layer: Layer) -> dict[str, Callable[[], object]]:
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
     bounds = layer.rows.bounds.tolist()
-    splits = [end - first for first, end in zip(bounds, bounds[1:], strict=False)]
+    splits = [end - first for first, end in pairwise(bounds)]
     rows, (out, width) = bounds[-1], layer.shape
     x = torch.randn(rows, width, device="cuda").bfloat16()
     gradient = torch.randn(rows, out, device="cuda").bfloat16()

@@ -1,5 +1,7 @@
 """Experts inside the graph of all layers: their products, and whole models, beside eager's and fp32."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -77,13 +79,13 @@ def test_products_are_as_near_to_fp32_as_transformer_engines(tower_module, used)
     found = [out[: bounds[-1]], *torch.autograd.grad(out, [leaf, *weights], padded)]
 
     leaf = x.clone().requires_grad_()
-    out = theirs(leaf[taken], [end - first for first, end in zip(bounds, bounds[1:], strict=False)])
+    out = theirs(leaf[taken], [end - first for first, end in pairwise(bounds)])
     eagers = [out, *torch.autograd.grad(out, [leaf, *weights], gradient)]
 
     exact = [w.detach().float().requires_grad_() for w in weights]
     leaf = x.float().requires_grad_()
     with without_tf32():
-        sides = zip(leaf[taken].split([b - a for a, b in zip(bounds, bounds[1:], strict=False)]), exact, strict=True)
+        sides = zip(leaf[taken].split([b - a for a, b in pairwise(bounds)]), exact, strict=True)
         out = torch.cat([rows_in @ weight.T for rows_in, weight in sides])
         right = [out, *torch.autograd.grad(out, [leaf, *exact], gradient.float())]
     names = ("output", "input", *(f"weight {expert}" for expert in range(EXPERTS)))

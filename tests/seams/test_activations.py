@@ -3,9 +3,6 @@
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import torch
 from bridge_cg_plugin.offload.registry import Registry, registering
 from bridge_cg_plugin.upstream import activations
 from bridge_cg_plugin.upstream.activations import known_activations
+from tests.scripts import interpreted
 from tests.seams.test_layer_kernels import STREAM_SCRIPT
 from tests.unit.towers import draw, new_tower
 
@@ -142,10 +140,8 @@ print(json.dumps(counts))
 
 def test_the_residual_streams_gradient_finds_a_norms_input_that_came_back_elsewhere():
     script = STREAM_SCRIPT[: STREAM_SCRIPT.index("summed = []")] + REGION
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    written = interpreted(script)
+    counts = json.loads(written.splitlines()[-1])
     assert all(counts.values())
 
 
@@ -177,7 +173,5 @@ print(kinds.count("gelu"))
 
 
 def test_a_tower_whose_activations_leave_gives_the_same_to_the_bit():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TOWER], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1] == "3"
+    written = interpreted(TOWER)
+    assert written.strip().splitlines()[-1] == "3"

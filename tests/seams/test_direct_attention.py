@@ -3,9 +3,6 @@
 import dataclasses
 import importlib
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.vision.adapter import OtherAttention
 from bridge_cg_plugin.vision.encoder import VisionGraphs
+from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")
@@ -73,10 +71,8 @@ print("same", len(found))
 
 
 def test_a_tower_that_attends_directly_computes_the_same():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TOWER_SCRIPT], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1].startswith("same")
+    written = interpreted(TOWER_SCRIPT)
+    assert written.strip().splitlines()[-1].startswith("same")
 
 
 SET_UP = {

@@ -4,9 +4,6 @@ import functools
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +12,7 @@ from torch.nn import functional as F
 
 from bridge_cg_plugin.upstream import layer_kernels
 from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
+from tests.scripts import interpreted
 from tests.unit.towers import new_tower
 
 
@@ -73,10 +71,8 @@ print("same", len(found))
 
 
 def test_a_tower_with_swapped_layers_computes_the_same():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TOWER_SCRIPT], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1].startswith("same")
+    written = interpreted(TOWER_SCRIPT)
+    assert written.strip().splitlines()[-1].startswith("same")
 
 
 def bias_dropout_add(calls):
@@ -290,10 +286,8 @@ print(json.dumps(counts))
 
 
 def test_the_residual_streams_gradient_is_added_in_layernorms_backward():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", STREAM_SCRIPT], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    written = interpreted(STREAM_SCRIPT)
+    counts = json.loads(written.splitlines()[-1])
     # Summed by themselves: the last addition's gradient, and the one that a second reader adds to. Launches that add
     # partial sums: those two, the norms of ten blocks eight at a time, the other reader's norm.
     assert counts["plain"] == [2, 4]
@@ -325,10 +319,8 @@ except RuntimeError as error:
 
 
 def test_a_residual_gradient_that_nobody_takes_is_an_error():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", LOST_SCRIPT], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("1 residual gradients were never added")
+    written = interpreted(LOST_SCRIPT)
+    assert written.startswith("1 residual gradients were never added")
 
 
 def test_a_strided_gradient_goes_to_the_original():

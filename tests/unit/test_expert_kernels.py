@@ -1,9 +1,5 @@
 """Kernels of experts in Triton's interpreter, against the products that the reference executor takes."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +7,7 @@ from torch.nn import functional
 from bridge_cg_plugin.experts.products import add_weight_gradients, combine, multiply, new_weight_gradients
 from bridge_cg_plugin.experts.rows import find_rows
 from bridge_cg_plugin.experts.tables import Tables
+from tests.scripts import compiled, interpreted
 
 # Tokens, of them real, experts, experts of a token, width of the input and of the output.
 CASES = (
@@ -101,10 +98,7 @@ def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     cases = [make_case(sizes, dtype) for dtype in DTYPES for sizes in CASES]
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "cases.pt"), str(folder / "found.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted(SCRIPT, folder / "cases.pt", folder / "found.pt")
     return list(zip(cases, torch.load(folder / "found.pt"), strict=True))
 
 
@@ -219,11 +213,6 @@ for transposed in (False, True):
 
 def test_both_sides_of_a_product_are_loaded_ahead(tmp_path):
     """The compiler must see that weights, found by a distance in a table, may be loaded in whole vectors."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = tmp_path / "compiled.py"
-    script.write_text(COMPILED)
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    written = compiled(COMPILED, tmp_path)
     bytes_ahead = 4 * (128 + 128) * 64 * 2
-    assert done.stdout.splitlines()[-2:] == [f"{bytes_ahead} True"] * 2
+    assert written.splitlines()[-2:] == [f"{bytes_ahead} True"] * 2

@@ -1,13 +1,12 @@
 """The Triton kernels by Triton's interpreter, in a process of its own: the variable counts before Triton's import."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.nn import functional as F
+
+from tests.scripts import compiled, interpreted
 
 SCRIPT = """
 import sys
@@ -65,10 +64,7 @@ def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     cases = [make_case(*case) for case in CASES]
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "cases.pt"), str(folder / "results.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted(SCRIPT, folder / "cases.pt", folder / "results.pt")
     return list(zip(cases, torch.load(folder / "results.pt"), strict=True))
 
 
@@ -170,13 +166,8 @@ print(json.dumps(found))
 
 
 def test_tanh_has_the_instructions_and_constants_of_cudas(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = tmp_path / "compiled.py"
-    script.write_text(COMPILED)
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs, ours = json.loads(done.stdout.splitlines()[-1])
+    written = compiled(COMPILED, tmp_path)
+    theirs, ours = json.loads(written.splitlines()[-1])
     # CUDA's has one multiply-add more, with zero: a product that is zero loses its sign.
     assert theirs[0] == sorted(["add", "ex2", "rcp", "mul", "mul", *["fma"] * 6])
     assert ours[0] == sorted(["add", "ex2", "rcp", "mul", "mul", "mul", *["fma"] * 5])

@@ -1,11 +1,9 @@
 """Attention over packed segments: what is bound to cuDNN's plans, and padding. Kernels by Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.scripts import interpreted
 
 SCRIPT = """
 import sys
@@ -86,10 +84,7 @@ def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("segments")
     cases = [make_case(*layout) for layout in LAYOUTS.values()]
     torch.save(cases, folder / "cases.pt")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "cases.pt"), str(folder / "results.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpreted(SCRIPT, folder / "cases.pt", folder / "results.pt")
     return dict(zip(LAYOUTS, zip(cases, torch.load(folder / "results.pt"), strict=True), strict=True))
 
 
