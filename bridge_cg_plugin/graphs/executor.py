@@ -9,10 +9,13 @@ from torch import Tensor
 
 from .activations import Activations
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .side_work import SideWork
 from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
+# Of the stream that recordings are made on, and so of the kernels in them: one step above that of side work.
+MAIN_PRIORITY = -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
@@ -55,6 +58,9 @@ class Executor(Protocol):
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
 
+    def side_work(self) -> SideWork:
+        """Return what takes a recording's work off the main stream."""
+
     def record(self, body: RegionBody, pool: object) -> Recording:
         """Record the body."""
 
@@ -94,7 +100,8 @@ class CudaGraphExecutor:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY)
+        self._side_stream = torch.cuda.Stream(self.device)
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
@@ -127,6 +134,10 @@ class CudaGraphExecutor:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def side_work(self) -> SideWork:
+        """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
+        return SideWork(self._side_stream)
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
@@ -182,6 +193,10 @@ class ReferenceExecutor:
                 run_with(body, activations)
         finally:
             body.forget()
+
+    def side_work(self) -> SideWork:
+        """See `Executor`."""
+        return SideWork(None)
 
     def record(self, body: RegionBody, pool: None) -> Recording:
         """See `Executor`."""

@@ -14,6 +14,7 @@ from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Bucket, Buffers, RegionProgram
+from .side_work import SideWork
 from .streams import ReplayStream
 
 MAIN_STREAM = ReplayStream()
@@ -65,6 +66,7 @@ class RegionBody:
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
         training: Mode of the modules while they run; None leaves it as it is.
+        side: Takes work that the main stream need not wait for; None leaves all of it on one stream.
 
     Attributes:
         bucket: What is recorded for.
@@ -80,8 +82,9 @@ class RegionBody:
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
         training: bool | None = None,
+        side: SideWork | None = None,
     ) -> None:
-        self._training = training
+        self._training, self._side = training, side
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
@@ -94,10 +97,13 @@ class RegionBody:
     def forward(self) -> tuple[Tensor, ...]:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
+        if self._side is not None:
+            self._side.begin()
         with (
             torch.set_grad_enabled(self._sinks is not None),
             self._aliases.active() as aliases,
             training_mode(self._program.modules(), self._training),
+            self._beside(),
             self._program.recording(),
             self._saving(aliases),
         ):
@@ -115,7 +121,7 @@ class RegionBody:
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
-        with self._sinks.attached(aliases), self._program.recording(), restoring:
+        with self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         split = len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
@@ -135,6 +141,9 @@ class RegionBody:
         self._live = None
         if self.activations is not None:
             self.activations.forget()
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.active()
 
     def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
         if self.activations is None or self._sinks is None:

@@ -23,6 +23,7 @@ from .patch_gradients import patch_gradients
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
+from .side_products import side_weight_gradients
 from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
@@ -67,6 +68,13 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let weight gradients be added to `main_grad` inside their product, on the side stream if there is one."""
+    with fused_accumulation(modules), side_weight_gradients(modules):
+        yield
+
+
 QWEN3_VL = EncoderFamily(
     name="Qwen3-VL",
     adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
@@ -74,7 +82,7 @@ QWEN3_VL = EncoderFamily(
     reordering_kernels=reordering_kernels,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
-    fused_accumulation=fused_accumulation,
+    fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
     pack_segments=pack_segments,
     movable=movable_images,

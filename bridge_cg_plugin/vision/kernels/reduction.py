@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
+from ...graphs.side_work import beside
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
@@ -141,7 +142,8 @@ class _Block:
         return self._partials[self.used - 1], self._totals[self.used - 1]
 
     def add(self) -> None:
-        add_partials(self._partials[: self.used], self._totals)
+        partials = self._partials[: self.used]
+        beside(lambda: add_partials(partials, self._totals), partials, self._totals)
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.
