@@ -7,7 +7,7 @@ without a side stream both run it at once, in its place.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class SideWork:
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
+        self._stream = self._main = stream
         self._uses: Counter[int] = Counter()
         self._reads: list[tuple[Tensor, ...]] = []
         self._before: tuple[torch.cuda.Event | None, list[tuple[Tensor, ...]]] = (None, [])
@@ -59,9 +59,11 @@ class SideWork:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let `beside` and `ahead` use this stream inside; at the end the current stream waits for it."""
+        """Let `beside` and `ahead` use this stream inside; the main stream, current now, waits for it at the end."""
         global _current
         before, _current = _current, self
+        if self._stream is not None:
+            self._main = torch.cuda.current_stream(self._stream.device)
         try:
             yield
             self.join()
@@ -74,7 +76,7 @@ class SideWork:
             self._reads, self._before = [], (None, [])
 
     def run[T](self, work: Callable[[], T], *reads: Tensor) -> T:
-        """Run work behind what the current stream was given so far; only side work may read its result before `join`.
+        """Run work behind what the main stream was given so far; only side work may read its result before `join`.
 
         Args:
             work: Submits kernels.
@@ -94,7 +96,7 @@ class SideWork:
         return made
 
     def start[T](self, work: Callable[[], T], *reads: Tensor) -> Callable[[], T]:
-        """Run work as `run` does; what comes back returns its result and lets the current stream wait for it."""
+        """Run work as `run` does; what comes back returns its result and lets the main stream wait for it."""
         if self._inside:
             return _given(work())
         made, done = self.run(work, *reads), self._mark()
@@ -106,7 +108,7 @@ class SideWork:
         return result
 
     def join(self) -> None:
-        """Let the current stream wait for all side work."""
+        """Let the main stream wait for all side work."""
         if self._forked:
             self._wait(self._mark())
         self._forked = False
@@ -118,10 +120,10 @@ class SideWork:
         self._before = self._mark(), self._reads
         self._reads = []
 
-    def _fork(self):
+    def _fork(self) -> AbstractContextManager[None]:
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(self._main)
         self._forked = True
         return torch.cuda.stream(self._stream)
 
@@ -130,7 +132,7 @@ class SideWork:
 
     def _wait(self, done: torch.cuda.Event | None) -> None:
         if done is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(done)
+            self._main.wait_event(done)
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.

@@ -11,7 +11,8 @@ from .workloads import CASES
 AIMS = {"1x448": 0.10, "1x768": 0.25, "4x448": 0.27, "8mix": 0.42, "video16": 0.38, "1x2048": 0.75}
 MODES = (
     *("eager", "upstream", "compile", "compile_reduce_overhead"),
-    *("plugin", "plugin_te_attention", "plugin_fast", "plugin_flash"),
+    *("plugin", "plugin_te_attention"),
+    *("plugin_fast", "plugin_streams", "plugin_flash", "plugin_flash_streams"),
 )
 STEP_MODES = ("eager", "upstream", "plugin", "plugin_language_model", "plugin_full_iteration")
 
