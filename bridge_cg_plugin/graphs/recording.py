@@ -1,5 +1,7 @@
 """One region at one bucket: the work that is recorded, and its two ways of being run again."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -98,7 +100,7 @@ class RegionBody:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
         if self._side is not None:
-            self._side.begin()
+            self._side.begin(branching=self.activations is None)
         with (
             torch.set_grad_enabled(self._sinks is not None),
             self._aliases.active() as aliases,
@@ -122,9 +124,21 @@ class RegionBody:
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
-            gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
-        split = len(leaves)
+            found = self._differentiated(pairs, targets)
+        gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
+
+    def _differentiated(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
+    ) -> list[tuple[Tensor | None, ...]]:
+        """Return the targets' gradients through each branch beside the main stream, and through all the rest."""
+        found: list[tuple[Tensor | None, ...]] = []
+        if self._side is not None:
+            pairs, found = self._side.differentiate(pairs, targets)
+        if pairs or not found:
+            outputs, gradients = zip(*pairs, strict=True)
+            found.append(torch.autograd.grad(outputs, targets, gradients, allow_unused=True))
+        return found
 
     @property
     def static_bytes(self) -> int:
@@ -139,6 +153,8 @@ class RegionBody:
     def forget(self) -> None:
         """Free the autograd graph of the last forward."""
         self._live = None
+        if self._side is not None:
+            self._side.forget()
         if self.activations is not None:
             self.activations.forget()
 
@@ -160,6 +176,11 @@ class RegionBody:
     def has_backward(self) -> bool:
         """Whether gradients are recorded."""
         return self._sinks is not None
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    there = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(operator.add, there) if there else None
 
 
 @contextmanager

@@ -1,19 +1,57 @@
 """Work of a recording that the main stream need not wait for, on a stream beside it.
 
 Few tokens leave most of a GPU idle, and a recording is one chain of kernels. What nothing further down the chain reads,
-gradients of weights above all, may run beside it: `beside` and `ahead` say so where the work is done. On a recording
-without a side stream both run it at once, in its place.
+gradients of weights above all, may run beside it: `beside`, `ahead` and `branch` say so where the work is done. On a
+recording without a side stream they run it at once, in its place.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 # Pieces of work after which the main stream waits for those before them: two layers of an encoder make about as many.
 TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Started[T]:
+    """Work that runs beside the main stream, and what it made.
+
+    Attributes:
+        made: Its result, which only side work may read yet.
+        wait: Lets the main stream wait for it.
+    """
+
+    made: T
+    wait: Callable[[], None] = lambda: None
+
+    def result(self) -> T:
+        """Return what was made, for the main stream to read."""
+        self.wait()
+        return self.made
+
+
+class Branch:
+    """A part of a forward that leads from one tensor to an output of the region, cut off from autograd's graph.
+
+    Args:
+        start: What it begins with, a leaf.
+        end: The output.
+    """
+
+    def __init__(self, start: Tensor, end: Tensor) -> None:
+        self.start, self.end = start, end
+        self.gradients: Started[tuple[Tensor | None, ...]] | None = None
+
+    def add_gradient(self, of_others: Tensor) -> Tensor:
+        """Return the gradient of the tensor that it begins with, from that of all else which reads the tensor."""
+        gradients, self.gradients = self.gradients, None
+        of_start = None if gradients is None else gradients.result()[0]
+        return of_others if of_start is None else of_others + of_start
 
 
 class SideWork:
@@ -33,7 +71,8 @@ class SideWork:
         self._uses: Counter[int] = Counter()
         self._reads: list[tuple[Tensor, ...]] = []
         self._before: tuple[torch.cuda.Event | None, list[tuple[Tensor, ...]]] = (None, [])
-        self._inside = self._forked = False
+        self._inside = self._forked = self._branching = False
+        self._branches: list[Branch] = []
 
     @property
     def runs_now(self) -> bool:
@@ -45,9 +84,19 @@ class SideWork:
         """Pieces of work whose inputs are kept."""
         return len(self._reads) + len(self._before[1])
 
-    def begin(self) -> None:
-        """Begin a forward: no tensor was used yet."""
+    def begin(self, branching: bool = True) -> None:
+        """Begin a forward.
+
+        Args:
+            branching: Whether outputs may be computed beside; what autograd saves for them must then stay where it is.
+        """
+        self._branching = branching
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what a forward left for its backward."""
         self._uses.clear()
+        self._branches = []
 
     def note_use(self, parameter: Tensor) -> None:
         """Count a use of a parameter in the forward."""
@@ -95,17 +144,62 @@ class SideWork:
             self._turn()
         return made
 
-    def start[T](self, work: Callable[[], T], *reads: Tensor) -> Callable[[], T]:
-        """Run work as `run` does; what comes back returns its result and lets the main stream wait for it."""
+    def start[T](self, work: Callable[[], T], *reads: Tensor) -> "Started[T]":
+        """Run work as `run` does, for the main stream to ask for its result."""
         if self._inside:
-            return _given(work())
+            return Started(work())
         made, done = self.run(work, *reads), self._mark()
+        return Started(made, lambda: self._wait(done))
 
-        def result() -> T:
-            self._wait(done)
-            return made
+    def branch(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute an output of the region from x by work of its own, which autograd differentiates beside, too."""
+        if not self._branching:
+            return work(x)
+        if not torch.is_grad_enabled():
+            return self.run(lambda: work(x), x)
+        start = x.detach().requires_grad_(x.requires_grad)
+        branch = Branch(start, self.run(lambda: work(start), start))
+        if branch.end.requires_grad:
+            self._branches.append(branch)
+        if x.requires_grad:
+            x.register_hook(branch.add_gradient)
+        return branch.end
 
-        return result
+    def differentiate(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor | None, ...]]]:
+        """Begin a backward with the branches: nothing that comes later is needed for them.
+
+        Args:
+            pairs: Outputs with their gradients.
+            targets: What gradients are wanted of.
+
+        Returns:
+            The pairs that are left, and the targets' gradients through each branch, which wait for `join`.
+
+        Raises:
+            RuntimeError: A branch does not end in an output.
+        """
+        branches, self._branches = self._branches, []
+        left, found = list(pairs), []
+        for branch in reversed(branches):
+            place = next((i for i, (output, _) in enumerate(left) if output is branch.end), None)
+            if place is None:
+                raise RuntimeError("what a branch computed was changed before it became an output of the region")
+            _, gradient = left.pop(place)
+            found.append(self._through(branch, gradient, targets))
+        return left, found
+
+    def _through(self, branch: Branch, gradient: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        wanted = [branch.start, *targets] if branch.start.requires_grad else targets
+
+        def differentiated() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(branch.end, wanted, gradient, allow_unused=True)
+
+        if not branch.start.requires_grad:
+            return self.run(differentiated, gradient)
+        branch.gradients = self.start(differentiated, gradient)
+        return branch.gradients.made[1:]
 
     def join(self) -> None:
         """Let the main stream wait for all side work."""
@@ -149,10 +243,11 @@ def beside[T](work: Callable[[], T], *reads: Tensor) -> T:
     return work() if _current is None else _current.run(work, *reads)
 
 
-def ahead[T](work: Callable[[], T], *reads: Tensor) -> Callable[[], T]:
-    """Run work whose result is asked for later, by calling what comes back; see `SideWork.start`."""
-    return _given(work()) if _current is None else _current.start(work, *reads)
+def ahead[T](work: Callable[[], T], *reads: Tensor) -> Started[T]:
+    """Run work whose result is asked for later; see `SideWork.start`."""
+    return Started(work()) if _current is None else _current.start(work, *reads)
 
 
-def _given[T](made: T) -> Callable[[], T]:
-    return lambda: made
+def branch(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `work(x)`, an output of the region that nothing else in it reads; see `SideWork.branch`."""
+    return work(x) if _current is None else _current.branch(work, x)

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ..offload import never_offload
 from .layout import TokenPositions, first_frame_patches, position_interpolation
 
 NEIGHBOURS = 4
@@ -68,12 +69,10 @@ def scatter(table: Tensor, grid: Tensor, capacity: int) -> Scatter:
     used = place < NEIGHBOURS * count
     neighbour, patch = place // count.clamp(min=1), place % count.clamp(min=1)
     neighbour = torch.where(used, neighbour, 0)
-    return Scatter(
-        torch.where(used, indices[neighbour, patch], 0),
-        patch,
-        torch.where(used, weights[neighbour, patch], 0),
-        NEIGHBOURS * count <= FEW_ROWS,
-    )
+    row = torch.where(used, indices[neighbour, patch], 0)
+    weight = torch.where(used, weights[neighbour, patch], 0)
+    # Offloaded, they would leave from the main stream, which may not have waited for them.
+    return Scatter(*map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
 
 
 def learned(table: Tensor, values: Tensor, positions: TokenPositions, places: Scatter | None) -> Tensor:

@@ -62,11 +62,11 @@ class Qwen3VLEncoder(GridProgram):
         model = self.model
         _, largest = bucket.limits
         grid, table = buffers["grid"], model.pos_embed.weight
-        locate = ahead(lambda: self._located(grid, bucket), grid, table)
+        locating = ahead(lambda: self._located(grid, bucket), grid, table)
         trains = torch.is_grad_enabled() and table.requires_grad
         places = beside(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
-        located = locate()
+        located = locating.result()
         hidden = hidden + learned(table, located.embeddings, located.positions, places)
         hidden, deepstack = model.decoder(
             hidden_states=hidden[:, None],

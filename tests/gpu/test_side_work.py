@@ -121,7 +121,6 @@ def test_kernels_run_beside_one_another(tower_module, model, grads, graphs_of):
 def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
     tower_module, model, grads, graphs_of, monkeypatch
 ):
-    from bridge_cg_plugin.graphs.errors import CaptureError
     from bridge_cg_plugin.graphs.side_work import SideWork
 
     turn = SideWork._turn
@@ -131,14 +130,14 @@ def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
             raise RuntimeError("made to fail")
         turn(side)
 
-    helper = graphs_of(buckets=(1024,), streams=2, capture=False)
+    helper = graphs_of(buckets=(1024,), streams=2, strict=False, capture=False)
     monkeypatch.setattr(SideWork, "_turn", fails)
-    with pytest.raises(CaptureError, match="made to fail"):
-        helper.create_cudagraphs()
+    helper.create_cudagraphs()
+    assert not helper.graphs_created() and "made to fail" in helper.graphs.failure
     monkeypatch.setattr(SideWork, "_turn", turn)
     batch = tower_module.make_batch(ONE, model)
     expected, first = run(tower_module, model, grads, batch)
-    helper = graphs_of(buckets=(1024,), streams=2)
+    helper.create_cudagraphs()
     outputs, replayed = run(tower_module, model, grads, batch)
     assert tower_module.largest_relative(outputs, expected) == 0.0
     assert tower_module.largest_relative(replayed, first) <= 3e-2

@@ -8,16 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from bridge_cg_plugin.graphs import side_work
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.side_work import TOGETHER, SideWork, ahead, beside, current_side_work
+from bridge_cg_plugin.graphs.side_work import TOGETHER, SideWork, ahead, beside, branch, current_side_work
 
 from .test_region import assert_equals_eager
 from .towers import assert_close, graphs_on, new_tower, results
-from .toy import StaticExecutor, Toy, ToyProgram, toy_batch, toy_region
+from .toy import WIDTH, StaticExecutor, Toy, ToyProgram, assert_same, loss_of, toy_batch, toy_region
 
 
 @dataclass
@@ -76,15 +77,15 @@ def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
 def test_what_is_asked_for_is_waited_for(machine):
     with SideWork(machine.side).active():
         early, late = ahead(machine.submit), ahead(machine.submit)
-        made = early()
+        made = early.result()
         assert made in machine.main.done
         assert machine.main.done == {made}  # the second is not waited for
-        assert late() in machine.main.done
+        assert late.result() in machine.main.done
 
 
 def test_work_inside_work_stays_in_its_place(machine):
     with SideWork(machine.side).active():
-        made = beside(lambda: (beside(machine.submit), ahead(machine.submit)()))
+        made = beside(lambda: (beside(machine.submit), ahead(machine.submit).result()))
     assert set(made) <= machine.side.done
 
 
@@ -110,7 +111,7 @@ def test_nothing_is_dropped_that_may_still_be_read(steps):
                 if step == "main":
                     machine.submit()
                 elif step == "result" and begun:
-                    begun.pop()()
+                    begun.pop().result()
                 elif step in ("run", "start"):
                     read = torch.zeros(1)
                     made = side.start(machine.submit, read) if step == "start" else side.run(machine.submit, read)
@@ -151,7 +152,7 @@ def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
 
 def test_without_a_side_stream_work_runs_in_its_place(machine):
     assert current_side_work() is None
-    assert beside(machine.submit) == 1 and ahead(machine.submit)() == 2
+    assert beside(machine.submit) == 1 and ahead(machine.submit).result() == 2
     assert machine.main.done == {1, 2} and not machine.side.done
 
 
@@ -178,7 +179,7 @@ class BesideProgram(ToyProgram):
             outputs[0].register_hook(lambda gradient: beside(lambda: gradient.clone(), gradient))
         if self.fails:
             raise RuntimeError("made to fail")
-        seen()
+        seen.result()
         return outputs
 
 
@@ -192,6 +193,106 @@ def test_a_region_with_side_work_equals_eager():
     region.capture()
     assert_equals_eager(region, batch)
     assert current_side_work() is None
+
+
+class Branching(nn.Module):
+    """Two layers and, between them, two branches that end in outputs; one shares its weight with the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.own = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, offsets):
+        hidden = torch.tanh(self.first(x))
+        own = branch(lambda h: torch.tanh(self.own(h)), hidden)
+        shared = branch(lambda h: self.last(h) ** 2, hidden)
+        return self.last(hidden), own, shared
+
+
+class BranchingProgram(ToyProgram):
+    """The toy's program around `Branching`."""
+
+    changed = False
+
+    def forward(self, buffers, bucket):
+        last, own, shared = self.model(buffers["x"], buffers["offsets"])
+        return last, own * 2 if self.changed else own, shared
+
+    def output_rows(self, batch):
+        return (batch.x.shape[0],) * 3
+
+
+def branching_region(frozen=()):
+    model = Branching()
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    return Region(BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+
+
+FROZEN = [(), ("own",), ("first",), ("last",), ("first", "last")]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "requires_grad"),
+    [*itertools.product(FROZEN, (True, False)), (("first", "last", "own"), True)],
+)
+def test_branches_equal_eager(frozen, requires_grad):
+    region = branching_region(frozen)
+    region.capture()
+    for seed in range(2):
+        batch = toy_batch(seed=seed, requires_grad=requires_grad)
+        if requires_grad:
+            assert_equals_eager(region, batch)
+            continue
+        wanted = [p for p in region.program.model.parameters() if p.requires_grad]
+        expected = region.program.model(batch.x, batch.offsets)
+        gradients = torch.autograd.grad(loss_of(expected), wanted)
+        outputs = region.run(batch)
+        assert_same(outputs, expected)
+        assert_same(torch.autograd.grad(loss_of(outputs), wanted), gradients)
+
+
+def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machine):
+    x, order = torch.ones(2, requires_grad=True), []
+    side = SideWork(machine.side)
+    side.begin()
+    with side.active():
+        hidden = x * 2
+        hidden.register_hook(lambda gradient: order.append(("main", machine.count)))
+        out = branch(lambda h: (machine.submit(), h * 3)[1], hidden)
+    seen = []
+    with side.active():
+        out.register_hook(lambda gradient: seen.append(machine.submit()))
+        left, found = side.differentiate([(out, torch.ones(2)), (hidden, torch.ones(2))], [x])
+        assert len(left) == 1 and left[0][0] is hidden and found == [(None,)]
+        assert seen and seen[0] not in machine.main.done
+        (gradient,) = torch.autograd.grad(hidden, [x], torch.ones(2))
+        assert seen[0] in machine.main.done
+    assert torch.equal(gradient, torch.full((2,), 2 * (1 + 3.0)))
+
+
+def test_a_branch_that_is_changed_on_its_way_out_is_an_error():
+    region = branching_region()
+    region.program.changed = True
+    with pytest.raises(CaptureError, match="was changed before it became an output of the region"):
+        region.capture()
+
+
+def test_nothing_branches_where_activations_leave_the_device():
+    side, x = SideWork(None), torch.ones(2, requires_grad=True)
+    side.begin(branching=False)
+    with side.active():
+        out = branch(lambda h: h * 3, x * 2)
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [6, 6]
+
+
+def test_without_gradients_a_branch_is_work_beside(machine):
+    side = SideWork(machine.side)
+    side.begin()
+    with side.active(), torch.no_grad():
+        made = branch(lambda h: machine.submit(), torch.ones(1))
+        assert made in machine.side.done and made not in machine.main.done
 
 
 def test_a_capture_that_fails_leaves_no_side_work_behind():
