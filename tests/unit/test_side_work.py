@@ -322,6 +322,23 @@ def test_a_tower_computes_the_same_on_any_number_of_streams(streams):
         assert not graphs.statistics().fallbacks
 
 
+def test_activations_that_leave_the_device_beside_side_work():
+    rows, model = [[1, 4, 6], [2, 4, 4]], new_tower()
+    expected = [*itertools.chain(*results(model, rows))]
+    with graphs_on(model, streams=2, offload=("attention", "mlp", "merger", "other"), offload_min_bytes=1) as graphs:
+        assert_close([*itertools.chain(*results(model, rows))], expected)
+        assert not graphs.statistics().fallbacks
+
+
+def test_sums_of_two_streams_share_no_memory():
+    reduction = pytest.importorskip("bridge_cg_plugin.vision.kernels.reduction")
+    side, sums, kind = SideWork(None), reduction.DeferredSums([]), (2, 4, torch.float32, torch.device("cpu"))
+    with side.active():
+        found = [*sums.place(*kind), *sums.place(*kind), *beside(lambda: sums.place(*kind))]
+    main, again, other = (found[i].untyped_storage().data_ptr() for i in (0, 2, 4))
+    assert main == again != other
+
+
 @pytest.mark.parametrize(
     ("choices", "tokens", "expected"),
     [
