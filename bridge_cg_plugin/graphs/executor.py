@@ -14,8 +14,8 @@ from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
-# Of the stream that recordings are made on, and so of the kernels in them: one step above that of side work.
-MAIN_PRIORITY = -1
+# Of streams, and so of the kernels recorded on them. Main work that has side work beside it goes first.
+PRIORITY, MAIN_PRIORITY = 0, -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
@@ -79,6 +79,7 @@ class CudaGraphExecutor:
             second is called after a pass that failed, too.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
+        beside: Whether recordings may have side work, which then gives way to the main work.
 
     Raises:
         ValueError: An event without a stream.
@@ -96,12 +97,13 @@ class CudaGraphExecutor:
         post_warmup_hook: Hook = _nothing,
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
+        beside: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY)
-        self._side_stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if beside else PRIORITY)
+        self._side_stream = torch.cuda.Stream(self.device, priority=PRIORITY)
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
