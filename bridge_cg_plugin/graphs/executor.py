@@ -9,10 +9,13 @@ from torch import Tensor
 
 from .activations import Activations
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .side_work import SideWork
 from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
 WARMUP_PASSES = 2
+# Of streams, and so of the kernels recorded on them. Main work that has side work beside it goes first.
+PRIORITY, MAIN_PRIORITY = 0, -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
@@ -55,6 +58,9 @@ class Executor(Protocol):
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
 
+    def side_work(self) -> SideWork:
+        """Return what takes a recording's work off the main stream."""
+
     def record(self, body: RegionBody, pool: object) -> Recording:
         """Record the body."""
 
@@ -73,6 +79,7 @@ class CudaGraphExecutor:
             second is called after a pass that failed, too.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
+        beside: Whether recordings may have side work, which then gives way to the main work.
 
     Raises:
         ValueError: An event without a stream.
@@ -90,11 +97,13 @@ class CudaGraphExecutor:
         post_warmup_hook: Hook = _nothing,
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
+        beside: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if beside else PRIORITY)
+        self._side_stream = torch.cuda.Stream(self.device, priority=PRIORITY)
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
@@ -127,6 +136,10 @@ class CudaGraphExecutor:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def side_work(self) -> SideWork:
+        """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
+        return SideWork(self._side_stream)
 
     def record(self, body: RegionBody, pool) -> Recording:
         """See `Executor`."""
@@ -182,6 +195,10 @@ class ReferenceExecutor:
                 run_with(body, activations)
         finally:
             body.forget()
+
+    def side_work(self) -> SideWork:
+        """See `Executor`."""
+        return SideWork(None)
 
     def record(self, body: RegionBody, pool: None) -> Recording:
         """See `Executor`."""

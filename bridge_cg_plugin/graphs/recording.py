@@ -1,5 +1,7 @@
 """One region at one bucket: the work that is recorded, and its two ways of being run again."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Bucket, Buffers, RegionProgram
+from .side_work import SideWork
 from .streams import ReplayStream
 
 MAIN_STREAM = ReplayStream()
@@ -64,6 +67,7 @@ class RegionBody:
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
         training: Mode of the modules while they run; None leaves it as it is.
+        side: Takes work that the main stream need not wait for; None leaves all of it on one stream.
 
     Attributes:
         bucket: What is recorded for.
@@ -79,8 +83,9 @@ class RegionBody:
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
         training: bool | None = None,
+        side: SideWork | None = None,
     ) -> None:
-        self._training = training
+        self._training, self._side = training, side
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
@@ -93,10 +98,13 @@ class RegionBody:
     def forward(self) -> tuple[Tensor, ...]:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
+        if self._side is not None:
+            self._side.begin(branching=self.activations is None)
         with (
             torch.set_grad_enabled(self._sinks is not None),
             self._aliases.active() as aliases,
             training_mode(self._program.modules(), self._training),
+            self._beside(),
             self._program.recording(),
             self._saving(aliases),
         ):
@@ -114,10 +122,22 @@ class RegionBody:
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
-        with self._sinks.attached(aliases), self._program.recording(), restoring:
-            gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
-        split = len(leaves)
+        with self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
+            found = self._differentiated(pairs, targets)
+        gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
+
+    def _differentiated(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
+    ) -> list[tuple[Tensor | None, ...]]:
+        """Return the targets' gradients through each branch beside the main stream, and through all the rest."""
+        found: list[tuple[Tensor | None, ...]] = []
+        if self._side is not None:
+            pairs, found = self._side.differentiate(pairs, targets)
+        if pairs or not found:
+            outputs, gradients = zip(*pairs, strict=True)
+            found.append(torch.autograd.grad(outputs, targets, gradients, allow_unused=True))
+        return found
 
     @property
     def static_bytes(self) -> int:
@@ -132,8 +152,13 @@ class RegionBody:
     def forget(self) -> None:
         """Free the autograd graph of the last forward."""
         self._live = None
+        if self._side is not None:
+            self._side.forget()
         if self.activations is not None:
             self.activations.forget()
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.active()
 
     def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
         if self.activations is None or self._sinks is None:
@@ -150,6 +175,11 @@ class RegionBody:
     def has_backward(self) -> bool:
         """Whether gradients are recorded."""
         return self._sinks is not None
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    there = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(operator.add, there) if there else None
 
 
 @contextmanager

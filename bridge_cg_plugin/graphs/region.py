@@ -33,6 +33,7 @@ class Region:
         reduction: What waits for gradients; None hands every gradient over to autograd.
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
+        has_side_work: Whether a bucket's recordings have a side stream; see `SideWork`.
 
     Attributes:
         aliases: Stand-ins for the region's parameters, once captured.
@@ -53,6 +54,7 @@ class Region:
         reduction: Reduction | None = None,
         shared: SharedInputs | None = None,
         offloading: Offloading | None = None,
+        has_side_work: Callable[[Bucket], bool] = lambda bucket: False,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
@@ -66,7 +68,7 @@ class Region:
         self.statistics = RegionStatistics()
         self._before_replay = before_replay
         self._reduction, self._shared = reduction, shared
-        self._offloading = offloading
+        self._offloading, self._has_side_work = offloading, has_side_work
         self._slots: list[Slot] = []
         self._recorded: set[Mode] = set()
         self._looks_once = self._looked = False
@@ -161,7 +163,8 @@ class Region:
     def _record(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         sinks = self.sinks if mode.gradients else None
         switched = None if mode.training == self._in_training() else mode.training
-        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks, switched)
+        side = self.executor.side_work() if self._has_side_work(bucket) else None
+        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks, switched, side)
 
         def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             views = tuple(

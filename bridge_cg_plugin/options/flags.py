@@ -100,6 +100,7 @@ FLAGS = (
     _vision("exact_below", "TOKENS", "up to here only graphs of exactly the microbatch's size"),
     _vision("kernels", "KIND", "auto, exact or fast"),
     _vision("attention", "KIND", "auto, transformer_engine, cudnn or flash"),
+    _vision("streams", "N", "streams that a graph's kernels are on: auto, 1 or 2"),
     _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
     _vision(
         "gradient_hooks", "WHEN", "gradient hooks fire always, or data parallelism is told where it waits (awaited)"

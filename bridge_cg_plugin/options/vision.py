@@ -25,6 +25,7 @@ CHECK_ACTIONS = ("warn", "stop")
 KERNELS = ("auto", "exact", "fast")
 ATTENTION = ("auto", "transformer_engine", "cudnn", "flash")
 GRADIENT_HOOKS = ("awaited", "always")
+STREAMS = ("auto", "1", "2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,9 @@ class VisionGraphOptions:
             itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
             is "cudnn" where that is possible. "flash" is the same, but for frames of hundreds of tokens and more
             FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
+        streams: Streams that a graph's kernels are on: 2 takes weight gradients and what else no later kernel waits for
+            off the chain of the others; "auto" is 2 for buckets whose kernels leave much of the GPU idle, where
+            activations stay in the graph's memory. Outputs and gradients are the same.
         gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
             they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
         gradient_hooks: Who gets to know that a parameter's gradient is in `main_grad`: "awaited" is data parallelism's
@@ -87,6 +91,7 @@ class VisionGraphOptions:
     exact_below: int = 256
     kernels: Literal["auto", "exact", "fast"] = "auto"
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = "auto"
+    streams: Literal["auto", 1, 2] = "auto"
     gradient_accumulation_fusion: bool = True
     gradient_hooks: Literal["awaited", "always"] = "awaited"
     cost_fallback: bool = True
@@ -179,6 +184,11 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
     return names
 
 
+def _parse_streams(field: str, value: Any) -> Any:
+    name = parse_choice(field, value, STREAMS)
+    return name if name == "auto" else int(name)
+
+
 def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
     return lambda field, value: parse_choice(field, value, choices)
 
@@ -195,6 +205,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "exact_below": whole_number(0),
     "kernels": _one_of(KERNELS),
     "attention": _one_of(ATTENTION),
+    "streams": _parse_streams,
     "gradient_accumulation_fusion": parse_flag,
     "gradient_hooks": _one_of(GRADIENT_HOOKS),
     "cost_fallback": parse_flag,

@@ -91,6 +91,7 @@ def default_executor(
     generators: Callable[[], Sequence[torch.Generator]] = tuple,
     isolated: Isolated = nullcontext,
     shared: bool = False,
+    beside: bool = False,
 ) -> Executor:
     """Return what can record on this machine.
 
@@ -98,10 +99,12 @@ def default_executor(
         generators: Returns what recorded work may draw random numbers from.
         isolated: Entered around passes whose values nobody reads.
         shared: Whether other ranks share what is recorded, so that a replay may wait for one of them.
+        beside: Whether recordings may have side work.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
-    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=STALLS.launched if shared else None)
+    launched = STALLS.launched if shared else None
+    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=launched, beside=beside)
 
 
 def asks_for_graphs(config: Any) -> bool:

@@ -75,7 +75,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             vision_model,
             self.options,
             family,
-            executor or default_executor(isolated=without_messages(tensor), shared=tensor is not None),
+            executor or self._default_executor(tensor),
             slots=in_flight(),
             before_replay=gather,
             reduction=gradient_reduction(chunks, vision_model, order),
@@ -89,6 +89,11 @@ class VisionTECudaGraphHelper(GraphHelper):
             self._imageless = ImagelessMicrobatches(holder, vision_model, gather, take_part)
         counted = in_flight if self.options.slots == "auto" else None
         self._take(graphs, counted, order)
+
+    def _default_executor(self, tensor: Any) -> Executor:
+        """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
+        beside = self.options.streams != 1
+        return default_executor(isolated=without_messages(tensor), shared=tensor is not None, beside=beside)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

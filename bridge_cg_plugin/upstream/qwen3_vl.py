@@ -1,7 +1,7 @@
 """Bridge's Qwen3-VL vision model: how to find it, what its graphs need from upstream, and its one patch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from .patch_gradients import patch_gradients
 from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
+from .side_branches import side_mergers
+from .side_products import side_weight_gradients
 from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
@@ -53,10 +55,9 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     Without Triton or a GPU upstream's own functions stay.
     """
     forget_attention_selection()
-    if not kernels_available():
-        yield
-        return
-    with fused_rotary(modules), fused_layer_kernels(modules):
+    with side_mergers(modules), ExitStack() as stack:
+        for kernels in (fused_rotary, fused_layer_kernels) if kernels_available() else ():
+            stack.enter_context(kernels(modules))
         yield
 
 
@@ -67,6 +68,13 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let weight gradients be added to `main_grad` inside their product, on the side stream if there is one."""
+    with fused_accumulation(modules), side_weight_gradients(modules):
+        yield
+
+
 QWEN3_VL = EncoderFamily(
     name="Qwen3-VL",
     adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
@@ -74,7 +82,7 @@ QWEN3_VL = EncoderFamily(
     reordering_kernels=reordering_kernels,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
-    fused_accumulation=fused_accumulation,
+    fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
     pack_segments=pack_segments,
     movable=movable_images,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import (
+    SIDE_WORK_UP_TO,
     BucketPlan,
     deterministic,
     plan_buckets,
@@ -309,9 +310,17 @@ class VisionGraphs(GraphedModule):
                 self._before_replay,
                 self._reduction,
                 offloading=self._offloading(),
+                has_side_work=self._has_side_work,
             )
             for p in programs
         ]
+
+    def _has_side_work(self, bucket: Bucket) -> bool:
+        """Whether a bucket's recordings are on two streams."""
+        options = self.options
+        if options.streams != "auto":
+            return options.streams == 2
+        return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_WORK_UP_TO
 
     def _offloading(self) -> RegionOffloading | None:
         """Return what keeps a region's activations, None where they stay in the graphs' memory."""

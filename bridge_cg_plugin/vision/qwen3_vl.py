@@ -2,18 +2,38 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ..graphs.program import Bucket, Buffers
+from ..graphs.side_work import ahead, beside
 from .adapter import EncoderCall, MovableImages, PackSegments, RecordingKernels
 from .batch import VisionBatch, check_batch
 from .grid_program import GridProgram
 from .grids import HostGrids
-from .layout import rotary_angles, segment_offsets, token_positions
-from .position_embedding import interpolate
+from .layout import TokenPositions, rotary_angles, segment_offsets, token_positions
+from .position_embedding import embeddings, learned, scatter
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """What follows from `grid_thw` alone, before the first layer.
+
+    Attributes:
+        positions: Of the padded batch's tokens.
+        offsets: `cu_seqlens` of the frames.
+        angles: Of rotary embedding.
+        embeddings: Of positions, `[capacity, width]`.
+    """
+
+    positions: TokenPositions
+    offsets: Tensor
+    angles: Tensor
+    embeddings: Tensor
 
 
 class Qwen3VLEncoder(GridProgram):
@@ -39,19 +59,31 @@ class Qwen3VLEncoder(GridProgram):
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
         model = self.model
-        frames, largest = bucket.limits
-        positions = token_positions(buffers["grid"], bucket.tokens, self.merge)
-        offsets = segment_offsets(buffers["grid"], frames)
+        _, largest = bucket.limits
+        grid, table = buffers["grid"], model.pos_embed.weight
+        locating = ahead(lambda: self._located(grid, bucket), grid, table)
+        trains = torch.is_grad_enabled() and table.requires_grad
+        places = beside(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
-        hidden = hidden + interpolate(model.pos_embed.weight, buffers["grid"], positions)
+        located = locating.result()
+        hidden = hidden + learned(table, located.embeddings, located.positions, places)
         hidden, deepstack = model.decoder(
             hidden_states=hidden[:, None],
             attention_mask=None,
             inference_params=None,
-            rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
-            packed_seq_params=self._pack_segments(offsets, largest),
+            rotary_pos_emb=located.angles,
+            packed_seq_params=self._pack_segments(located.offsets, largest),
         )
         return model.merger(hidden), *deepstack
+
+    def _located(self, grid: Tensor, bucket: Bucket) -> "_Located":
+        positions = token_positions(grid, bucket.tokens, self.merge)
+        return _Located(
+            positions,
+            segment_offsets(grid, bucket.limits[0]),
+            rotary_angles(positions, self._inverse_frequencies()),
+            embeddings(self.model.pos_embed.weight, positions),
+        )
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb

@@ -38,7 +38,7 @@ from scripts.performance.results import (  # noqa: E402
 from scripts.performance.workloads import CASES, SWEEP, Grid, description, workloads  # noqa: E402
 
 GROUPS = (
-    ("eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_flash"),
+    ("eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_streams", "plugin_flash", "plugin_flash_streams"),
     ("upstream",),
     ("compile",),
     ("compile_reduce_overhead",),

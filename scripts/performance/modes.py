@@ -39,7 +39,7 @@ class Plugin:
         choices: Fields of `VisionGraphOptions` that are not the default.
     """
 
-    def __init__(self, name: str, **choices: str) -> None:
+    def __init__(self, name: str, **choices: str | int) -> None:
         self.name, self.choices = name, choices
         self._helper: Any = None
 
@@ -225,10 +225,14 @@ class Eager:
 
 MODES: dict[str, Callable[[], Mode]] = {
     "eager": Eager,
-    "plugin": lambda: Plugin("plugin", kernels="exact"),
-    "plugin_fast": lambda: Plugin("plugin_fast", kernels="fast"),
-    "plugin_flash": lambda: Plugin("plugin_flash", kernels="fast", attention="flash"),
-    "plugin_te_attention": lambda: Plugin("plugin_te_attention", kernels="exact", attention="transformer_engine"),
+    "plugin": lambda: Plugin("plugin", kernels="exact", streams=1),
+    "plugin_fast": lambda: Plugin("plugin_fast", kernels="fast", streams=1),
+    "plugin_streams": lambda: Plugin("plugin_streams", kernels="fast", streams=2),
+    "plugin_flash": lambda: Plugin("plugin_flash", kernels="fast", attention="flash", streams=1),
+    "plugin_flash_streams": lambda: Plugin("plugin_flash_streams", kernels="fast", attention="flash", streams=2),
+    "plugin_te_attention": lambda: Plugin(
+        "plugin_te_attention", kernels="exact", attention="transformer_engine", streams=1
+    ),
     "upstream": Upstream,
     "compile": lambda: Compiled("compile", "default"),
     "compile_reduce_overhead": lambda: Compiled("compile_reduce_overhead", "reduce-overhead"),

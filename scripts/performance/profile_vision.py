@@ -18,7 +18,10 @@ sys.path.insert(0, str(ROOT))
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 from scripts.performance.workloads import CASES, Grid, description, workloads  # noqa: E402
 
-MODES = ("eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_flash")
+MODES = (
+    *("eager", "plugin", "plugin_te_attention"),
+    *("plugin_fast", "plugin_streams", "plugin_flash", "plugin_flash_streams"),
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from scripts.performance.results import check_record, read_records
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "r.jsonl"
-    modes = "eager,plugin,plugin_te_attention,plugin_fast,upstream,limit"
+    modes = "eager,plugin,plugin_te_attention,plugin_fast,plugin_streams,upstream,limit"
     line = ["--out", str(out), "--modes", modes, "--cases", "1x448,4x448", "--tokens", "", "--repeats", "3"]
     assert bench_vision.main([*line, "--seconds", "240"]) == 0
     found = read_records(out)
@@ -19,7 +19,9 @@ def records(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["1x448", "4x448"])
-@pytest.mark.parametrize("mode", ["eager", "plugin", "plugin_te_attention", "plugin_fast", "upstream"])
+@pytest.mark.parametrize(
+    "mode", ["eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_streams", "upstream"]
+)
 def test_every_mode_is_measured(records, case, mode):
     r = records[case, mode]
     assert "error" not in r, r["error"]

@@ -29,6 +29,7 @@ VALUES = {
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",
+    "streams": 2,
     "gradient_accumulation_fusion": False,
     "gradient_hooks": "always",
     "cost_fallback": False,

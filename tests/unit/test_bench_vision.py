@@ -30,7 +30,7 @@ def records_of(task):
 
 
 def test_eager_and_the_plugin_beside_each_other(tmp_path):
-    task = task_of(tmp_path, "eager", "plugin", "plugin_te_attention", "plugin_fast")
+    task = task_of(tmp_path, "eager", "plugin", "plugin_te_attention", "plugin_fast", "plugin_streams")
     assert group.measure_group(task) == 0
     found = records_of(task)
     assert set(found) == {(case, mode) for case in SMALL for mode in task.modes}

@@ -1,8 +1,11 @@
 """Streams and hooks of an executor, without a GPU."""
 
-import pytest
+from types import SimpleNamespace
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.streams import ReplayStream
 
 from .toy import ToyProgram, toy_region
@@ -16,6 +19,14 @@ def test_an_event_without_a_stream_of_its_own_is_refused():
 def test_on_the_main_stream_nothing_is_waited_for():
     with ReplayStream().replaying():
         pass  # without CUDA any wait would raise
+
+
+@pytest.mark.parametrize(("beside", "main"), [(False, 0), (True, -1)])
+def test_main_work_goes_before_the_side_work_beside_it_and_before_nothing_else(monkeypatch, beside, main):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(priority=priority))
+    executor = CudaGraphExecutor(torch.device("cuda", 0), beside=beside)
+    assert executor._stream.priority == main
+    assert executor.side_work()._stream.priority == 0  # the lowest that CUDA has
 
 
 def hooked(calls, fails=False):

@@ -9,6 +9,7 @@ TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_p
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
+TE_GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
 TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
 GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
 CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
@@ -212,6 +213,33 @@ SEAMS = (
             attributes=("fuse_wgrad_accumulation",),
         )
         for module, name in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear"))
+    ),
+    Seam(
+        name="gemm_workspace",
+        module=TE_GEMM,
+        target="general_gemm",
+        kind="function",
+        touch="replaced",
+        purpose="weight gradients of two streams have a workspace each",
+        undo=RECORDED,
+        parameters=("A", "B", "layout", "out", "bias", "accumulate", "grad", "ub", "extra_output"),
+        uses=("get_cublas_workspace(A.device.index, ub is not None, False)",),
+    ),
+    *(
+        Seam(
+            name=f"side_products.{name}",
+            module=module,
+            target=target,
+            kind="function",
+            touch="replaced",
+            purpose="weight gradients run on a stream of their own while work is recorded",
+            undo=RECORDED,
+            uses=("dw, db, *_ = general_gemm(x, dy, **wgrad_gemm_kwargs)",),
+        )
+        for name, module, target in (
+            ("linear", TE_LINEAR, "_linear_backward_impl"),
+            ("layernorm_linear", TE_LAYERNORM_LINEAR, "_LayerNormLinear.backward"),
+        )
     ),
     Seam(
         name="attention_selection",

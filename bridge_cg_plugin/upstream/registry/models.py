@@ -152,6 +152,16 @@ SEAMS = (
         attributes=("layers", "deepstack_merger_list"),
     ),
     Seam(
+        name="vision_merger",
+        module=PARTS,
+        target="Qwen3VLVisionPatchMerger.forward",
+        kind="function",
+        touch="instance",
+        purpose="deepstack features are computed on a stream of their own while work is recorded",
+        undo="put back when the recording ends",
+        parameters=("self", "hidden_states"),
+    ),
+    Seam(
         name="patch_embedding",
         module=PARTS,
         target="Qwen3VLVisionPatchEmbed",

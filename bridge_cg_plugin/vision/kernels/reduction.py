@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
+from ...graphs.side_work import beside, current_side_work
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
@@ -113,7 +114,9 @@ class DeferredSums:
 
     def place(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where partial sums `[parts, columns]` go, in fp32, and the sum `[columns]` that `add` will fill."""
-        key = (parts, columns, dtype, device)
+        side = current_side_work()
+        # Memory of one stream is not for kernels of another.
+        key = (parts, columns, dtype, device, side is not None and side.runs_now)
         block = self._blocks.get(key)
         if block is None or block.used == TOGETHER:
             if block is not None:
@@ -141,7 +144,8 @@ class _Block:
         return self._partials[self.used - 1], self._totals[self.used - 1]
 
     def add(self) -> None:
-        add_partials(self._partials[: self.used], self._totals)
+        partials = self._partials[: self.used]
+        beside(lambda: add_partials(partials, self._totals), partials, self._totals)
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.

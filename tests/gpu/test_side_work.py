@@ -1,0 +1,144 @@
+"""Recordings on two streams: the same arithmetic as on one, beside one another, whatever else the GPU does."""
+
+import pytest
+import torch
+
+from scripts.performance import measure
+
+from .conftest import LAYERS
+from .test_parity import BUCKETS, check_mixes, poison, run
+
+ONE, FOUR = [(1, 28, 28)], [(1, 16, 16), (1, 12, 20), (1, 8, 6), (1, 6, 4)]
+REPLAYS = 8
+
+
+@pytest.fixture
+def repeatable(monkeypatch):
+    """Let attention's backward repeat itself to the bit; modules look when they are built."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+@pytest.fixture
+def repeatable_model(repeatable, tower_module):
+    made = tower_module.build_tower(layers=LAYERS)
+    yield made
+    made.__dict__.pop("forward", None)
+
+
+def captured(model, streams: int, kernels: str, **options):
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from scripts.performance.modes import new_helper
+
+    given = {"impl": "transformer_engine", "strict": True, "buckets": (1024,), "evaluation": False, **options}
+    return new_helper(model, VisionGraphOptions(streams=streams, kernels=kernels, **given))
+
+
+def disturbed(replay):
+    """Replay while products on another stream take a part of the GPU, so that streams meet at other places."""
+    other, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(other):
+        for _ in range(20):
+            a @ a
+    found = replay()
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+@pytest.mark.parametrize("grid", [ONE, FOUR], ids=["one image", "four images"])
+def test_two_streams_equal_one_to_the_bit(tower_module, repeatable_model, kernels, grid):
+    grads = tower_module.MainGrads(repeatable_model)
+    batch = tower_module.make_batch(grid, repeatable_model)
+    results = {}
+    for streams in (1, 2):
+        helper = captured(repeatable_model, streams, kernels)
+        try:
+            found = [run(tower_module, repeatable_model, grads, batch) for _ in range(2)]
+            for _ in range(REPLAYS):
+                poison(helper.graphs)
+                found.append(disturbed(lambda: run(tower_module, repeatable_model, grads, batch)))
+            assert not helper.graphs.statistics().fallbacks
+        finally:
+            helper.delete_cuda_graphs()
+        results[streams] = [([o.detach().clone() for o in outputs], gradients) for outputs, gradients in found]
+    expected_outputs, expected_gradients = results[1][0]
+    for streams, found in results.items():
+        for place, (outputs, gradients) in enumerate(found):
+            assert all(map(torch.equal, outputs, expected_outputs)), (streams, place)
+            pairs = zip(gradients, expected_gradients, strict=True)
+            differ = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+            assert not differ, f"replay {place} on {streams} streams: gradients {differ} differ"
+
+
+def test_microbatches_in_flight_keep_apart(tower_module, repeatable_model):
+    grads = tower_module.MainGrads(repeatable_model)
+    batches = [tower_module.make_batch(grid, repeatable_model, seed=i) for i, grid in enumerate((ONE, FOUR, ONE))]
+    sums = {}
+    for streams in (1, 2):
+        helper = captured(repeatable_model, streams, "fast", slots=3)
+        try:
+            grads.zero()
+            outputs = [tower_module.forward(repeatable_model, batch) for batch in batches]
+            for made, batch in zip(outputs, batches, strict=True):
+                torch.autograd.backward(made, batch.gradients)
+            sums[streams] = grads.copy()
+            assert helper.graphs.statistics().replays == 3
+        finally:
+            helper.delete_cuda_graphs()
+    assert all(map(torch.equal, sums[1], sums[2]))
+
+
+def test_mixes_replayed_on_two_streams(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=BUCKETS, max_frames=48, kernels="exact", streams=2)
+    check_mixes(tower_module, model, grads, helper)
+
+
+def test_activations_leave_the_device_beside_side_work(tower_module, repeatable_model):
+    grads = tower_module.MainGrads(repeatable_model)
+    batch = tower_module.make_batch(ONE, repeatable_model)
+    found = {}
+    for streams in (1, 2):
+        helper = captured(repeatable_model, streams, "fast", offload=("attention", "mlp"), recompute=("layernorm",))
+        try:
+            for _ in range(3):
+                outputs, gradients = disturbed(lambda: run(tower_module, repeatable_model, grads, batch))
+            found[streams] = [*(o.detach().clone() for o in outputs), *gradients]
+        finally:
+            helper.delete_cuda_graphs()
+    assert all(map(torch.equal, found[1], found[2]))
+
+
+def test_kernels_run_beside_one_another(tower_module, model, grads, graphs_of):
+    batch = tower_module.make_batch(ONE, model)
+    graphs_of(buckets=(784,), kernels="fast", streams=2)
+    for _ in range(3):
+        tower_module.step(model, batch)
+    kernels = measure.profile(lambda: tower_module.step(model, batch))
+    together = sum(ms for ms, _ in kernels.by_name.values())
+    assert together > 1.03 * kernels.busy_ms, f"{together:.2f} ms of kernels in {kernels.busy_ms:.2f} ms"
+
+
+def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
+    tower_module, model, grads, graphs_of, monkeypatch
+):
+    from bridge_cg_plugin.graphs.side_work import SideWork
+
+    turn = SideWork._turn
+
+    def fails(side):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("made to fail")
+        turn(side)
+
+    helper = graphs_of(buckets=(1024,), streams=2, strict=False, capture=False)
+    monkeypatch.setattr(SideWork, "_turn", fails)
+    helper.create_cudagraphs()
+    assert not helper.graphs_created() and "made to fail" in helper.graphs.failure
+    monkeypatch.setattr(SideWork, "_turn", turn)
+    batch = tower_module.make_batch(ONE, model)
+    expected, first = run(tower_module, model, grads, batch)
+    helper.create_cudagraphs()
+    outputs, replayed = run(tower_module, model, grads, batch)
+    assert tower_module.largest_relative(outputs, expected) == 0.0
+    assert tower_module.largest_relative(replayed, first) <= 3e-2
+    assert helper.graphs.statistics().replays == 1

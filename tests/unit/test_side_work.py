@@ -1,0 +1,358 @@
+"""Side work: what runs when, what is kept how long, and that a region with it computes the same."""
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.graphs import side_work
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.side_work import TOGETHER, SideWork, ahead, beside, branch, current_side_work
+
+from .test_region import assert_equals_eager
+from .towers import assert_close, graphs_on, new_tower, results
+from .toy import WIDTH, StaticExecutor, Toy, ToyProgram, assert_same, loss_of, toy_batch, toy_region
+
+
+@dataclass
+class Stream:
+    """A stream that knows what each of its pieces of work comes behind: the numbers of all earlier ones."""
+
+    device: str = "cuda"
+    done: set[int] = field(default_factory=set)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.done |= other.done
+
+    def record_event(self) -> frozenset[int]:
+        return frozenset(self.done)
+
+    def wait_event(self, event: frozenset[int]) -> None:
+        self.done |= event
+
+
+class Machine:
+    """A main and a side stream, and work on them by number."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.main, self.side, self.count = Stream(), Stream(), 0
+        self.current = self.main
+        monkeypatch.setattr(side_work.torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(side_work.torch.cuda, "stream", self.on)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def submit(self) -> int:
+        self.count += 1
+        self.current.done.add(self.count)
+        return self.count
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
+    side = SideWork(machine.side)
+    with side.active():
+        first = machine.submit()
+        made = beside(machine.submit)
+        assert first in machine.side.done and made in machine.side.done
+        assert made not in machine.main.done
+    assert made in machine.main.done
+
+
+def test_what_is_asked_for_is_waited_for(machine):
+    with SideWork(machine.side).active():
+        early, late = ahead(machine.submit), ahead(machine.submit)
+        made = early.result()
+        assert made in machine.main.done
+        assert machine.main.done == {made}  # the second is not waited for
+        assert late.result() in machine.main.done
+
+
+def test_work_inside_work_stays_in_its_place(machine):
+    with SideWork(machine.side).active():
+        made = beside(lambda: (beside(machine.submit), ahead(machine.submit).result()))
+    assert set(made) <= machine.side.done
+
+
+@pytest.mark.parametrize("pieces", [1, TOGETHER, 5 * TOGETHER + 3])
+def test_what_side_work_reads_is_kept_until_the_main_stream_has_waited(machine, pieces):
+    side = SideWork(machine.side)
+    with side.active():
+        for _ in range(pieces):
+            beside(machine.submit, torch.zeros(1))
+            waited = len(machine.main.done)  # only side work has numbers here
+            assert side.held >= machine.count - waited
+            assert side.held <= 2 * TOGETHER
+    assert side.held == 0
+
+
+@given(st.lists(st.sampled_from(["main", "run", "start", "result"]), max_size=80))
+def test_nothing_is_dropped_that_may_still_be_read(steps):
+    with pytest.MonkeyPatch.context() as patched:
+        machine = Machine(patched)
+        side, begun, kept = SideWork(machine.side), [], {}
+        with side.active():
+            for step in steps:
+                if step == "main":
+                    machine.submit()
+                elif step == "result" and begun:
+                    begun.pop().result()
+                elif step in ("run", "start"):
+                    read = torch.zeros(1)
+                    made = side.start(machine.submit, read) if step == "start" else side.run(machine.submit, read)
+                    if step == "start":
+                        begun.append(made)
+                    kept[machine.count] = read
+                    del read
+                held = {id(t) for reads in (*side._reads, *side._before[1]) for t in reads}
+                for number, read in kept.items():
+                    assert id(read) in held or number in machine.main.done
+        assert machine.side.done <= machine.main.done
+
+
+def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
+    side = SideWork(machine.side)
+    with pytest.raises(KeyError, match="first"), side.active():
+        made = beside(machine.submit)
+        raise KeyError("first")
+    assert made in machine.main.done
+    assert current_side_work() is None and side.held == 0
+
+
+def test_an_error_inside_work_leaves_the_next_work_beside(machine):
+    side = SideWork(machine.side)
+    with side.active():
+        with pytest.raises(ZeroDivisionError):
+            beside(lambda: 1 // 0)
+        made = beside(machine.submit)
+        assert made not in machine.main.done
+
+
+def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
+    machine.side.done.add(99)  # in a capture it would be another stream's work
+    with SideWork(machine.side).active():
+        machine.submit()
+    assert 99 not in machine.main.done
+
+
+def test_without_a_side_stream_work_runs_in_its_place(machine):
+    assert current_side_work() is None
+    assert beside(machine.submit) == 1 and ahead(machine.submit).result() == 2
+    assert machine.main.done == {1, 2} and not machine.side.done
+
+
+def test_a_tensor_that_is_used_twice_in_a_forward_is_told_apart():
+    side, once, twice = SideWork(None), torch.zeros(1), torch.zeros(1)
+    side.begin()
+    for used in (once, twice, twice):
+        side.note_use(used)
+    assert side.used_once(once) and not side.used_once(twice)
+    side.begin()
+    assert not side.used_once(once)
+
+
+class BesideProgram(ToyProgram):
+    """The toy with a part of its forward and backward on the side."""
+
+    fails = False
+
+    def forward(self, buffers, bucket):
+        assert current_side_work() is not None
+        outputs = super().forward(buffers, bucket)
+        seen = ahead(lambda: [o.detach().sum() for o in outputs])
+        if outputs[0].requires_grad:
+            outputs[0].register_hook(lambda gradient: beside(lambda: gradient.clone(), gradient))
+        if self.fails:
+            raise RuntimeError("made to fail")
+        seen.result()
+        return outputs
+
+
+def beside_region():
+    """Return a region of `BesideProgram` that is not captured yet."""
+    return Region(BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+
+
+def test_a_region_with_side_work_equals_eager():
+    region, batch = beside_region(), toy_batch()
+    region.capture()
+    assert_equals_eager(region, batch)
+    assert current_side_work() is None
+
+
+class Branching(nn.Module):
+    """Two layers and, between them, two branches that end in outputs; one shares its weight with the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.own = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, offsets):
+        hidden = torch.tanh(self.first(x))
+        own = branch(lambda h: torch.tanh(self.own(h)), hidden)
+        shared = branch(lambda h: self.last(h) ** 2, hidden)
+        return self.last(hidden), own, shared
+
+
+class BranchingProgram(ToyProgram):
+    """The toy's program around `Branching`."""
+
+    changed = False
+
+    def forward(self, buffers, bucket):
+        last, own, shared = self.model(buffers["x"], buffers["offsets"])
+        return last, own * 2 if self.changed else own, shared
+
+    def output_rows(self, batch):
+        return (batch.x.shape[0],) * 3
+
+
+def branching_region(frozen=()):
+    model = Branching()
+    for name in frozen:
+        getattr(model, name).requires_grad_(False)
+    return Region(BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+
+
+FROZEN = [(), ("own",), ("first",), ("last",), ("first", "last")]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "requires_grad"),
+    [*itertools.product(FROZEN, (True, False)), (("first", "last", "own"), True)],
+)
+def test_branches_equal_eager(frozen, requires_grad):
+    region = branching_region(frozen)
+    region.capture()
+    for seed in range(2):
+        batch = toy_batch(seed=seed, requires_grad=requires_grad)
+        if requires_grad:
+            assert_equals_eager(region, batch)
+            continue
+        wanted = [p for p in region.program.model.parameters() if p.requires_grad]
+        expected = region.program.model(batch.x, batch.offsets)
+        gradients = torch.autograd.grad(loss_of(expected), wanted)
+        outputs = region.run(batch)
+        assert_same(outputs, expected)
+        assert_same(torch.autograd.grad(loss_of(outputs), wanted), gradients)
+
+
+def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machine):
+    x, order = torch.ones(2, requires_grad=True), []
+    side = SideWork(machine.side)
+    side.begin()
+    with side.active():
+        hidden = x * 2
+        hidden.register_hook(lambda gradient: order.append(("main", machine.count)))
+        out = branch(lambda h: (machine.submit(), h * 3)[1], hidden)
+    seen = []
+    with side.active():
+        out.register_hook(lambda gradient: seen.append(machine.submit()))
+        left, found = side.differentiate([(out, torch.ones(2)), (hidden, torch.ones(2))], [x])
+        assert len(left) == 1 and left[0][0] is hidden and found == [(None,)]
+        assert seen and seen[0] not in machine.main.done
+        (gradient,) = torch.autograd.grad(hidden, [x], torch.ones(2))
+        assert seen[0] in machine.main.done
+    assert torch.equal(gradient, torch.full((2,), 2 * (1 + 3.0)))
+
+
+def test_a_branch_that_is_changed_on_its_way_out_is_an_error():
+    region = branching_region()
+    region.program.changed = True
+    with pytest.raises(CaptureError, match="was changed before it became an output of the region"):
+        region.capture()
+
+
+def test_nothing_branches_where_activations_leave_the_device():
+    side, x = SideWork(None), torch.ones(2, requires_grad=True)
+    side.begin(branching=False)
+    with side.active():
+        out = branch(lambda h: h * 3, x * 2)
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [6, 6]
+
+
+def test_without_gradients_a_branch_is_work_beside(machine):
+    side = SideWork(machine.side)
+    side.begin()
+    with side.active(), torch.no_grad():
+        made = branch(lambda h: machine.submit(), torch.ones(1))
+        assert made in machine.side.done and made not in machine.main.done
+
+
+def test_a_capture_that_fails_leaves_no_side_work_behind():
+    region = beside_region()
+    region.program.fails = True
+    with pytest.raises(CaptureError, match="made to fail"):
+        region.capture()
+    assert current_side_work() is None
+    region.program.fails = False
+    region.capture()
+    assert region.captured
+
+
+def test_a_region_asks_for_each_bucket():
+    asked = []
+    toy_region(has_side_work=lambda bucket: asked.append(bucket.tokens) or False)
+    assert set(asked) == {4, 8, 16}
+
+
+@pytest.mark.parametrize("streams", ["auto", 1, 2])
+def test_a_tower_computes_the_same_on_any_number_of_streams(streams):
+    rows = [[1, 4, 6], [2, 4, 4]]
+    model = new_tower()
+    expected = [*itertools.chain(*results(model, rows))]
+    with graphs_on(model, streams=streams) as graphs:
+        assert_close([*itertools.chain(*results(model, rows))], expected)
+        assert not graphs.statistics().fallbacks
+
+
+def test_activations_that_leave_the_device_beside_side_work():
+    rows, model = [[1, 4, 6], [2, 4, 4]], new_tower()
+    expected = [*itertools.chain(*results(model, rows))]
+    with graphs_on(model, streams=2, offload=("attention", "mlp", "merger", "other"), offload_min_bytes=1) as graphs:
+        assert_close([*itertools.chain(*results(model, rows))], expected)
+        assert not graphs.statistics().fallbacks
+
+
+def test_sums_of_two_streams_share_no_memory():
+    reduction = pytest.importorskip("bridge_cg_plugin.vision.kernels.reduction")
+    side, sums, kind = SideWork(None), reduction.DeferredSums([]), (2, 4, torch.float32, torch.device("cpu"))
+    with side.active():
+        found = [*sums.place(*kind), *sums.place(*kind), *beside(lambda: sums.place(*kind))]
+    main, again, other = (found[i].untyped_storage().data_ptr() for i in (0, 2, 4))
+    assert main == again != other
+
+
+@pytest.mark.parametrize(
+    ("choices", "tokens", "expected"),
+    [
+        ({}, 4096, True),
+        ({}, 4100, False),
+        ({"streams": 2}, 16384, True),
+        ({"streams": 1}, 64, False),
+        ({"modules": ("attn",)}, 64, False),
+        ({"modules": ("attn",), "streams": 2}, 64, True),
+        ({"offload": ("mlp",)}, 64, False),
+        ({"recompute": ("gelu",)}, 64, False),
+        ({"offload": ("mlp",), "streams": 2}, 64, True),
+    ],
+)
+def test_buckets_that_have_side_work(choices, tokens, expected):
+    with graphs_on(new_tower(), capture=False, **choices) as graphs:
+        assert graphs._has_side_work(Bucket(tokens)) is expected
