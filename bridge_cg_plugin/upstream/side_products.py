@@ -63,7 +63,7 @@ class _Products:
             if args or not self._may_leave(a, b, kwargs):
                 return original(a, b, *args, **kwargs)
             # Transformer Engine empties tensors of its own behind the product: detached ones keep their memory.
-            return self._side.run(lambda: original(a, b, **kwargs), a.detach(), b.detach())
+            return self._side.run(lambda: _cast(original(a, b, **kwargs), kwargs.get("bias")), a.detach(), b.detach())
 
         return general_gemm
 
@@ -79,6 +79,15 @@ class _Products:
     def _bias_may_wait(self, bias: Tensor) -> bool:
         """Whether nothing reads a bias's gradient before `SmallGradients` adds it at the end."""
         return bias.numel() <= SMALL and bias.data_ptr() in self._single and self._side.used_once(bias)
+
+
+def _cast(made: Sequence[Any], bias: Tensor | None) -> tuple[Any, ...]:
+    """Return a product's results with the bias's gradient in the bias's dtype.
+
+    It comes in the dtype of `main_grad`, and autograd would cast it on the main stream, which has not waited for it.
+    """
+    out, gradient, *others = made
+    return out, gradient if bias is None else gradient.to(bias.dtype), *others
 
 
 def _own_workspace(

@@ -46,7 +46,8 @@ def product(calls):
         calls.append(GEMM.get_cublas_workspace(0, False, False))
         if kwargs.get("accumulate"):
             kwargs["out"] += b.T @ a
-        return kwargs.get("out"), kwargs.get("bias"), None, None
+        # Transformer Engine makes a bias's gradient in the dtype of `out`.
+        return kwargs.get("out"), b.sum(0) if kwargs.get("bias") is not None else None, None, None
 
     return general_gemm
 
@@ -147,6 +148,17 @@ def test_a_bias_that_was_used_once_has_its_gradient_computed_beside(gemm):
     with side.active(), side_weight_gradients([module]):  # the backward, on the same side stream
         weight_gradient(module, bias=module.bias)
     assert len(side.ran) == 1
+
+
+def test_a_biass_gradient_is_cast_beside_and_not_by_autograd_on_the_main_stream(gemm):
+    side, module = Recorder(), Linear().bfloat16()
+    side.begin()
+    with side.active(), side_weight_gradients([module]):
+        used(module)
+        _, (_, gradient, *_) = weight_gradient(module, bias=module.bias)
+    ((made, _),) = side.ran
+    assert gradient is made[1] and gradient.dtype == torch.bfloat16
+    assert torch.equal(gradient, torch.full((2,), 3.0, dtype=torch.bfloat16))
 
 
 def test_a_large_bias_is_added_at_once_and_so_stays_on_the_main_stream(gemm):
