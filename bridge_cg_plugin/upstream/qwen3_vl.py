@@ -24,7 +24,7 @@ from .patches import Patch
 from .registry import seam
 from .rotary import fused_rotary
 from .side_branches import side_mergers
-from .side_products import side_weight_gradients
+from .side_products import side_weight_gradients, side_workspace
 from .transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
@@ -55,7 +55,7 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     Without Triton or a GPU upstream's own functions stay.
     """
     forget_attention_selection()
-    with side_mergers(modules), ExitStack() as stack:
+    with side_workspace(), side_mergers(modules), ExitStack() as stack:
         for kernels in (fused_rotary, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield

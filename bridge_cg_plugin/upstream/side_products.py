@@ -1,4 +1,4 @@
-"""Weight gradients of Transformer Engine's linear layers on the side stream of a recording."""
+"""Matrix products of Transformer Engine on the side stream of a recording, weight gradients above all."""
 
 import functools
 import sys
@@ -24,16 +24,26 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     Nothing else in a backward reads `main_grad`. The bias gradient that such a product may compute as well waits for
     the end of the backward with other small ones. Without a side stream all products stay where they are.
     """
-    side, gemm = current_side_work(), sys.modules.get(TE_GEMM)
-    if side is None or gemm is None:
+    side = current_side_work()
+    if side is None:
         yield
         return
     products = _Products(side, modules)
     with ExitStack() as stack:
         for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
             stack.enter_context(replaced(owner, "general_gemm", products.routed(owner.general_gemm)))
-        workspace = _own_workspace(side, gemm.get_cublas_workspace, gemm.get_cublas_workspace_size_bytes)
-        stack.enter_context(replaced(gemm, "get_cublas_workspace", workspace))
+        yield
+
+
+@contextmanager
+def side_workspace() -> Iterator[None]:
+    """Give products of the side stream, whatever they compute, a workspace that the main stream's do not write to."""
+    side, gemm = current_side_work(), sys.modules.get(TE_GEMM)
+    if side is None or gemm is None:
+        yield
+        return
+    workspace = _own_workspace(side, gemm.get_cublas_workspace, gemm.get_cublas_workspace_size_bytes)
+    with replaced(gemm, "get_cublas_workspace", workspace):
         yield
 
 
@@ -93,7 +103,7 @@ def _cast(made: Sequence[Any], bias: Tensor | None) -> tuple[Any, ...]:
 def _own_workspace(
     side: SideWork, original: Callable[..., Any], size: Callable[[], int]
 ) -> Callable[[int, bool, bool], Any]:
-    """Return what gives products of the side stream a workspace that those of the main stream do not write to."""
+    """Return what stands in for Transformer Engine's `get_cublas_workspace`."""
 
     def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
         if not side.runs_now or ub or grouped_gemm:

@@ -9,8 +9,9 @@ from torch import nn
 from bridge_cg_plugin.graphs.gradients import SMALL
 from bridge_cg_plugin.graphs.side_work import SideWork
 from bridge_cg_plugin.upstream import side_products
+from bridge_cg_plugin.upstream.qwen3_vl import fused_kernels
 from bridge_cg_plugin.upstream.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
-from bridge_cg_plugin.upstream.side_products import side_weight_gradients
+from bridge_cg_plugin.upstream.side_products import side_weight_gradients, side_workspace
 
 pytest.importorskip("transformer_engine.pytorch")
 GEMM, *OWNERS = (importlib.import_module(name) for name in (TE_GEMM, TE_LINEAR, TE_LAYERNORM_LINEAR))
@@ -82,7 +83,7 @@ def used(module, times: int = 1) -> None:
 @pytest.mark.parametrize("owner", OWNERS, ids=["Linear", "LayerNormLinear"])
 def test_a_weights_gradient_runs_beside_with_a_workspace_of_its_own(gemm, owner):
     side, module = Recorder(), Linear()
-    with side.active(), side_weight_gradients([module]):
+    with side.active(), side_workspace(), side_weight_gradients([module]):
         x, made = weight_gradient(module, owner)
         ((result, reads),) = side.ran
         assert result is made
@@ -172,14 +173,14 @@ def test_a_large_bias_is_added_at_once_and_so_stays_on_the_main_stream(gemm):
 
 def test_without_a_side_stream_nothing_is_replaced(gemm):
     before = [owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace
-    with side_weight_gradients([Linear()]):
+    with side_workspace(), side_weight_gradients([Linear()]):
         assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
 
 
 def test_everything_comes_back(gemm):
     before = [owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace
     side = Recorder()
-    with pytest.raises(KeyError), side.active(), side_weight_gradients([Linear()]):
+    with pytest.raises(KeyError), side.active(), side_workspace(), side_weight_gradients([Linear()]):
         assert all(owner.general_gemm is not old for owner, old in zip(OWNERS, before[0], strict=True))
         raise KeyError
     assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
@@ -187,6 +188,12 @@ def test_everything_comes_back(gemm):
 
 def test_communication_has_the_workspaces_that_it_had(gemm):
     side = Recorder()
-    with side.active(), side_weight_gradients([Linear()]):
+    with side.active(), side_workspace():
         found = side.run(lambda: [GEMM.get_cublas_workspace(0, *kind) for kind in ((True, False), (False, True))])
     assert found == ["main", "main"]
+
+
+def test_mergers_beside_have_a_workspace_of_their_own_where_weight_gradients_stay_on_the_main_stream(gemm):
+    side, own = Recorder(), lambda: GEMM.get_cublas_workspace(0, False, False)
+    with side.active(), fused_kernels([Linear()]):  # without `accumulating_products`
+        assert (side.run(own), own()) == (("side", 64), "main")
