@@ -311,12 +311,12 @@ def tiling_of(dtype: torch.dtype, usual: int) -> Tiling:
     """
     if dtype is torch.float32:
         return Tiling(64, 64, 32, 4, 2)
-    return Tiling(128, 256, 64, 8, 3) if usual >= 512 else Tiling(128, 128, 64, 4, 4)
+    return Tiling(128, 256, 64, 8, 4) if usual >= 256 else Tiling(128, 128, 64, 4, 4)
 
 
 def tiling_of_gradients(dtype: torch.dtype) -> Tiling:
     """Return the tiling of weight gradients."""
-    return Tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else Tiling(128, 128, 64, 8, 4)
+    return Tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else Tiling(128, 128, 64, 4, 4)
 
 
 def _precision(dtype: torch.dtype) -> str:
