@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from .forks import PRELOADED
 from .hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
 LAST_WRITTEN = 8000  # characters of a failed process's output that a message shows
+# What a forked process says that cannot train.
+UNFIT = "unfit"
 FIRST_PORT, PORTS = 20_000, 10_000
 # Processes that ask at the same time, with neighbouring numbers, start as far apart.
 CALLS_EACH = 97
@@ -53,6 +57,8 @@ class TrainingProcess:
         module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
         environment: The processes' variables; None for this process's as they are now, with what megatron-core has set
             for models that were built here.
+        forked: Whether they are forked from the process that `forks.start_server` started, if that turns out to be
+            possible, and need not import the stack themselves.
     """
 
     def __init__(
@@ -63,9 +69,11 @@ class TrainingProcess:
         prepare: str | None = None,
         module: str = "examples.photographs.training",
         environment: Mapping[str, str] | None = None,
+        forked: bool = False,
     ) -> None:
         self._ranks = [
-            _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment) for rank in range(ranks)
+            _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment, forked)
+            for rank in range(ranks)
         ]
 
     def wait_until_ready(self) -> None:
@@ -158,10 +166,9 @@ class _Rank:
         prepare: str | None,
         module: str,
         environment: Mapping[str, str] | None,
+        forked: bool,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
         self.rank, self.log, self.first = rank, log, False
-        self.connection, theirs = context.Pipe()
         # One process alone is told too where torchrun started the parent, which knows of more.
         variables = dict(os.environ if environment is None else environment)
         placed = world > 1 or "WORLD_SIZE" in variables
@@ -169,14 +176,24 @@ class _Rank:
             variables |= placement(rank, world, None if devices is None else len(devices))
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
-        self.process = context.Process(target=_import_and_train, args=(theirs, log, variables, placed, prepare, module))
+        self._given = log, variables, placed, prepare, module
+        self._start("forkserver" if forked else "spawn")
+
+    def _start(self, method: str) -> None:
+        context = multiprocessing.get_context(method)
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_import_and_train, args=(theirs, *self._given))
         self.process.start()
         theirs.close()
 
     def is_ready(self) -> bool:
         """Wait until everything is imported; whether it could be."""
         try:
-            self.connection.recv()
+            if self.connection.recv() == UNFIT:
+                self.connection.close()
+                self.process.join()
+                self._start("spawn")
+                self.connection.recv()
         except EOFError:
             self.process.join()
             self.first = True
@@ -225,13 +242,17 @@ def _import_and_train(
     os.environ.update(environment)
     # As torchrun does: with a thread for every core in each of several processes they mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if placed:
-        # A pool of compiler processes beside each of several would take longer to start than it saves.
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # A pool of compiler processes beside each of several would take longer to start than it saves.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if log is not None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    preloaded = sys.modules.get(PRELOADED)
+    if preloaded is not None and not preloaded.fits():
+        print("a fork of the process that imported the stack cannot train here: a new process imports it", flush=True)
+        connection.send(UNFIT)
+        return
     train_words = importlib.import_module(module).train_words
     if prepare is not None:
         place, _, function = prepare.partition(":")
