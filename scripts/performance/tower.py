@@ -214,7 +214,7 @@ def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float
         expected: What they should be.
         least: A norm counts as at least this share of the largest.
     """
-    distances = torch.stack([(a - e).norm() for a, e in zip(actual, expected, strict=True)])
+    distances = torch.stack(torch._foreach_norm(torch._foreach_sub(list(actual), list(expected))))
     norms = torch.stack(torch._foreach_norm(list(expected)))
     return distances / torch.maximum(norms, least * norms.max()).clamp(min=1e-30)
 

@@ -54,9 +54,9 @@ def poison(graphs):
                     flat.fill_(torch.nan)
 
 
-def rows_of(pack):
+def rows_of(pack, buckets=BUCKETS):
     """Return the tokens of the bucket that a pack takes."""
-    return next(bucket for bucket in BUCKETS if bucket >= pack.tokens)
+    return next(bucket for bucket in buckets if bucket >= pack.tokens)
 
 
 def assert_eagers(trained, graphs, pack, name):
@@ -74,28 +74,38 @@ def assert_eagers(trained, graphs, pack, name):
 
 def assert_differs_as_eager_does(trained):
     """Thirty packs from one capture differ from eager as eager does from itself, measured over all of them together."""
-    spreads, worst = {}, {}
+    lengths = parity.thirty_packs(MAX_SEQS, BUCKETS)
+    packs = ((name, lm.make_pack(each, seed)) for seed, (name, each) in enumerate(lengths.items()))
     with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
-        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
-            pack = lm.make_pack(lengths, seed)
-            with parity.eager_at(graphs, rows_of(pack)):
-                runs = [trained.results(pack) for _ in range(NOISY_RUNS)]
-            replays = [trained.results(pack) for _ in range(GRAPH_RUNS)]
-            spreads[name] = parity.spread_of(runs, replays)
-            worst[name] = {
-                kind: parity.worst_gradient(parity.farthest(found, runs[0]), runs[0], trained.names)
-                for kind, found in (("eager", runs[1:]), ("graphs", replays))
-            }
-        statistics = graphs.statistics()
-        assert statistics.replays == parity.PACKS * GRAPH_RUNS and not statistics.fallbacks, statistics
-    for name, found in worst.items():
-        print(f"{name}, farthest from the first eager run: {found}")
+        assert_within_noise(trained, graphs, packs)
+
+
+def assert_within_noise(trained, graphs, packs, buckets=BUCKETS):
+    """Replays of named packs differ from eager on the buckets' rows as eager does from itself, over all packs."""
+    spreads = {}
+    before = graphs.statistics().replays
+    for name, pack in packs:
+        with parity.eager_at(graphs, rows_of(pack, buckets)):
+            runs = [trained.results(pack) for _ in range(NOISY_RUNS)]
+        print(f"{name}, farthest from the first eager run:")
+        print(f"  eager: {parity.worst_gradient(parity.farthest(runs[1:], runs[0]), runs[0], trained.names)}")
+        spreads[name] = parity.spread_of(runs, replayed(trained, pack, runs[0]))
+    statistics = graphs.statistics()
+    assert statistics.replays - before == len(spreads) * GRAPH_RUNS and not statistics.fallbacks, statistics
     for kind in ("eager", "graphs"):
         values = torch.cat([getattr(spread, kind).amax(1) for spread in spreads.values()])
         most = ", ".join(f"{share:.0%} {values.quantile(share).item():.1e}" for share in (0.5, 0.9, 0.99, 1.0))
         print(f"{kind}: the worst gradient of a run from the nearest eager run, quantiles of {len(values)}: {most}")
     missed = parity.beyond_noise(spreads, trained.names)
     assert not missed, "\n".join(missed)
+
+
+def replayed(trained, pack, eager):
+    """Yield results of replays, one after the other, and say how far each is from an eager run."""
+    for _ in range(GRAPH_RUNS):
+        found = trained.results(pack)
+        print(f"  graphs: {parity.worst_gradient(found, eager, trained.names)}")
+        yield found
 
 
 def assert_same(found, runs, names, name):

@@ -1,4 +1,8 @@
-"""Packed-sequence graphs whose activations leave the device: losses, gradients, and packs that did not fit before."""
+"""Packed-sequence graphs whose activations leave the device: losses, gradients, and packs that did not fit before.
+
+The packs that did not fit run default algorithms: cuDNN's deterministic backward takes 64 GiB of workspace for each
+graph of them, so eager would not fit either.
+"""
 
 import gc
 
@@ -9,9 +13,11 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 
-from .packs import EAGER_RUNS, Trained, assert_eagers, assert_same, graphs_on
+from .packs import Trained, assert_eagers, assert_within_noise, graphs_on
 
 LONG = (4000, 300, 2500, 1392)
+# What eager differs from itself by is measured over packs of other tokens.
+PACKS = 4
 # A model's configuration keeps what a test said: each says all.
 KEPT = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "memory_target_gb"))
 POLICIES = {
@@ -21,7 +27,7 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def deterministic_algorithms():
     with parity.deterministic():
         yield
@@ -34,7 +40,7 @@ def gpt(tower_module):
 
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
-def test_losses_and_gradients_are_eagers(gpt, options):
+def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms, options):
     with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_offload_min_bytes=65536, **options) as graphs:
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))
@@ -63,11 +69,10 @@ def failure(model, pack, settings):
 def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
     pack = lm.make_pack(LONG)
-    settings = {"cuda_graph_packed_buckets": [pack.tokens], "cuda_graph_packed_evaluation": False, **KEPT}
+    buckets = [pack.tokens]
+    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_evaluation": False, **KEPT}
     with graphs_on(trained.model, pack, **settings) as graphs:
         one = graphs.statistics().memory_bytes
-        with graphs.paused():
-            runs = [trained.results(pack) for _ in range(EAGER_RUNS)]
     settings["cuda_graph_packed_slots"] = 4
     try:
         limited(3 * one)
@@ -79,9 +84,8 @@ def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
             statistics = graphs.statistics()
             print(f"one slot {one / 2**30:.2f} GiB, four {statistics.memory_bytes / 2**30:.2f} GiB with a target")
             assert statistics.memory_bytes <= 4 * 1.02 * target * 2**30
-            torch.cuda.set_per_process_memory_fraction(1.0)  # the output layer's own, as in the eager runs
-            found = trained.results(pack)
-            assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
-        assert_same(found, runs, trained.names, "with a memory target")
+            torch.cuda.set_per_process_memory_fraction(1.0)  # eager steps, and the results that are kept of them
+            packs = ((f"tokens {seed}", lm.make_pack(LONG, seed)) for seed in range(PACKS))
+            assert_within_noise(trained, graphs, packs, buckets)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -6,8 +6,8 @@ import pytest
 
 from examples.photographs.arguments import layout_in
 from examples.photographs.processes import TrainingFailed
-from tests.gpu.conftest import Training
 from tests.gpu.parallel_faults import GROWING_MICROBATCHES
+from tests.gpu.trainings import Training
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
 # What a microbatch does must depend on no clock here.

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.gpu.conftest import Training
+from tests.gpu.trainings import Training
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
 # Layer graphs have a pool for every layer, each with its own attention workspace.

@@ -4,8 +4,8 @@ import pytest
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 
-from .conftest import ENVIRONMENT
 from .shared_gpus import REPEATS, TIMED
+from .trainings import ENVIRONMENT
 
 MODULE = "tests.gpu.shared_gpus"
 RANKS, GPUS = 4, (0, 1)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from .conftest import Training
 from .tower_training import BUCKETS
+from .trainings import Training
 
 STEPS, WARM_UP, MICROBATCHES = 8, 3, 4  # cuda_graph_warmup_steps is 3, the global batch 4
 

@@ -1,10 +1,13 @@
-"""What CI can know of the tests that need a GPU: that they import what is there."""
+"""What CI can know of the tests that need a GPU: that they import what is there, and which GPU takes which of them."""
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob("*.py"))
 
@@ -14,11 +17,99 @@ def test_module_imports(name):
     importlib.import_module(f"tests.gpu.{name}")
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_each_gpu_takes_other_modules_and_together_all(count):
-    from tests.gpu.conftest import LONG, part_of
+def item(module, *trainings):
+    values = {str(number): training for number, training in enumerate(trainings)}
+    return SimpleNamespace(path=Path(f"{module}.py"), callspec=SimpleNamespace(params={"other": 1, **values}))
 
-    items = [SimpleNamespace(path=Path(f"{name}.py"), number=n) for name in (*LONG, *MODULES) for n in range(2)]
+
+@st.composite
+def sessions(draw):
+    """Draw tests of modules, known ones and others, and tests of training runs that others share or wait for."""
+    from tests.gpu.parts import SECONDS
+    from tests.gpu.trainings import Training
+
+    names = st.sampled_from([*SECONDS, "test_new", "test_newer"])
+    items = [item(draw(names)) for _ in range(draw(st.integers(0, 40)))]
+    runs = [Training("eager", number=number) for number in range(6)]
+    runs += [Training("graphs", after=run) for run in runs]
+    waiting = st.lists(st.sampled_from(runs), min_size=1, max_size=3)
+    items += [item("test_pretrain", *draw(waiting)) for _ in range(draw(st.integers(0, 20)))]
+    return draw(st.permutations(items))
+
+
+def seconds(items):
+    """Return what a process does for its tests, each module and each training run once."""
+    from tests.gpu.parts import needs_of
+
+    return sum({name: took for each in items for name, took in needs_of(each).items()}.values())
+
+
+def assert_balanced(items, parts):
+    """None takes longer than all do on average and the longest that stays together."""
+    from tests.gpu.parts import needs_of
+
+    times = [seconds(part) for part in parts]
+    longest = max((sum(needs_of(each).values()) for each in items), default=0.0)
+    assert max(times) <= sum(times) / len(parts) + longest + 1e-6
+
+
+@given(items=sessions(), count=st.integers(1, 8))
+def test_each_test_is_in_one_part_and_parts_take_as_long(items, count):
+    from tests.gpu.parts import part_of
+
     parts = [part_of(items, f"{number}/{count}") for number in range(count)]
-    assert all(parts)
-    assert sorted(map(id, items)) == sorted(id(item) for part in parts for item in part)
+    assert Counter(map(id, items)) == Counter(id(each) for part in parts for each in part)
+    place = {id(each): number for number, each in enumerate(items)}
+    assert all(sorted(part, key=lambda each: place[id(each)]) == part for part in parts)
+    modules = Counter(name for part in parts for name in {each.path.stem for each in part} - {"test_pretrain"})
+    assert all(times == 1 for times in modules.values())
+    assert_balanced(items, parts)
+
+
+class Collected:
+    """A pytest plugin that keeps what was collected."""
+
+    def pytest_collection_finish(self, session):
+        self.items = list(session.items)
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """Return the tests of `./run gpu-test`."""
+    found = Collected()
+    folder = str(Path(__file__).parents[1] / "gpu")
+    words = ["--collect-only", "-m", "gpu and not scripts and not parallel", "-s", "-qq"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GPU_TESTS_PART", raising=False)
+        code = pytest.main([folder, *words, "-p", "no:faulthandler", "-p", "no:cacheprovider"], plugins=[found])
+    assert code == 0
+    return found.items
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_the_gpu_tests_are_given_out_evenly(collected, count):
+    from tests.gpu.parts import part_of
+    from tests.gpu.trainings import trainings_of
+
+    parts = [part_of(collected, f"{number}/{count}") for number in range(count)]
+    assert all(parts) and sum(map(len, parts)) == len(collected)
+    assert_balanced(collected, parts)
+    times = [seconds(part) for part in parts]
+    if count <= 4:
+        assert max(times) <= 1.2 * sum(times) / count
+        assert all(any(map(trainings_of, part)) for part in parts)
+    # A training run that tests of several parts wait for is done in each.
+    assert sum(times) <= 1.1 * seconds(collected)
+
+
+def test_measured_modules_are_there():
+    from tests.gpu.parts import SECONDS
+
+    assert set(SECONDS) <= set(MODULES)
+
+
+def test_training_runs_are_waited_for_last(collected):
+    from tests.gpu.conftest import turn_of
+
+    turns = [turn_of(each) for each in collected]
+    assert turns == sorted(turns) and set(turns) == {0, 1, 2}

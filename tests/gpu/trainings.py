@@ -1,0 +1,121 @@
+"""Training runs that GPU tests compare: each is done once in a session, a few side by side on every GPU."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from threading import Lock, Semaphore
+from typing import Any
+
+import pytest
+import torch
+
+from examples.photographs.arguments import layout_in
+from examples.photographs.hosts import ranks_per_gpu
+from examples.photographs.processes import TrainingProcess
+
+# Small training runs take some 20 GB each, tests beside them up to 70 GB.
+SIDE_BY_SIDE = 3
+# Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
+ENVIRONMENT = dict(os.environ)
+# Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
+PARALLEL_SIDE_BY_SIDE = 5
+# Where there are fewer GPUs than ranks, so many may share one: their memory has to fit.
+MOST_RANKS_PER_GPU = 2
+# One whose processes wait for each other for ever must not take the others' time.
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """One small training run of the main job; equal ones are run once.
+
+    Attributes:
+        mode: "eager" or "graphs".
+        words: Further words of its command line; "{folder}" stands for the session's folder.
+        steps: Optimizer steps.
+        main_job: Whether its command line is the main job's, which is told to train small; any other is of one rank.
+        after: A run that must have ended before.
+        prepare: `module:function` that each of its processes calls before it trains.
+        module: What trains; see `TrainingProcess`.
+        environment: Variables that its processes have besides the session's, by name.
+        number: Which of several runs that are otherwise equal.
+    """
+
+    mode: str
+    words: tuple[str, ...] = ()
+    steps: int = 6
+    main_job: bool = True
+    after: "Training | None" = None
+    prepare: str | None = None
+    module: str = "examples.photographs.training"
+    environment: tuple[tuple[str, str], ...] = ()
+    number: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return layout_in(self.words).ranks if self.main_job else 1
+
+
+def trainings_of(item: pytest.Item) -> list[Training]:
+    """Return the training runs that a test waits for: its parameters, and those that these wait for."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    found = [value for value in values if isinstance(value, Training)]
+    return [run for each in found for run in (each, each.after) if run is not None]
+
+
+class Trainings:
+    """The session's training runs, a few side by side on every GPU, while the next ones import.
+
+    Args:
+        folder: For what runs write.
+        side_by_side: Runs on each GPU at once.
+    """
+
+    def __init__(self, folder: Path, side_by_side: int) -> None:
+        self._folder = folder
+        self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
+        self._taking = Lock()
+        self._pool = ThreadPoolExecutor(2 * side_by_side * len(self._gpus))
+        self._sets: dict[int, Iterator[tuple[int, ...]]] = {}
+        self._results: dict[Training, Future[dict[str, Any]]] = {}
+
+    def start(self, training: Training) -> Future[dict[str, Any]]:
+        if training not in self._results:
+            before = self.start(training.after) if training.after is not None else None
+            log = self._folder / f"{len(self._results)}.log"
+            devices = self._devices(training.ranks)
+            self._results[training] = self._pool.submit(self._train, training, log, before, devices)
+        return self._results[training]
+
+    def _devices(self, ranks: int) -> tuple[int, ...]:
+        """Return the GPUs of a run: disjoint sets of as many as it has ranks, in turn; all where there are fewer."""
+        found = len(self._gpus)
+        gpus = min(ranks, found)
+        sets = [tuple(range(first, first + gpus)) for first in range(0, found - gpus + 1, gpus)]
+        return next(self._sets.setdefault(gpus, cycle(sets)))
+
+    def __call__(self, training: Training) -> dict[str, Any]:
+        return self.start(training).result()
+
+    def _train(
+        self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
+    ) -> dict[str, Any]:
+        environment = {**ENVIRONMENT, **dict(training.environment)}
+        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, environment)
+        process.wait_until_ready()
+        if before is not None:
+            before.result()
+        words = ["--small"] * training.main_job + ["--steps", str(training.steps)]
+        words += [word.format(folder=self._folder) for word in training.words]
+        with ExitStack() as stack:
+            with self._taking:  # one run after the other, so that no two have a part of what both want
+                for device in devices * ranks_per_gpu(training.ranks, len(devices)):
+                    stack.enter_context(self._gpus[device])
+            return {**process.train(training.mode, words, LIMIT_S), "output": log.read_text()}
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
