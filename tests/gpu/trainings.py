@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from examples.photographs.arguments import layout_in
+from examples.photographs.forks import start_server
 from examples.photographs.hosts import ranks_per_gpu
 from examples.photographs.processes import TrainingProcess
 
@@ -84,6 +85,8 @@ class Trainings:
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
+        if not self._results:
+            start_server(ENVIRONMENT)
         if training not in self._results:
             before = self.start(training.after) if training.after is not None else None
             log = self._folder / f"{len(self._results)}.log"
@@ -105,7 +108,9 @@ class Trainings:
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
         environment = {**ENVIRONMENT, **dict(training.environment)}
-        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, environment)
+        # Variables of its own may be among those that are read as the stack is imported.
+        forked = not training.environment
+        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, environment, forked)
         process.wait_until_ready()
         if before is not None:
             before.result()
