@@ -95,20 +95,21 @@ def check_fields(config: Any, needed: dict[str, Any]) -> None:
 @contextmanager
 def statistics_kept(routers: Sequence[nn.Module]) -> Iterator[None]:
     """Give routers' statistics and logged losses back what they were: passes before a capture count nothing."""
-    before = {tensor: tensor.clone() for tensor in _statistics(routers)}
+    before = {tensor: tensor.clone() for tensor in statistics_of(routers)}
     try:
         yield
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        for tensor in _statistics(routers):
+        for tensor in statistics_of(routers):
             if tensor in before:
                 tensor.copy_(before[tensor])
             else:
                 tensor.zero_()
 
 
-def _statistics(routers: Sequence[nn.Module]) -> list[Tensor]:
+def statistics_of(routers: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the tensors themselves of what routers count, and of the losses of all routers that megatron-core logs."""
     counts = (getattr(router, "local_tokens_per_expert", None) for router in routers)
     return [*(count for count in counts if count is not None), *(_logged() if routers else ())]
 

@@ -8,11 +8,11 @@ import torch
 from bridge_cg_plugin.experts.linear import combine_linear, dispatch_linear
 from bridge_cg_plugin.experts.rows import find_rows, row_weights
 from bridge_cg_plugin.experts.tables import Tables
-from bridge_cg_plugin.upstream import packed_routers
 from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 from scripts.performance.reference import without_tf32
 from scripts.performance.tower import relative
+from tests.routers import take_statistics
 
 from .packs import Trained, graphs_on, poison
 
@@ -130,10 +130,13 @@ class Compared:
                 lambda: lm.build_model(SHAPE, dtype=torch.float32, **router), self.trained.model
             )
 
-    def distances(self, pack):
-        """Return how far a step is from fp32: of the losses, and the mean of all gradients."""
+    def exact(self, pack):
+        """Return what fp32 gives, every document by itself."""
         with without_tf32():
-            exact = self.fp32.results(pack)
+            return self.fp32.results(pack)
+
+    def distances(self, pack, exact):
+        """Return how far a step is from fp32: of the losses, and the mean of all gradients."""
         found = parity.distances(self.trained.results(pack), exact)
         return torch.tensor([found["losses"], found["mean of gradients"]])
 
@@ -147,10 +150,11 @@ def test_losses_and_gradients_are_as_near_to_fp32_as_eagers(compared):
     packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(PACKS)]
     with parity.deterministic(), graphs_on(compared.trained.model, lm.make_pack((500, 200))) as graphs:
         assert len(graphs._regions) == 1
+        exact = [compared.exact(pack) for pack in packs]
         with graphs.paused():
-            eagers = torch.stack([compared.distances(pack) for pack in packs]).mean(0)
+            eagers = torch.stack(list(map(compared.distances, packs, exact))).mean(0)
         poison(graphs)
-        found = torch.stack([compared.distances(pack) for pack in packs]).mean(0)
+        found = torch.stack(list(map(compared.distances, packs, exact))).mean(0)
         assert graphs.statistics().replays == len(packs), graphs.statistics().fallbacks
     print(f"from fp32, losses and gradients: graphs {found.tolist()}, eager {eagers.tolist()}")
     assert (found <= FARTHER_MODEL * eagers).all(), f"graphs {found.tolist()}, eager {eagers.tolist()} from fp32"
@@ -191,22 +195,14 @@ def test_other_layers(tower_module, changes):
     routers = [layer.mlp.router for layer in compared.trained.model.decoder.layers]
     pack = lm.make_pack((1, 900, 20, 800))
     with parity.deterministic(), graphs_on(compared.trained.model, lm.make_pack((500, 200))) as graphs:
-        statistics_of(routers)
+        exact = compared.exact(pack)
+        take_statistics(routers)  # the fp32 model logs to the same place
         with graphs.paused():
-            eagers, expected = compared.distances(pack), statistics_of(routers)
-        found, counted = compared.distances(pack), statistics_of(routers)
+            eagers, expected = compared.distances(pack, exact), take_statistics(routers)
+        found, counted = compared.distances(pack, exact), take_statistics(routers)
         assert graphs.statistics().replays == 1, graphs.statistics().fallbacks
     print(f"from fp32, losses and gradients: graphs {found.tolist()}, eager {eagers.tolist()}")
     assert (found <= FARTHER_OTHERS * eagers).all(), f"graphs {found.tolist()}, eager {eagers.tolist()} from fp32"
-    # The fp32 model logs to the same place; tokens whose experts are all but tied count elsewhere.
+    # Tokens whose experts are all but tied count elsewhere.
     for one, other in zip(counted, expected, strict=True):
         assert relative(one, other) < 2e-2, f"{one.tolist()} instead of {other.tolist()}"
-
-
-def statistics_of(routers):
-    """Return what routers count and log, and set it to zero."""
-    tensors = packed_routers._statistics(routers)
-    values = [tensor.clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.zero_()
-    return values

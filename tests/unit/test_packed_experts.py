@@ -8,6 +8,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream import packed_routers
 from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
 from bridge_cg_plugin.upstream.packed_experts import NEEDED
+from tests.routers import take_statistics
 
 from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .test_packed import EXPERTS
@@ -122,29 +123,20 @@ ROUTERS = {
 }
 
 
-def taken(routers):
-    """Return routers' counts and what megatron-core would log, and set them to zero."""
-    tensors = packed_routers._statistics(routers)
-    values = [tensor.clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.zero_()
-    return values
-
-
 @pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
 def test_losses_and_statistics_of_routers_are_eagers(changes):
     model = new_model(**{**EXPERTS, **changes})
     routers = [layer.mlp.router for layer in model.decoder.layers]
-    taken(routers)
-    expected = [(losses_and_gradients(model, arguments), taken(routers)) for arguments in PACKS]
+    take_statistics(routers)
+    expected = [(losses_and_gradients(model, arguments), take_statistics(routers)) for arguments in PACKS]
     assert all(any(value.any() for value in statistics) for _, statistics in expected)
     with ON_CPU(), on_graphs(model, pack(WARMUP)) as graphs:
-        taken(routers)
+        take_statistics(routers)
         for arguments, (wanted, statistics) in zip(PACKS, expected, strict=True):
             poison(graphs, float("nan"))
             found = losses_and_gradients(model, arguments)
             assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
-            assert_close(taken(routers), statistics)
+            assert_close(take_statistics(routers), statistics)
         assert graphs.statistics().replays == len(PACKS) and not graphs.statistics().fallbacks
     assert not any("_apply_expert_bias" in vars(router) for router in routers)
 
@@ -154,9 +146,9 @@ def test_a_capture_counts_and_logs_nothing(changes):
     model = new_model(**{**EXPERTS, **changes})
     routers = [layer.mlp.router for layer in model.decoder.layers]
     with ON_CPU(), on_graphs(model, pack(WARMUP), capture=False) as graphs:
-        before = [tensor.clone() for tensor in packed_routers._statistics(routers)]
+        before = [tensor.clone() for tensor in packed_routers.statistics_of(routers)]
         graphs.capture()
-        assert all(map(torch.equal, packed_routers._statistics(routers), before))
+        assert all(map(torch.equal, packed_routers.statistics_of(routers), before))
 
 
 REFUSED = {

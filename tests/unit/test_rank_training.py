@@ -132,6 +132,14 @@ def no_gpu():
         yield
 
 
+def data_parallel_model(module, **settings):
+    """Return a module in megatron-core's data parallelism, in several buckets."""
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(bucket_size=4096, **settings)
+    with no_gpu():
+        return DistributedDataParallel(config, ddp, module)
+
+
 @contextmanager
 def reductions_of(model):
     """List the model's bucket groups, by number, in the order in which they are reduced inside."""
@@ -159,10 +167,7 @@ def data_parallel(overlap, last=None, beside=()):
     rank = distributed.get_rank()
     found = []
     for graphs in (False, True):
-        config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
-        ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4096)
-        with no_gpu():
-            model = DistributedDataParallel(config, ddp, Model())
+        model = data_parallel_model(Model(), overlap_grad_reduce=overlap)
         encoder = model.module.vision_model
         options = VisionGraphOptions(**DEFAULTS)
         helper = VisionTECudaGraphHelper([model], encoder.config, num_microbatches=3, options=options)
@@ -235,10 +240,7 @@ TEXT = (
 def with_text(overlap, graphs):
     """Train steps in which a rank has no image in its last microbatch, or in none; return their gradients."""
     rank = distributed.get_rank()
-    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
-    ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4096)
-    with no_gpu():
-        model = DistributedDataParallel(config, ddp, WithText())
+    model = data_parallel_model(WithText(), overlap_grad_reduce=overlap)
     encoder = model.module.vision_model
     options = VisionGraphOptions(**DEFAULTS)
     helper = None
@@ -286,12 +288,8 @@ def test_upstream_ends_where_a_ranks_last_microbatch_has_no_image(tmp_path):
 
 def gathers(has_images):
     """Return the order in which a microbatch gathers its buckets of parameters, without and with an image."""
-    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
-    ddp = DistributedDataParallelConfig(
-        overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=4096
-    )
-    with no_gpu():
-        model = DistributedDataParallel(config, ddp, WithText())
+    settings = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True)
+    model = data_parallel_model(WithText(), **settings)
     encoder = model.module.vision_model
     helper = VisionTECudaGraphHelper([model], encoder.config, options=VisionGraphOptions(**DEFAULTS))
     order = []
