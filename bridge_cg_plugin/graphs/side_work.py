@@ -196,9 +196,10 @@ class SideWork:
         def differentiated() -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(branch.end, wanted, gradient, allow_unused=True)
 
+        # Autograd drops what it saved, the start as well, as soon as the backward is submitted.
         if not branch.start.requires_grad:
-            return self.run(differentiated, gradient)
-        branch.gradients = self.start(differentiated, gradient)
+            return self.run(differentiated, gradient, branch.start)
+        branch.gradients = self.start(differentiated, gradient, branch.start)
         return branch.gradients.made[1:]
 
     def join(self) -> None:

@@ -272,6 +272,19 @@ def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machi
     assert torch.equal(gradient, torch.full((2,), 2 * (1 + 3.0)))
 
 
+@pytest.mark.parametrize("trained_before", [True, False])
+def test_what_a_branch_begins_with_is_kept_until_its_backward_is_waited_for(machine, trained_before):
+    """Where nothing before it is trained, only the branch saved it: submitted, it is dropped."""
+    x, weight = torch.ones(2, requires_grad=trained_before), torch.ones(2, requires_grad=True)
+    side = SideWork(machine.side)
+    side.begin()
+    with side.active():
+        out = branch(lambda h: h * weight, x)
+    with side.active():
+        side.differentiate([(out, torch.ones(2))], [weight])
+        assert x.data_ptr() in {t.data_ptr() for reads in side._reads for t in reads}
+
+
 def test_a_branch_that_is_changed_on_its_way_out_is_an_error():
     region = branching_region()
     region.program.changed = True
