@@ -3,29 +3,28 @@
 import importlib
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from .forks import PRELOADED
 from .hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
 LAST_WRITTEN = 8000  # characters of a failed process's output that a message shows
-# What a forked process says that cannot train.
-UNFIT = "unfit"
 FIRST_PORT, PORTS = 20_000, 10_000
 # Processes that ask at the same time, with neighbouring numbers, start as far apart.
 CALLS_EACH = 97
 _CALLS = itertools.count()
+READY = "ready"
+LOG = logging.getLogger(__name__)
 
 
 class TrainingFailed(RuntimeError):
@@ -57,8 +56,8 @@ class TrainingProcess:
         module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
         environment: The processes' variables; None for this process's as they are now, with what megatron-core has set
             for models that were built here.
-        forked: Whether they are forked from the process that `forks.start_server` started, if that turns out to be
-            possible, and need not import the stack themselves.
+        forked: Whether they are forked from the server of `forks.start_server`, which has imported a part of the stack.
+            Where it may not be forked, they are new all the same, and a warning says why.
     """
 
     def __init__(
@@ -75,6 +74,11 @@ class TrainingProcess:
             _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment, forked)
             for rank in range(ranks)
         ]
+
+    @property
+    def forked(self) -> bool:
+        """Whether all are forked, once they are ready."""
+        return all(rank.method == "forkserver" for rank in self._ranks)
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
@@ -155,6 +159,7 @@ class _Rank:
 
     Attributes:
         first: Whether it failed before any other did.
+        method: How it was started, in multiprocessing's words.
     """
 
     def __init__(
@@ -176,28 +181,31 @@ class _Rank:
             variables |= placement(rank, world, None if devices is None else len(devices))
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
-        self._given = log, variables, placed, prepare, module
+        self._arguments = (log, variables, placed, prepare, module)
         self._start("forkserver" if forked else "spawn")
 
-    def _start(self, method: str) -> None:
+    def _start(self, method: Literal["forkserver", "spawn"]) -> None:
+        self.method = method
         context = multiprocessing.get_context(method)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_import_and_train, args=(theirs, *self._given))
+        target = _import_and_train if method == "spawn" else _train_where_forked
+        self.process = context.Process(target=target, args=(theirs, *self._arguments))
         self.process.start()
         theirs.close()
 
     def is_ready(self) -> bool:
         """Wait until everything is imported; whether it could be."""
         try:
-            if self.connection.recv() == UNFIT:
-                self.connection.close()
-                self.process.join()
-                self._start("spawn")
-                self.connection.recv()
+            said = self.connection.recv()
         except EOFError:
             self.process.join()
             self.first = True
             return False
+        if said != READY:
+            LOG.warning("a training process imports the whole stack, as none can be forked: %s", said)
+            self.process.join()
+            self._start("spawn")
+            return self.is_ready()
         return True
 
 
@@ -230,6 +238,16 @@ def free_port() -> int:
     raise OSError(f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free")
 
 
+def _train_where_forked(connection: Connection, *arguments: Any) -> None:
+    """Train if the server of this process may be forked; else tell why not."""
+    from .libraries import OBSTACLE
+
+    if OBSTACLE is None:
+        _import_and_train(connection, *arguments)
+    else:
+        connection.send(OBSTACLE)
+
+
 def _import_and_train(
     connection: Connection,
     log: Path | None,
@@ -248,16 +266,11 @@ def _import_and_train(
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-    preloaded = sys.modules.get(PRELOADED)
-    if preloaded is not None and not preloaded.fits():
-        print("a fork of the process that imported the stack cannot train here: a new process imports it", flush=True)
-        connection.send(UNFIT)
-        return
     train_words = importlib.import_module(module).train_words
     if prepare is not None:
         place, _, function = prepare.partition(":")
         getattr(importlib.import_module(place), function)()
-    connection.send("ready")
+    connection.send(READY)
     try:
         words, port = connection.recv()
     except EOFError:

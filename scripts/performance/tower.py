@@ -7,12 +7,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import batched
 
 import torch
 from torch import Tensor, nn
 
 from scripts.performance.measure import on_gpu
 from scripts.performance.workloads import Grid, frames_of
+
+# Tensors whose differences are there at the same time: few launches, and little memory beside that of large models.
+SUBTRACTED = 16
 
 
 def start_process() -> None:
@@ -214,9 +218,12 @@ def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float
         expected: What they should be.
         least: A norm counts as at least this share of the largest.
     """
-    distances = torch.stack(torch._foreach_norm(torch._foreach_sub(list(actual), list(expected))))
+    distances = []
+    for pairs in batched(zip(actual, expected, strict=True), SUBTRACTED):
+        ones, others = map(list, zip(*pairs, strict=True))
+        distances += torch._foreach_norm(torch._foreach_sub(ones, others))
     norms = torch.stack(torch._foreach_norm(list(expected)))
-    return distances / torch.maximum(norms, least * norms.max()).clamp(min=1e-30)
+    return torch.stack(distances) / torch.maximum(norms, least * norms.max()).clamp(min=1e-30)
 
 
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

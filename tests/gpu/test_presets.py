@@ -19,8 +19,8 @@ from tests.local_hub import write_hub
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 LIMIT_S = 240
-# Nothing is saved, loaded or evaluated; few of Bridge's mock images are drawn. Fused accumulation is Apex's, which NVIDIA's
-# containers have and the registry has not.
+# Nothing is saved, loaded or evaluated; few of Bridge's mock images are drawn. Fused accumulation is Apex's, which
+# NVIDIA's containers have and the registry has not.
 WORDS = (
     f"train.train_iters={STEPS}",
     "train.global_batch_size=4",

@@ -77,6 +77,7 @@ class Trainings:
     """
 
     def __init__(self, folder: Path, side_by_side: int) -> None:
+        start_server(ENVIRONMENT)
         self._folder = folder
         self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
         self._taking = Lock()
@@ -85,8 +86,6 @@ class Trainings:
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
     def start(self, training: Training) -> Future[dict[str, Any]]:
-        if not self._results:
-            start_server(ENVIRONMENT)
         if training not in self._results:
             before = self.start(training.after) if training.after is not None else None
             log = self._folder / f"{len(self._results)}.log"
@@ -108,9 +107,9 @@ class Trainings:
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
         environment = {**ENVIRONMENT, **dict(training.environment)}
-        # Variables of its own may be among those that are read as the stack is imported.
-        forked = not training.environment
-        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, environment, forked)
+        process = TrainingProcess(
+            log, training.ranks, devices, training.prepare, training.module, environment, forked=True
+        )
         process.wait_until_ready()
         if before is not None:
             before.result()

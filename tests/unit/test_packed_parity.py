@@ -18,7 +18,7 @@ from scripts.performance.packed_parity import (
     spread_of,
     worst_gradient,
 )
-from scripts.performance.tower import largest_relative
+from scripts.performance.tower import largest_relative, relatives
 
 from .packs import graphs_on, losses_and_gradients, new_model, pack
 from .towers import assert_close
@@ -139,3 +139,15 @@ def test_what_all_replays_of_a_pack_have_is_beyond_the_noise_of_that_gradient(wr
 def test_other_losses_are_beyond_the_noise():
     replays = [(losses + 1e-6, gradients) for losses, gradients in drawn(5, 10)]
     assert [miss.split()[2] for miss in beyond_noise({"a pack": spread_of(drawn(8, 9), replays)}, NAMES)] == ["losses"]
+
+
+def test_relative_differences_are_those_of_each_tensor():
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(n, 3, generator=generator) for n in range(1, 40)]
+    actual = [one + 1e-3 * torch.randn(one.shape, generator=generator) for one in expected]
+    actual[20][1, 1] = torch.nan
+    right = torch.stack([(a - e).norm() / e.norm() for a, e in zip(actual, expected, strict=True)])
+    torch.testing.assert_close(relatives(actual, expected), right, equal_nan=True)
+    assert relatives(actual, expected).isnan().sum() == 1
+    with pytest.raises(ValueError, match="shorter"):
+        relatives(actual, expected[:-1])
