@@ -1,6 +1,6 @@
-"""Presets of the full-size 8B model that fit one or two GPUs, as a user starts them, with a hub's cache made here.
+"""Presets of the full-size 8B model at their own parallel layout, as a user starts them, with a hub's cache made here.
 
-Weights are random: they would come from the hub. Parallelism is changed where Bridge's recipe has more GPUs.
+Weights are random: they would come from the hub.
 """
 
 import math
@@ -34,10 +34,10 @@ WORDS = (
     "model.vision_cuda_graph_check_interval=6",
     "model.gradient_accumulation_fusion=false",
 )
-# Preset -> GPUs, and what is changed for them.
+# Preset -> GPUs.
 PRESETS = {
-    "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config": (1, ("model.tensor_model_parallel_size=1",)),
-    "qwen3_vl_8b_vision_graphs_h200_sft_mock_config": (2, ()),
+    "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config": 4,
+    "qwen3_vl_8b_vision_graphs_h200_sft_mock_config": 2,
 }
 
 
@@ -48,13 +48,13 @@ def hub(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_it_trains_with_every_microbatch_on_graphs(name, hub, tmp_path):
-    gpus, words = PRESETS[name]
+    gpus = PRESETS[name]
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} NVIDIA GPUs")
     workers = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", f"--master_port={free_port()}"]
-    command = [sys.executable, *(workers if gpus > 1 else ()), str(ROOT / "scripts/performance/run_recipe.py")]
+    command = [sys.executable, *workers, str(ROOT / "scripts/performance/run_recipe.py")]
     # Fine-tuning would want a checkpoint to start from.
-    command += ["--recipe", name, "--mode", "pretrain", *words, *WORDS]
+    command += ["--recipe", name, "--mode", "pretrain", *WORDS]
     environment = {**os.environ, **hub, "MASTER_PORT": str(free_port())}
     log = tmp_path / "log.txt"
     with log.open("w") as file:
