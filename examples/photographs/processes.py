@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import socket
@@ -12,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .hosts import placement
 
@@ -23,8 +22,6 @@ FIRST_PORT, PORTS = 20_000, 10_000
 # Processes that ask at the same time, with neighbouring numbers, start as far apart.
 CALLS_EACH = 97
 _CALLS = itertools.count()
-READY = "ready"
-LOG = logging.getLogger(__name__)
 
 
 class TrainingFailed(RuntimeError):
@@ -56,8 +53,6 @@ class TrainingProcess:
         module: What trains: a module that imports the stack and has `train_words(words)`, which takes a command line.
         environment: The processes' variables; None for this process's as they are now, with what megatron-core has set
             for models that were built here.
-        forked: Whether they are forked from the server of `forks.start_server`, which has imported a part of the stack.
-            Where it may not be forked, they are new all the same, and a warning says why.
     """
 
     def __init__(
@@ -68,17 +63,10 @@ class TrainingProcess:
         prepare: str | None = None,
         module: str = "examples.photographs.training",
         environment: Mapping[str, str] | None = None,
-        forked: bool = False,
     ) -> None:
         self._ranks = [
-            _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment, forked)
-            for rank in range(ranks)
+            _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment) for rank in range(ranks)
         ]
-
-    @property
-    def forked(self) -> bool:
-        """Whether all are forked, once they are ready."""
-        return all(rank.method == "forkserver" for rank in self._ranks)
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
@@ -159,7 +147,6 @@ class _Rank:
 
     Attributes:
         first: Whether it failed before any other did.
-        method: How it was started, in multiprocessing's words.
     """
 
     def __init__(
@@ -171,9 +158,10 @@ class _Rank:
         prepare: str | None,
         module: str,
         environment: Mapping[str, str] | None,
-        forked: bool,
     ) -> None:
+        context = multiprocessing.get_context("spawn")
         self.rank, self.log, self.first = rank, log, False
+        self.connection, theirs = context.Pipe()
         # One process alone is told too where torchrun started the parent, which knows of more.
         variables = dict(os.environ if environment is None else environment)
         placed = world > 1 or "WORLD_SIZE" in variables
@@ -181,31 +169,18 @@ class _Rank:
             variables |= placement(rank, world, None if devices is None else len(devices))
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in devices)
-        self._arguments = (log, variables, placed, prepare, module)
-        self._start("forkserver" if forked else "spawn")
-
-    def _start(self, method: Literal["forkserver", "spawn"]) -> None:
-        self.method = method
-        context = multiprocessing.get_context(method)
-        self.connection, theirs = context.Pipe()
-        target = _import_and_train if method == "spawn" else _train_where_forked
-        self.process = context.Process(target=target, args=(theirs, *self._arguments))
+        self.process = context.Process(target=_import_and_train, args=(theirs, log, variables, placed, prepare, module))
         self.process.start()
         theirs.close()
 
     def is_ready(self) -> bool:
         """Wait until everything is imported; whether it could be."""
         try:
-            said = self.connection.recv()
+            self.connection.recv()
         except EOFError:
             self.process.join()
             self.first = True
             return False
-        if said != READY:
-            LOG.warning("a training process imports the whole stack, as none can be forked: %s", said)
-            self.process.join()
-            self._start("spawn")
-            return self.is_ready()
         return True
 
 
@@ -238,16 +213,6 @@ def free_port() -> int:
     raise OSError(f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free")
 
 
-def _train_where_forked(connection: Connection, *arguments: Any) -> None:
-    """Train if the server of this process may be forked; else tell why not."""
-    from .libraries import OBSTACLE
-
-    if OBSTACLE is None:
-        _import_and_train(connection, *arguments)
-    else:
-        connection.send(OBSTACLE)
-
-
 def _import_and_train(
     connection: Connection,
     log: Path | None,
@@ -270,7 +235,7 @@ def _import_and_train(
     if prepare is not None:
         place, _, function = prepare.partition(":")
         getattr(importlib.import_module(place), function)()
-    connection.send(READY)
+    connection.send("ready")
     try:
         words, port = connection.recv()
     except EOFError:

@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs import gpu  # noqa: E402
-from examples.photographs.forks import start_server  # noqa: E402
 from examples.photographs.hosts import ranks_per_gpu  # noqa: E402
 from examples.photographs.layout import Layout  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
@@ -164,7 +163,6 @@ class Bench:
         trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
         if not (trained or counted):
             return []
-        start_server(os.environ)
         with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(trained) + len(counted)) as pool:
             runs = {job: pool.submit(self._train, job, Path(turns)) for job in (*trained, *counted)}
             same = [self._finish(jobs, runs, self._write) for jobs in batched(trained, len(MODES))]
@@ -207,7 +205,7 @@ class Bench:
         """Return a run's processes, which have imported the stack and end with `stack`, or why there are none."""
         if time.monotonic() >= self._end:
             return TimeIsUp()
-        process = TrainingProcess(self._log(job), job.layout.ranks, job.devices, forked=True)
+        process = TrainingProcess(self._log(job), job.layout.ranks, job.devices)
         stack.callback(process.close)
         try:
             process.wait_until_ready()

@@ -12,7 +12,6 @@ runs share the GPU and nothing is timed, which takes half as long.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.report.spread import compare_to_spread  # noqa: E402
-from examples.photographs.forks import start_server  # noqa: E402
 from examples.photographs.processes import TrainingProcess  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
@@ -71,8 +69,7 @@ def train_all(steps: int, model: str, modules: str, side_by_side: bool = False) 
     words["plugin"] = [*all_words, "--modules", modules]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        start_server(os.environ)
-        processes = {name: TrainingProcess(folder / f"{name}.log", module=MODULE, forked=True) for name in words}
+        processes = {name: TrainingProcess(folder / f"{name}.log", module=MODULE) for name in words}
         for process in processes.values():
             stack.callback(process.close)
         for process in processes.values():

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from examples.photographs.arguments import layout_in
-from examples.photographs.forks import start_server
 from examples.photographs.hosts import ranks_per_gpu
 from examples.photographs.processes import TrainingProcess
 
@@ -77,7 +76,6 @@ class Trainings:
     """
 
     def __init__(self, folder: Path, side_by_side: int) -> None:
-        start_server(ENVIRONMENT)
         self._folder = folder
         self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
         self._taking = Lock()
@@ -107,9 +105,7 @@ class Trainings:
         self, training: Training, log: Path, before: Future[dict[str, Any]] | None, devices: tuple[int, ...]
     ) -> dict[str, Any]:
         environment = {**ENVIRONMENT, **dict(training.environment)}
-        process = TrainingProcess(
-            log, training.ranks, devices, training.prepare, training.module, environment, forked=True
-        )
+        process = TrainingProcess(log, training.ranks, devices, training.prepare, training.module, environment)
         process.wait_until_ready()
         if before is not None:
             before.result()

@@ -29,11 +29,10 @@ def test_layouts_go_side_by_side(sizes, gpus, expected):
 def started(monkeypatch):
     """Processes that train nothing; the list of (mode, words, devices, others beside it), after who fails."""
     asked, lock, busy = [], threading.Lock(), Counter()
-    failing, servers = [], []
+    failing = []
 
     class Process:
-        def __init__(self, log, ranks, devices, forked):
-            assert forked and servers
+        def __init__(self, log, ranks, devices):
             assert len(set(devices)) == len(devices) <= ranks
             self._ranks, self._devices = range(ranks), devices
 
@@ -64,7 +63,6 @@ def started(monkeypatch):
             pass
 
     monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
-    monkeypatch.setattr(bench_parallel, "start_server", servers.append)
     asked.append(failing)
     return asked
 
@@ -237,8 +235,8 @@ def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monk
             if self.log.name == "one_GPU_eager1_8.log":
                 raise TrainingFailed("process 0 of 1 ended with status 1: importing the stack", "ImportError: no")
 
-        def __init__(self, log, *place, **how):
-            super().__init__(log, *place, **how)
+        def __init__(self, log, *place):
+            super().__init__(log, *place)
             self.log = log
 
     monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)

@@ -111,8 +111,8 @@ def test_every_run_has_its_process_and_words(monkeypatch, side_by_side):
     class Process:
         wait_until_ready = close = lambda self: None
 
-        def __init__(self, log, module, forked):
-            assert log.parent.is_dir() and module == train_packed.MODULE and forked
+        def __init__(self, log, module):
+            assert log.parent.is_dir() and module == train_packed.MODULE
 
         def train(self, mode, words, limit_s):
             assert limit_s == train_packed.LIMIT_S
@@ -120,7 +120,6 @@ def test_every_run_has_its_process_and_words(monkeypatch, side_by_side):
             return {"step_ms": [1.0], "words": tuple(words)}
 
     monkeypatch.setattr(train_packed, "TrainingProcess", Process)
-    monkeypatch.setattr(train_packed, "start_server", lambda environment: None)
     found = train_packed.train_all(5, "qwen3_vl", "attn", side_by_side)
     assert list(found) == [*train_packed.EAGER_RUNS, "plugin"]
     times = [run["step_ms"] for run in found.values()]
