@@ -1,30 +1,36 @@
 """Packed documents over two GPUs that share layers or documents: graphs against eager, parity and times.
 
-python scripts/performance/bench_packed_parallel.py --out docs/benchmarks/packed_parallel.jsonl
+    python scripts/performance/bench_packed_parallel.py --out docs/benchmarks/packed_parallel.jsonl
+    python scripts/performance/bench_packed_parallel.py --gpus 2 --layouts CP2 --out FILE
 
-Every layout has a process for each GPU. Parity is measured under deterministic algorithms, on a small model and on as
-many rows as the graphs have; times on the dense model of bench_packed.py, the slower rank's. A layout's records are
-written as soon as it has ended.
+Every layout has a process for each GPU, and two GPUs: on four GPUs two layouts are measured side by side, each on cores
+of its own, and the third where the first ends. The processes of all import at the start, so nothing imports beside
+what is timed. Parity is measured under deterministic algorithms, on a small model and on as many rows as the graphs
+have; times on the dense model of bench_packed.py, the slower rank's. A layout's records are written as soon as it has
+ended.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
+from scripts.performance.machine import divide, gpus_here, keep_to  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 
 MODULE = "scripts.performance.packed_ranks"
-# What packed_ranks.py knows: two GPUs share layers, layers and the tokens between them, or documents.
-LAYOUTS = ("TP2", "TP2_sequence", "CP2")
+# What packed_ranks.py knows: two GPUs share layers, documents, or layers and the tokens between them.
+LAYOUTS = ("TP2", "CP2", "TP2_sequence")
 GPUS = 2
 REPEATS = 7
 # Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others.
@@ -37,53 +43,98 @@ def main() -> int:
     """Run the layouts and write records; non-zero if graphs differ from eager or are not faster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed_parallel.jsonl if left out")
     args = parser.parse_args()
+    began, missed = time.monotonic(), []
     out = output_path(args.out, "packed_parallel.jsonl")
-    missed, began = [], time.monotonic()
-    for layout, found in run_layouts(args.layouts):
-        print(f"{layout} ended at {time.monotonic() - began:.0f} s", flush=True)
-        if isinstance(found, str):
-            put_record(out, {"case": layout, "mode": "plugin", "error": found[-300:], **provenance(REPEATS, 0)})
-            print(f"{layout}: {found}", flush=True)
-            missed.append(f"{layout}: {found.splitlines()[0]}")
-            continue
-        for record in records_of(layout, found):
-            put_record(out, record)
-            print(json.dumps(record), flush=True)
-        missed += [f"{layout}: {miss}" for miss in misses(found)]
+    with started(args.layouts, gpus_here() if args.gpus is None else args.gpus) as places:
+        origin = provenance(REPEATS, 0)  # imports PyTorch, beside the processes
+        for layout, found in measured(places):
+            print(f"{layout} ended at {time.monotonic() - began:.0f} s", flush=True)
+            if isinstance(found, str):
+                put_record(out, {"case": layout, "mode": "plugin", "error": found[-300:], **origin})
+                print(f"{layout}: {found}", flush=True)
+                missed.append(f"{layout}: {found.splitlines()[0]}")
+                continue
+            for record in records_of(layout, found, origin):
+                put_record(out, record)
+                print(json.dumps(record), flush=True)
+            missed += [f"{layout}: {miss}" for miss in misses(found)]
     print("\n".join(missed) or "all layouts equal eager, and are faster")
     return 1 if missed else 0
 
 
-def run_layouts(
-    layouts: Sequence[str], log: Path | None = None, words: Sequence[str] = ()
-) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Run layouts one after the other, while the processes of the next import; yields what each found, or its error.
+class Place(NamedTuple):
+    """Two GPUs and what is measured on them in turn.
+
+    Attributes:
+        processes: Of each layout, by its name.
+        cores: Of each rank while it is measured.
+    """
+
+    processes: dict[str, TrainingProcess]
+    cores: Sequence[Sequence[int]]
+
+
+@contextmanager
+def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Iterator[list[Place]]:
+    """Start the processes of layouts, spread over pairs of GPUs; they import, and end with this context.
 
     Args:
         layouts: Their names.
+        gpus: GPUs to use.
         log: Folder for the processes' output; without it, it goes to this process's.
+
+    Raises:
+        ValueError: There are fewer than two GPUs.
+    """
+    if gpus < GPUS:
+        raise ValueError(f"--gpus {gpus}: allowed is {GPUS} or more; run it on a machine with that many NVIDIA GPUs")
+    pairs = [tuple(range(first, first + GPUS)) for first in range(0, gpus - gpus % GPUS, GPUS)]
+    cores = divide(os.sched_getaffinity(0), gpus)
+    places = [Place({}, cores.of_ranks(GPUS, pair)) for pair in pairs]
+    with ExitStack() as stack:
+        for number, layout in enumerate(dict.fromkeys(layouts)):
+            file = None if log is None else log / f"{layout}.log"
+            turn = number % len(pairs)
+            process = TrainingProcess(file, GPUS, pairs[turn], module=MODULE)
+            stack.callback(process.close)
+            places[turn].processes[layout] = process
+        yield places
+
+
+def measured(places: Sequence[Place], words: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Measure the layouts, those of each place in turn; yields what each found, or its error, as it ends.
+
+    Args:
+        places: Where they are measured, side by side.
         words: Further words of the processes' command lines.
     """
     with ExitStack() as stack:
-        processes = {}
-        for layout in layouts:
-            place = None if log is None else log / f"{layout}.log"
-            processes[layout] = TrainingProcess(place, GPUS, range(GPUS), module=MODULE)
-            stack.callback(processes[layout].close)
-        for layout, process in processes.items():
-            try:
-                process.wait_until_ready()
-                given = ["--layout", layout, "--repeats", str(REPEATS), *words]
-                yield layout, process.train("graphs", given, LIMIT_S)
-            except TrainingFailed as error:
-                yield layout, str(error)
+        turns: dict[Future[dict[str, Any] | str], str] = {}
+        for place in places:
+            in_turn = stack.enter_context(ThreadPoolExecutor(1))
+            for layout, process in place.processes.items():
+                turns[in_turn.submit(measured_once, layout, process, place.cores, words)] = layout
+        for ended in as_completed(turns):
+            yield turns[ended], ended.result()
 
 
-def records_of(layout: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+def measured_once(
+    layout: str, process: TrainingProcess, cores: Sequence[Sequence[int]], words: Sequence[str]
+) -> dict[str, Any] | str:
+    """Return what a layout's processes find, on cores of their own, or their error."""
+    try:
+        process.wait_until_ready()
+        keep_to(process, cores)
+        return process.train("graphs", ["--layout", layout, "--repeats", str(REPEATS), *words], LIMIT_S)
+    except TrainingFailed as error:
+        return str(error)
+
+
+def records_of(layout: str, found: dict[str, Any], origin: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the records of what a layout's ranks found: one of the parity, two for each size that was timed."""
-    origin = provenance(REPEATS, 0)
     worst = [max(far[i] for rank in found["ranks"] for far in rank["far"].values()) for i in range(2)]
     replays, fallbacks = found["ranks"][0]["replays"], found["ranks"][0]["fallbacks"]
     parity_of_all = {"forward_rel": worst[0], "grad_rel": worst[1], "replays": replays, "fallbacks": fallbacks}

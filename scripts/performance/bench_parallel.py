@@ -1,15 +1,22 @@
-"""Train over several GPUs, eager twice and with vision graphs once, and write what came out as records.
+"""Train over several GPUs, eager several times and with vision graphs once, and write what came out as records.
 
+    python scripts/performance/bench_parallel.py --small --microbatches 2 --dry-run --gpus 4
     python scripts/performance/bench_parallel.py --small --microbatches 2
     torchrun --standalone --nproc_per_node 4 scripts/performance/bench_parallel.py --small --layouts TP2xPP2 DP4
 
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
-scaling, and the others share one GPU's work. Runs share the GPUs: set-up, warm-up and steps that are not timed go side
-by side, and for the steps that are timed, some of the first eager and the graphed run, a run has its GPUs to itself.
-Set-up waits for these steps too. With --untimed no run has.
+scaling, and the others share one GPU's work.
 
-With --ranks-per-gpu 2 layouts of more ranks than there are GPUs are trained as well, two ranks on each GPU and with a
-narrower language model. Losses, memory and slots are what they are with a GPU for each rank; times are not taken.
+Runs go in waves. A run has its GPUs, and a share of the cores for each, to itself; layouts of fewer ranks go side by
+side on other GPUs: of one GPU four runs at once on four, of two GPUs two. The runs of a wave begin together. Timed are
+the first eager run and the graphed one, in their last steps. On four GPUs both are of one wave, or, where a layout takes
+all GPUs, each is alone. While a wave trains, the processes of the wave after the next import, on a quarter of the cores
+that no run has: beside set-up and the first steps; how long before a wave's end that had ended is printed beside how
+long its timed steps took. --dry-run prints the waves and when they are expected.
+
+A layout's records are written when its last wave has ended. With --ranks-per-gpu 2 layouts of more ranks than there are
+GPUs are trained as well, two ranks on each GPU and with a narrower language model. Losses, memory and slots are what
+they are with a GPU for each rank; times are not taken.
 
 --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must take as much memory with
 these as with those.
@@ -18,14 +25,12 @@ these as with those.
 import argparse
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,29 +39,14 @@ from examples.photographs import gpu  # noqa: E402
 from examples.photographs.hosts import ranks_per_gpu  # noqa: E402
 from examples.photographs.layout import Layout  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
-from scripts.performance.layout_runs import (  # noqa: E402
-    LAYERS,
-    LAYOUTS,
-    MODES,
-    MUST,
-    SHARED_WIDTH,
-    SHARED_WORDS,
-    SLOTS,
-    SLOTS_MICROBATCHES,
-    SLOTS_STEPS,
-    SLOTS_WORDS,
-    TIMED,
-    WIDTH,
-    Job,
-    in_order,
-)
-from scripts.performance.places import Places  # noqa: E402
-from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
+from scripts.performance.layout_records import SEED, Writer  # noqa: E402
+from scripts.performance.layout_runs import LAYOUTS, MUST, TIMED, Job, waves  # noqa: E402
+from scripts.performance.layout_times import AHEAD, plan  # noqa: E402
+from scripts.performance.machine import divide, gpus_here, keep_to  # noqa: E402
+from scripts.performance.results import output_path, provenance, put_cases  # noqa: E402
 
 MOST_RANKS_PER_GPU = 4
-MOST_GROWTH = 0.02  # of what graphs take, with more microbatches
-# Runs that share a GPU, small ones and others: their memory has to fit.
-BESIDE = {True: 6, False: 3}
+FEWEST_EAGER_RUNS = 2  # that have a spread
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -64,10 +54,15 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parse(words)
     if int(os.environ.get("RANK", 0)):
         return 0  # torchrun's first process starts those that train
-    path = output_path(args.out, "parallel.jsonl")
-    bench = Bench(args, path, gpus_here() if args.gpus is None else args.gpus)
+    gpus = gpus_here() if args.gpus is None else args.gpus
     layouts, slots = ([LAYOUTS[name] for name in names] for names in (args.layouts, args.slots))
-    return 0 if all(bench.run(layouts, slots)) else 1
+    check(layouts, slots, gpus, args.ranks_per_gpu)
+    runs = waves(layouts, slots, args.microbatches, args.steps, args.eager_runs, gpus)
+    print("\n".join(plan(runs, args.seconds)), flush=True)
+    if args.dry_run:
+        return 0
+    bench = Bench(args, output_path(args.out, "parallel.jsonl"), gpus)
+    return 0 if all(bench.run(runs)) else 1
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -77,15 +72,17 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--layouts", nargs="*", choices=LAYOUTS, default=MUST, metavar="LAYOUT", help=", ".join(LAYOUTS)
     )
     parser.add_argument(
-        "--slots", nargs="+", choices=LAYOUTS, default=(), metavar="LAYOUT", help="of 8 and of 32 microbatches"
+        "--slots", nargs="*", choices=LAYOUTS, default=(), metavar="LAYOUT", help="of 8 and of 32 microbatches"
     )
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run")
     parser.add_argument(
         "--microbatches", type=int, default=8, help="microbatches of a step, one sample each, for each model replica"
     )
+    parser.add_argument("--eager-runs", type=int, default=3, metavar="N", help="eager runs of each layout, at least 2")
     parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes")
-    parser.add_argument("--untimed", action="store_true", help="all steps side by side, without times")
-    parser.add_argument("--timed-steps", type=int, default=20, metavar="N", help="steps that are timed")
+    parser.add_argument(
+        "--timed-steps", type=int, default=10, metavar="N", help="last steps of a run that are timed; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when runs that have not ended are ended")
     parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
     parser.add_argument(
@@ -95,33 +92,66 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="ranks that may share a GPU, without times, in layouts of more ranks than there are GPUs; 1 without it",
     )
+    parser.add_argument("--dry-run", action="store_true", help="print when which runs go on which GPUs, and end")
     parser.add_argument("--logs", type=Path, help="folder for the runs' output; without it, it goes to this one's")
     parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/parallel.jsonl without it")
     args = parser.parse_args(words)
     if not 1 <= args.ranks_per_gpu <= MOST_RANKS_PER_GPU:
         parser.error(f"--ranks-per-gpu {args.ranks_per_gpu}: allowed is 1 to {MOST_RANKS_PER_GPU}")
+    for option, least in (("eager_runs", FEWEST_EAGER_RUNS), ("timed_steps", 0), ("steps", 1), ("microbatches", 1)):
+        value = getattr(args, option)
+        if value < least:
+            parser.error(f"--{option.replace('_', '-')} {value}: allowed is {least} or more")
     return args
 
 
-def gpus_here() -> int:
-    """Return how many GPUs this process sees."""
-    import torch
+def check(layouts: Sequence[Layout], slots: Sequence[Layout], gpus: int, most_sharing: int) -> None:
+    """Refuse layouts that the GPUs do not hold.
 
-    return torch.cuda.device_count()
+    Args:
+        layouts: Those that are trained eager and with graphs.
+        slots: Those that are trained with few and with many microbatches.
+        gpus: GPUs to use.
+        most_sharing: Ranks that may share a GPU.
 
-
-def of_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return a record's fields of each rank: peak memory in GiB; of those that have graphs replays and fallbacks."""
-    graphs = [rank["graphs"] for rank in ranks if rank["graphs"] is not None]
-    return {
-        "rank_peak_gb": [rank["peak_gb"] for rank in ranks],
-        "rank_replays": [each["replays"] for each in graphs],
-        "rank_fallbacks": [sum(each["fallbacks"].values()) for each in graphs],
-    }
+    Raises:
+        ValueError: A layout needs more GPUs than there are, or there is none.
+    """
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: allowed is 1 or more; run it on a machine with NVIDIA GPUs")
+    for option, layout in [("layouts", each) for each in layouts] + [("slots", each) for each in slots]:
+        sharing = ranks_per_gpu(layout.ranks, gpus)
+        if sharing > most_sharing:
+            raise ValueError(
+                f"--{option} {layout}: it needs {layout.ranks} GPUs, allowed here are {gpus}; with "
+                f"--ranks-per-gpu {sharing} its ranks share them, without times"
+            )
 
 
 class TimeIsUp(Exception):
     """A run had not ended when the time for all runs had."""
+
+
+class Started(NamedTuple):
+    """A run's processes.
+
+    Attributes:
+        process: The processes.
+        ready: When they had imported the stack, or why they did not.
+    """
+
+    process: TrainingProcess
+    ready: Future[float]
+
+
+def ready_at(process: TrainingProcess) -> float:
+    """Wait until a run's processes have imported the stack; returns when that was.
+
+    Raises:
+        TrainingFailed: They could not.
+    """
+    process.wait_until_ready()
+    return time.monotonic()
 
 
 class Bench:
@@ -134,108 +164,107 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace, path: Path, gpus: int) -> None:
-        self._args, self._path, self._count = args, path, gpus
-        self._end = time.monotonic() + args.seconds
-        self._gpus = Places([BESIDE[args.small]] * gpus)
-        self._imports = Places([len(os.sched_getaffinity(0))])
-        self._ms: dict[tuple[Layout, str], float] = {}
+        self._args, self._path = args, path
+        self._began = time.monotonic()
+        self._end = self._began + args.seconds
+        self._cores = divide(os.sched_getaffinity(0), gpus)
+        self._started: dict[Job, Started] = {}
+        self._found: dict[Job, dict[str, Any] | Exception] = {}
 
-    def run(self, layouts: Sequence[Layout], slots: Sequence[Layout] = ()) -> list[bool]:
-        """Run the layouts; returns for each whether graphs trained the same, or took as much with more microbatches.
+    def run(self, runs: Sequence[Sequence[Job]]) -> list[bool]:
+        """Train; returns for each layout whether graphs trained the same, or took as much with more microbatches.
 
         Args:
-            layouts: Those that are trained eager and with graphs.
-            slots: Those that are trained with few and with many microbatches.
-
-        Raises:
-            ValueError: A layout needs more GPUs than there are, or there is none.
+            runs: Waves of runs, in turn.
         """
-        if self._count < 1:
-            raise ValueError(f"--gpus {self._count}: allowed is 1 or more; run it on a machine with NVIDIA GPUs")
-        asked = [("layouts", layout) for layout in layouts] + [("slots", layout) for layout in slots]
-        for option, layout in asked:
-            sharing = ranks_per_gpu(layout.ranks, self._count)
-            if sharing > self._args.ranks_per_gpu:
-                raise ValueError(
-                    f"--{option} {layout}: it needs {layout.ranks} GPUs, allowed here are {self._count}; with "
-                    f"--ranks-per-gpu {sharing} its ranks share them, without times"
-                )
-        trained, counted = in_order(layouts, slots, self._args.microbatches, self._count)
-        if not (trained or counted):
-            return []
-        with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(trained) + len(counted)) as pool:
-            runs = {job: pool.submit(self._train, job, Path(turns)) for job in (*trained, *counted)}
-            same = [self._finish(jobs, runs, self._write) for jobs in batched(trained, len(MODES))]
-            return same + [
-                self._finish(jobs, runs, self._write_slots) for jobs in batched(counted, len(SLOTS_MICROBATCHES))
-            ]
+        cases: dict[tuple[Layout, bool], list[Job]] = {}
+        for job in (job for wave in runs for job in wave):
+            cases.setdefault(job.case, []).append(job)
+        verdicts: dict[tuple[Layout, bool], bool] = {}
+        # Processes that still import end before what waits for them.
+        with ThreadPoolExecutor(2 * sum(map(len, runs)) + 1) as pool, ExitStack() as stack:
+            for wave in runs[:AHEAD]:
+                self._start(wave, pool, stack)
+            writer = Writer(self._args.small, provenance(0, SEED))  # PyTorch is imported, beside them
+            for number, wave in enumerate(runs):
+                self._run_wave(wave, runs[number + 1 :][:AHEAD], pool, stack)
+                for case, jobs in cases.items():
+                    if case not in verdicts and all(job in self._found for job in jobs):
+                        verdicts[case] = self._finish(jobs, writer)
+        return [verdicts[case] for case in cases]
 
-    def _finish(
-        self,
-        jobs: Sequence[Job],
-        runs: dict[Job, Future[dict[str, Any]]],
-        write: Callable[[Sequence[Job], list[dict[str, Any]]], bool],
-    ) -> bool:
-        layout = jobs[0].layout
+    def _run_wave(
+        self, wave: Sequence[Job], later: Sequence[Sequence[Job]], pool: ThreadPoolExecutor, stack: ExitStack
+    ) -> None:
+        """Train a wave's runs side by side, while the last of the later waves imports."""
+        lost = {job: error for job in wave if (error := self._why_lost(job)) is not None}
+        going = [job for job in wave if job not in lost]
+        self._found |= lost
+        wait([self._started[job].ready for job in going], self._left())
+        if len(later) == AHEAD:
+            self._start(later[-1], pool, stack)
+        if going:
+            print(f"at {time.monotonic() - self._began:.0f} s: {', '.join(map(str, going))}", flush=True)
+        self._found |= dict(zip(going, pool.map(self._train, going), strict=True))
+        self._tell_imports(going, [job for after in later for job in after])
+
+    def _tell_imports(self, going: Sequence[Job], later: Sequence[Job]) -> None:
+        """Say how long before a wave's end the others had imported, and how long its timed steps took."""
+        now = time.monotonic()
+        found = [run for run in map(self._found.get, going) if isinstance(run, dict) and run["step_ms"]]
+        ready = [self._started[job].ready for job in later if job in self._started]
+        if not (found and ready):
+            return
+        if not all(each.done() for each in ready):
+            print("later runs still imported beside the last steps; these were timed", flush=True)
+            return
+        imported = max((each.result() for each in ready if each.exception() is None), default=now)
+        timed = max(sum(run["step_ms"][gpu.SKIPPED :]) / 1e3 for run in found)
+        print(f"later runs had imported {now - imported:.0f} s before; timed steps took {timed:.1f} s", flush=True)
+
+    def _why_lost(self, job: Job) -> Exception | None:
+        """Return why a run need not be trained: another of its layout failed, or time is up."""
+        of_layout = [found for other, found in self._found.items() if other.case == job.case]
+        failed = next((found for found in of_layout if isinstance(found, Exception)), None)
+        return failed or (TimeIsUp() if time.monotonic() >= self._end else None)
+
+    def _start(self, wave: Sequence[Job], pool: ThreadPoolExecutor, stack: ExitStack) -> None:
+        """Let the processes of a wave import."""
+        for job in wave:
+            if self._why_lost(job) is not None:
+                continue
+            process = TrainingProcess(self._log(job), job.layout.ranks, job.devices)
+            stack.callback(process.close)
+            keep_to(process, [self._cores.importing] * job.layout.ranks)
+            self._started[job] = Started(process, pool.submit(ready_at, process))
+
+    def _train(self, job: Job) -> dict[str, Any] | Exception:
+        """Train once; returns what came out, or why nothing did."""
+        process, ready = self._started[job]
+        began = time.monotonic()
         try:
-            return write(jobs, [runs[job].result() for job in jobs])
+            if not ready.done():
+                raise TimeIsUp
+            ready.result()
+            keep_to(process, self._cores.of_ranks(job.layout.ranks, job.devices))
+            run = process.train(job.told, job.words(self._args.small), self._left())
         except TrainingFailed as error:
-            self._write_error(jobs[-1], error)
-        except TimeIsUp:
-            print(f"{layout}: not measured, the time was used up; give more --seconds", flush=True)
-        return False
-
-    def _train(self, job: Job, turns: Path) -> dict[str, Any]:
-        """Train once; the processes import while others train.
-
-        Raises:
-            TrainingFailed: A process failed.
-            TimeIsUp: The run had no time, or not enough.
-        """
-        with ExitStack() as stack:
-            with self._imports.held(job.turn, (0,), job.layout.ranks):
-                started = self._start(job, stack)
-            with self._gpus.held(job.turn, job.devices, job.sharing):  # later runs wait for this turn
-                if isinstance(started, Exception):
-                    raise started
-                run = self._train_in(started, job, turns)
-        return {**run, "step_ms": run["step_ms"][: gpu.SKIPPED + self._timed(job)] if self._timed(job) else None}
-
-    def _start(self, job: Job, stack: ExitStack) -> TrainingProcess | Exception:
-        """Return a run's processes, which have imported the stack and end with `stack`, or why there are none."""
-        if time.monotonic() >= self._end:
-            return TimeIsUp()
-        process = TrainingProcess(self._log(job), job.layout.ranks, job.devices)
-        stack.callback(process.close)
-        try:
-            process.wait_until_ready()
-        except TrainingFailed as error:
+            return TimeIsUp() if time.monotonic() >= self._end else error
+        except TimeIsUp as error:
             return error
-        return process
+        print(f"{job}: {time.monotonic() - began:.0f} s", flush=True)
+        timed = self._timed(job)
+        # Of what stays, the first steps are those that no median counts.
+        return {**run, "step_ms": run["step_ms"][-gpu.SKIPPED - timed :] if timed else None}
 
-    def _train_in(self, process: TrainingProcess, job: Job, turns: Path) -> dict[str, Any]:
-        began, told = time.monotonic(), "graphs" if job.mode in ("plugin", SLOTS) else "eager"
-        words = [*self._words(job), *self._turns(job, turns)]
-        if began >= self._end:
-            raise TimeIsUp
-        try:
-            run = process.train(told, words, None if self._end == float("inf") else self._end - began)
-        except TrainingFailed:
-            if time.monotonic() >= self._end:
-                raise TimeIsUp from None
-            raise
-        print(f"{job.layout} {job.mode} {job.microbatches}: {time.monotonic() - began:.0f} s", flush=True)
-        return run
+    def _left(self) -> float | None:
+        """Return the seconds that are left; None for no limit."""
+        return None if self._end == float("inf") else max(self._end - time.monotonic(), 0.0)
 
     def _timed(self, job: Job) -> int:
         """Return how many of a run's steps are timed."""
-        wanted = job.mode in TIMED and not (self._args.untimed or job.shared)
-        return min(self._args.timed_steps, max(self._args.steps - gpu.SKIPPED, 0)) if wanted else 0
-
-    def _turns(self, job: Job, folder: Path) -> list[str]:
-        if self._args.untimed:
-            return []
-        return ["--turns", str(folder), "--timed-steps", str(self._timed(job)), "--setup-in-turn"]
+        wanted = job.mode in TIMED and not job.shared
+        return min(self._args.timed_steps, max(job.steps - gpu.SKIPPED, 0)) if wanted else 0
 
     def _log(self, job: Job) -> Path | None:
         folder = self._args.logs
@@ -244,60 +273,30 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{job.layout}_{job.mode}_{job.microbatches}.log".replace(" ", "_")
 
-    def _words(self, job: Job) -> list[str]:
-        steps = SLOTS_STEPS if job.mode == SLOTS else self._args.steps
-        words = ["--steps", str(steps), "--global-batch", str(job.microbatches * job.layout.data), *job.layout.words()]
-        layers, width = job.layout.fitting_layers(LAYERS), SHARED_WIDTH if job.shared else WIDTH
-        words += ["--language-model", f"{layers}x{width}"] if (layers, width) != (LAYERS, WIDTH) else []
-        # How long replays take says nothing of graphs where ranks share GPUs, and must decide nothing.
-        words += SLOTS_WORDS if job.mode == SLOTS else SHARED_WORDS if job.shared else ()
-        return [*words, "--small", "--loader-workers", "0"] if self._args.small else words
-
-    def _write(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
-        same = gpu.compare(runs[:-1], runs[-1], self._words(jobs[-1]), self._args.steps, None)
-        eager_ms = gpu.median_ms(runs[0])
-        for job, run in zip(jobs, runs, strict=True):
-            ms = gpu.median_ms(run)
-            repeats = max(len(run["step_ms"] or ()) - gpu.SKIPPED, int(job.shared))
-            record = {**self._origin(job, max(repeats, 0)), "ms": ms, "losses": run["losses"]}
-            record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
-            record |= {**of_ranks(run.get("ranks", [run])), "inside_spread": same if job.mode == "plugin" else None}
-            if ms is not None:
-                record |= self._ratios(job.layout, job.mode, ms, eager_ms)
-            put_record(self._path, record)
-        return same
-
-    def _write_slots(self, jobs: Sequence[Job], runs: list[dict[str, Any]]) -> bool:
-        taken = [run["graphs"]["memory_bytes"] for run in runs]
-        for job, run in zip(jobs, runs, strict=True):
-            graphs, gib = run["graphs"], run["graphs"]["memory_bytes"] / 2**30
-            found = {"memory_gb": gib, "replays": graphs["replays"], "graphs": graphs}
-            put_record(self._path, {**self._origin(job, 1), "ms": None, **found})
-            print(f"{job.layout}, {job.microbatches} microbatches: graphs take {gib:.3f} GiB", flush=True)
-        return max(taken) <= (1 + MOST_GROWTH) * min(taken)
-
-    def _ratios(self, layout: Layout, mode: str, ms: float, eager_ms: float) -> dict[str, float]:
-        """Return a run's time over eager's, and what its scaling keeps of one GPU's speed where that was measured."""
-        self._ms[layout, mode] = ms
-        ratios = {"ratio": ms / eager_ms}
-        alone = self._ms.get((Layout(), mode))
-        if layout == Layout(data=layout.data) and alone is not None:
-            ratios["weak_scaling"] = alone / ms
-            print(f"{layout} {mode}: weak scaling {alone / ms:.3f}", flush=True)
-        return ratios
-
-    def _write_error(self, job: Job, error: TrainingFailed) -> None:
-        print(f"{job.layout}: {error}", flush=True)
-        said = str(error).strip().splitlines()
-        put_record(self._path, {**self._origin(job, 0), "error": f"{said[0]}: {said[-1]}"[:300]})
-
-    def _origin(self, job: Job, repeats: int) -> dict[str, Any]:
-        case = f"{job.layout}{'_small' if self._args.small else ''}".replace(" ", "_")
-        case += "_shared" if job.shared else ""
-        case += f"_{job.microbatches}_microbatches" if job.mode == SLOTS else ""
-        sharing = {"ranks_per_gpu": job.sharing} if job.shared else {}
-        origin = {**sharing, **provenance(repeats, 1234)}
-        return {"case": case, "mode": job.mode, "microbatches": job.microbatches, **origin}
+    def _finish(self, jobs: Sequence[Job], writer: Writer) -> bool:
+        """Write the records of a layout whose runs have ended; returns its verdict."""
+        runs: dict[Job, dict[str, Any]] = {}
+        missing, failed = [], {}
+        for job in jobs:
+            found = self._found[job]
+            if isinstance(found, TrainingFailed):
+                failed[job] = found
+            elif isinstance(found, Exception):
+                missing.append(job)
+            else:
+                runs[job] = found
+        if failed:
+            job, error = next(iter(failed.items()))
+            print(f"{job}: {error}", flush=True)
+            put_cases(self._path, [writer.failed(job, error)])
+            return False
+        if missing:
+            names = ", ".join(map(str, missing))
+            print(f"not through when the time was used up: {names}; give more --seconds", flush=True)
+            return False
+        records, good = writer.slots(runs) if jobs[0].case[1] else writer.trained(runs)
+        put_cases(self._path, records)
+        return good
 
 
 if __name__ == "__main__":

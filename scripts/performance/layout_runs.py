@@ -1,4 +1,4 @@
-"""The training runs of bench_parallel.py: layouts over GPUs, what each is run for, and on which GPUs."""
+"""The training runs of bench_parallel.py: layouts over GPUs and what each is run for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ LAYOUTS = {
     )
 }
 MUST = (str(Layout()), "DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
-MODES = ("eager1", "eager2", "plugin")
-# Of two eager runs the first one's times are enough.
-TIMED = ("eager1", "plugin")
+GRAPHS = "plugin"
+# Of the eager runs the first one's times are enough.
+TIMED = ("eager1", GRAPHS)
 # Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
 SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
-SHARED_WORDS = ("vision_cuda_graph_cost_fallback=false",)
-SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", *SHARED_WORDS)
+# Every microbatch that fits a bucket is replayed: what a disturbed host makes of measured times decides nothing.
+GRAPHS_WORDS = ("vision_cuda_graph_cost_fallback=false",)
+SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", *GRAPHS_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,28 @@ class Job:
     """One training run of the benchmark.
 
     Attributes:
-        turn: Its number in the order of the runs.
         layout: Its layout over GPUs.
-        mode: Of `MODES`, or `SLOTS`.
+        mode: "eager1", "eager2" and so on, `GRAPHS` or `SLOTS`.
         microbatches: Of a step, for each replica of the model.
+        steps: Optimizer steps.
         devices: The GPUs that it takes.
     """
 
-    turn: int
     layout: Layout
     mode: str
     microbatches: int
+    steps: int
     devices: tuple[int, ...]
+
+    @property
+    def case(self) -> tuple[Layout, bool]:
+        """What it is compared within: the layout, and whether it shows what graphs take."""
+        return self.layout, self.mode == SLOTS
+
+    @property
+    def told(self) -> str:
+        """What the training processes are told to train."""
+        return "graphs" if self.mode in (GRAPHS, SLOTS) else "eager"
 
     @property
     def sharing(self) -> int:
@@ -63,29 +74,48 @@ class Job:
         """Whether ranks share GPUs."""
         return self.sharing > 1
 
+    def words(self, small: bool) -> list[str]:
+        """Return the words of the run's command line.
 
-def in_order(
-    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, gpus: int
-) -> tuple[list[Job], list[Job]]:
-    """Return the runs of `layouts` and those of `slots`, each layout's in turn: what has ended is recorded.
+        Args:
+            small: Whether the tower is small.
+        """
+        words = ["--steps", str(self.steps), "--global-batch", str(self.microbatches * self.layout.data)]
+        words += self.layout.words()
+        layers, width = self.layout.fitting_layers(LAYERS), SHARED_WIDTH if self.shared else WIDTH
+        words += ["--language-model", f"{layers}x{width}"] if (layers, width) != (LAYERS, WIDTH) else []
+        words += SLOTS_WORDS if self.mode == SLOTS else GRAPHS_WORDS if self.mode == GRAPHS else ()
+        return [*words, "--small", "--loader-workers", "0"] if small else words
 
-    One GPU comes first, as scaling is told by it. Layouts of more ranks than there are GPUs come last and share all.
+    def __str__(self) -> str:
+        many = f" of {self.microbatches} microbatches" if self.mode == SLOTS else ""
+        return f"{self.layout} {self.mode}{many}"
+
+
+def modes(eager_runs: int) -> list[str]:
+    """Return the modes of a layout's runs; the two that are timed come first, beside each other if they fit."""
+    first, *others = (f"eager{number + 1}" for number in range(eager_runs))
+    return [first, GRAPHS, *others]
+
+
+def waves(
+    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, steps: int, eager_runs: int, gpus: int
+) -> list[list[Job]]:
+    """Return the runs of `layouts` and those of `slots`, in turn, as waves: runs on GPUs of their own that go together.
+
+    One GPU comes first, as scaling is told by it. Layouts of more ranks than there are GPUs come last and take all.
     """
-    first = sorted(layouts, key=lambda layout: (layout.ranks > gpus, layout.ranks > 1))
-    runs = [(layout, mode, microbatches) for layout in first for mode in MODES]
-    runs += [(layout, SLOTS, count) for layout in slots for count in SLOTS_MICROBATCHES]
-    places = place([min(layout.ranks, gpus) for layout, *_ in runs], gpus)
-    jobs = [Job(turn, *run, devices) for turn, (run, devices) in enumerate(zip(runs, places, strict=True))]
-    trained = len(first) * len(MODES)
-    return jobs[:trained], jobs[trained:]
-
-
-def place(sizes: Sequence[int], gpus: int) -> list[tuple[int, ...]]:
-    """Return GPUs for each of several runs, those that need as many in turn on disjoint sets."""
-    turns: dict[int, int] = {}
-    placed = []
-    for size in sizes:
-        turn = turns[size] = turns.get(size, -1) + 1
-        first = turn % (gpus // size) * size
-        placed.append(tuple(range(first, first + size)))
-    return placed
+    ordered = sorted(dict.fromkeys(layouts), key=lambda layout: (layout.ranks > gpus, layout.ranks > 1))
+    runs = [(layout, mode, microbatches, steps) for layout in ordered for mode in modes(eager_runs)]
+    runs += [(each, SLOTS, count, SLOTS_STEPS) for each in dict.fromkeys(slots) for count in SLOTS_MICROBATCHES]
+    found: list[list[Job]] = []
+    free = 0
+    for layout, *rest in runs:
+        size = min(layout.ranks, gpus)
+        if size > free:
+            found.append([])
+            free = gpus
+        first = gpus - free
+        found[-1].append(Job(layout, *rest, tuple(range(first, first + size))))
+        free -= size
+    return found

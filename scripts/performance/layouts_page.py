@@ -1,5 +1,6 @@
 """The table of docs/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ from scripts.performance.markdown import Records, by_case, number, origin, share
 from scripts.performance.results import read_records
 
 COMMAND = "./run gpu-table"
+# Cases of one GPU and of replicas of the model alone.
+SCALES = re.compile(r"(?:one_GPU|DP\d+)((?:_small)?)")
 
 
 def layouts(records: Records) -> str:
@@ -19,7 +22,7 @@ def layouts(records: Records) -> str:
         rows.append(
             [case, r["microbatches"], len(r["losses"]), number(e, "ms", ".0f"), number(r, "ms", ".0f")]
             + [f"**{r['ratio']:.2f}**", *distances(r, records), *peaks(e, r)]
-            + [number(e, "weak_scaling", ".2f"), number(r, "weak_scaling", ".2f")]
+            + [scaling(each, by_case(records, mode)) for each, mode in ((e, "eager1"), (r, "plugin"))]
         )
     if not rows:
         return f"Not measured yet: `{COMMAND}` writes the records."
@@ -54,6 +57,21 @@ def distances(graphs: dict[str, Any], records: Records) -> list[str]:
     """Return how far losses and gradient norms are from those of its case's eager runs, as shares of their spread."""
     eager = [each for each in records if each["case"] == graphs["case"] and each["mode"].startswith("eager")]
     return [share_of_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")]
+
+
+def scaling(run: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> str:
+    """Return one GPU's time over a run's, where every GPU takes as many samples; nothing of other layouts.
+
+    Args:
+        run: A run's record.
+        runs: Its mode's records by case; one GPU's counts if it is of the same commit and as many microbatches.
+    """
+    found = None if run is None else SCALES.fullmatch(run["case"])
+    alone = None if found is None else runs.get(f"one_GPU{found[1]}")
+    if run is None or alone is None:
+        return ""
+    like = [(each["microbatches"], each["versions"]["commit"]) for each in (run, alone)]
+    return f"{alone['ms'] / run['ms']:.2f}" if like[0] == like[1] else ""
 
 
 def slots(records: Records) -> str:

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "megatron-bridge")
@@ -17,6 +16,8 @@ PACKAGES = ("torch", "transformer-engine", "megatron-core", "megatron-bridge")
 
 def provenance(repeats: int, seed: int) -> dict[str, Any]:
     """Return the fields that say where and how a record was measured."""
+    import torch  # takes seconds; a benchmark that trains in other processes starts these first
+
     return {
         "repeats": repeats,
         "seed": seed,
@@ -58,7 +59,6 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "wrong": str,
     "ms": (*NUMBER, type(None)),
     "ratio": NUMBER,
-    "weak_scaling": NUMBER,
     "repeats": int,
     "seed": int,
     "date": str,
@@ -139,15 +139,27 @@ def put_record(path: Path, record: dict[str, Any]) -> None:
     write_records(path, [*kept, record])
 
 
+def put_cases(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write the records of whole cases, in place of all earlier ones of these cases, of whichever modes."""
+    for record in records:
+        check_record(record)
+    cases = {record["case"] for record in records}
+    write_records(path, [*(r for r in read_records(path) if r["case"] not in cases), *records])
+
+
 def output_path(given: Path | None, name: str) -> Path:
     """Return where records go: what was given, or docs/benchmarks.
 
     Raises:
         ValueError: Nothing was given and there is no GPU: such times are for tests and must not replace measured ones.
     """
-    if given is None and not torch.cuda.is_available():
+    if given is not None:
+        return given
+    import torch
+
+    if not torch.cuda.is_available():
         raise ValueError("--out: without a GPU nothing is measured that docs/benchmarks could hold; name a file")
-    return given if given is not None else ROOT / "docs/benchmarks" / name
+    return ROOT / "docs/benchmarks" / name
 
 
 def first_line(error: BaseException) -> str:

@@ -3,11 +3,13 @@
 import pytest
 
 from scripts.performance import bench_packed_parallel as bench
+from scripts.performance.machine import gpus_here
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    return dict(bench.run_layouts(bench.LAYOUTS, tmp_path_factory.mktemp("layouts"), ["--fault"]))
+    with bench.started(bench.LAYOUTS, gpus_here(), tmp_path_factory.mktemp("layouts")) as places:
+        return dict(bench.measured(places, ["--fault"]))
 
 
 @pytest.fixture(params=bench.LAYOUTS)

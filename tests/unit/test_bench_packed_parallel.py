@@ -1,5 +1,10 @@
 """What the benchmark of packs over two GPUs makes of what its ranks found."""
 
+import subprocess
+import sys
+import threading
+import time
+
 import pytest
 
 from examples.photographs.processes import TrainingFailed
@@ -39,32 +44,78 @@ def test_what_is_not_as_it_must_be_is_named(changes, said):
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    out = tmp_path / "r.jsonl"
+def processes(monkeypatch):
+    """Processes that measure nothing; the list of (layout, devices, cores, others beside it), after who fails."""
+    asked, lock, busy = [set()], threading.Lock(), set()
 
     class Process:
-        """CP2 fails; what came before it must have its records by then."""
-
         wait_until_ready = close = lambda self: None
 
         def __init__(self, log, gpus, devices, module):
-            assert (log, gpus, list(devices), module) == (None, 2, [0, 1], bench.MODULE)
+            assert (log, gpus, len(devices), module) == (None, 2, 2, bench.MODULE)
+            self._devices = devices
+
+        def keep_to(self, cores):
+            self._cores = [set(own) for own in cores]
 
         def train(self, mode, words, limit_s):
-            assert limit_s == bench.LIMIT_S and "--fault" not in words
-            if words[1] != "CP2":
-                return GOOD
-            assert {r["case"].partition("_")[0] for r in read_records(out)} == {"TP2"}
-            raise TrainingFailed("process 1 of 2 ended with status 1", "the last lines")
+            assert (mode, limit_s) == ("graphs", bench.LIMIT_S) and "--fault" not in words
+            with lock:
+                assert not busy & set(self._devices), "another layout has the GPUs"
+                busy.update(self._devices)
+            time.sleep(0.3 if words[1] == "TP2" else 0.1)
+            with lock:
+                asked.append((words[1], self._devices, self._cores, len(busy) - 2))
+                busy.difference_update(self._devices)
+            if words[1] in asked[0]:
+                raise TrainingFailed("process 1 of 2 ended with status 1", "the last lines")
+            return GOOD
 
     monkeypatch.setattr(bench, "TrainingProcess", Process)
-    monkeypatch.setattr("sys.argv", ["bench_packed_parallel.py", "--out", str(out)])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    return asked
+
+
+def run(monkeypatch, out, *words):
+    monkeypatch.setattr("sys.argv", ["bench_packed_parallel.py", "--out", str(out), *words])
     return bench.main(), read_records(out)
 
 
-def test_a_layouts_records_are_there_before_the_next_begins(run):
-    status, records = run
-    assert status == 1
+def test_layouts_go_side_by_side_on_gpus_of_their_own(processes, monkeypatch, tmp_path):
+    assert run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4")[0] == 0
+    assert [(layout, devices, beside) for layout, devices, _, beside in processes[1:]] == [
+        ("CP2", (2, 3), 2),
+        ("TP2", (0, 1), 0),
+        ("TP2_sequence", (0, 1), 0),
+    ]
+    for _, devices, cores, _ in processes[1:]:
+        assert cores == [set(range(12 * device, 12 * device + 12)) for device in devices]
+
+
+@pytest.mark.parametrize("gpus", ["2", "3"])
+def test_layouts_go_in_turn_on_two_gpus(processes, monkeypatch, tmp_path, gpus):
+    assert run(monkeypatch, tmp_path / "r.jsonl", "--gpus", gpus)[0] == 0
+    assert [(layout, devices, beside) for layout, devices, _, beside in processes[1:]] == [
+        (layout, (0, 1), 0) for layout in bench.LAYOUTS
+    ]
+
+
+def test_one_layout_may_be_asked_for(processes, monkeypatch, tmp_path):
+    status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "2", "--layouts", "CP2")
+    assert status == 0 and {r["case"] for r in records} == {"CP2", "CP2_2048"}
+
+
+def test_fewer_than_two_gpus_are_refused(processes, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--gpus 1: allowed is 2 or more"):
+        run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "1")
+
+
+def test_a_layouts_records_are_there_before_the_next_ends(processes, monkeypatch, tmp_path):
+    written, put = [], bench.put_record
+    monkeypatch.setattr(bench, "put_record", lambda path, record: (written.append(len(processes)), put(path, record)))
+    processes[0].add("CP2")
+    status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4")
+    assert status == 1 and written[0] == 2, "nothing but CP2 had ended"
     for record in records:
         check_record(record)
     by_case = {(r["case"], r["mode"]): r for r in records}
@@ -73,3 +124,9 @@ def test_a_layouts_records_are_there_before_the_next_begins(run):
         assert by_case[f"{layout}_2048", "eager"]["ms"] == 100.0  # the slower rank's
         assert by_case[f"{layout}_2048", "plugin"]["ratio"] == 0.6
     assert "the last lines" in by_case["CP2", "plugin"]["error"]
+
+
+@pytest.mark.parametrize("script", ["bench_parallel", "bench_packed_parallel"])
+def test_processes_start_before_pytorch_is_imported(script):
+    code = f"import sys, scripts.performance.{script}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

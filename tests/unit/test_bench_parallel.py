@@ -6,29 +6,77 @@ import time
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_parallel, layout_runs
-from scripts.performance.layouts_page import layout_parts
+from scripts.performance import bench_parallel, layout_runs, layout_times, machine
+from scripts.performance.layouts_page import layout_parts, scaling
 from scripts.performance.results import check_record, read_records
 
 
-@pytest.mark.parametrize(
-    "sizes, gpus, expected",
-    [
-        ([2, 2, 2], 4, [(0, 1), (2, 3), (0, 1)]),
-        ([4, 2, 1, 1], 4, [(0, 1, 2, 3), (0, 1), (0,), (1,)]),
-        ([2, 2], 3, [(0, 1), (0, 1)]),
-    ],
+ALL = list(layout_runs.LAYOUTS.values())
+
+
+@given(
+    st.lists(st.sampled_from(ALL), max_size=6),
+    st.lists(st.sampled_from(ALL), max_size=2),
+    st.integers(1, 6),
+    st.integers(2, 4),
 )
-def test_layouts_go_side_by_side(sizes, gpus, expected):
-    assert layout_runs.place(sizes, gpus) == expected
+def test_runs_of_a_wave_have_gpus_of_their_own(layouts, slots, gpus, eager_runs):
+    waves = layout_runs.waves(layouts, slots, 2, 50, eager_runs, gpus)
+    jobs = [job for wave in waves for job in wave]
+    assert len(jobs) == len(set(jobs)) == len({*layouts}) * (eager_runs + 1) + 2 * len({*slots})
+    for wave in waves:
+        taken = [device for job in wave for device in job.devices]
+        assert wave and len(set(taken)) == len(taken) and set(taken) <= set(range(gpus))
+        assert all(len(job.devices) == min(job.layout.ranks, gpus) for job in wave)
+    for wave, after in itertools.pairwise(waves):
+        assert sum(len(job.devices) for job in (*wave, after[0])) > gpus, "the next run would have had room"
+
+
+def test_runs_that_are_timed_go_together():
+    waves = layout_runs.waves([layout_runs.LAYOUTS[name] for name in ("TP2", "DP4", "one GPU")], [], 2, 50, 3, 4)
+    assert [[(job.mode, job.devices) for job in wave] for wave in waves[:3]] == [
+        [("eager1", (0,)), ("plugin", (1,)), ("eager2", (2,)), ("eager3", (3,))],
+        [("eager1", (0, 1)), ("plugin", (2, 3))],
+        [("eager2", (0, 1)), ("eager3", (2, 3))],
+    ]
+    assert [[str(job) for job in wave] for wave in waves[3:]] == [
+        ["DP4 eager1"],
+        ["DP4 plugin"],
+        ["DP4 eager2"],
+        ["DP4 eager3"],
+    ]
+
+
+def test_a_dry_run_says_what_runs_when(started, tmp_path, capsys):
+    words = ["--small", "--microbatches", "2", "--gpus", "4", "--dry-run", "--seconds", "100"]
+    assert bench_parallel.main([*words, "--layouts", "one GPU", "DP2"]) == 0
+    assert not started[1:]
+    first, second, third, late = capsys.readouterr().out.splitlines()
+    assert first.split() == (
+        "25 to 60 s: one GPU eager1 on GPU 0, one GPU plugin on GPU 1, one GPU eager2 on GPU 2, "
+        "one GPU eager3 on GPU 3; recorded: one GPU".split()
+    )
+    assert "DP2 plugin on GPUs 2 to 3" in second and "recorded" not in second
+    assert third.split()[:4] == ["96", "to", "131", "s:"] and third.endswith("recorded: DP2")
+    assert late.startswith("not through after 100 s: DP2;")
+
+
+def test_a_wave_waits_for_its_imports():
+    short = layout_runs.waves([layout_runs.LAYOUTS["DP4"]], [], 1, 1, 4, 4)
+    times = layout_times.expected_times(short)
+    begins = [begin for begin, _ in times]
+    assert begins[:2] == [25.0, times[0][1]]
+    assert begins[4] == begins[2] + 25.0 > times[3][1], "it imports since the third began"
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Processes that train nothing; the list of (mode, words, devices, others beside it), after who fails."""
-    asked, lock, busy = [], threading.Lock(), Counter()
+    """Processes that train nothing; the list of (mode, words, devices, cores), after who fails."""
+    asked, lock, busy = [], threading.Lock(), set()
     failing = []
 
     class Process:
@@ -39,14 +87,18 @@ def started(monkeypatch):
         def wait_until_ready(self):
             pass
 
+        def keep_to(self, cores):
+            assert len(cores) == len(self._ranks)
+            self._cores = cores
+
         def train(self, mode, words, limit_s=None):
             with lock:
-                beside = max(busy[device] for device in self._devices)
+                assert not busy & set(self._devices), "another run has the GPU"
                 busy.update(self._devices)
-                asked.append((mode, tuple(words), self._devices, beside))
+                asked.append((mode, tuple(words), self._devices, self._cores))
             time.sleep(0.02)
             with lock:
-                busy.subtract(self._devices)
+                busy.difference_update(self._devices)
             if "--tensor-parallel" in words and "TP2" in failing:
                 raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
             steps = int(words[words.index("--steps") + 1])
@@ -56,7 +108,8 @@ def started(monkeypatch):
             graphs = graphs if mode == "graphs" else None
             ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": graphs} for i in self._ranks]
             ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
-            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": [ms] * steps}
+            step_ms = [99.0] * (steps - 2) + [ms - 0.5, ms + 0.5]
+            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": step_ms}
             return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
 
         def close(self):
@@ -75,7 +128,7 @@ def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     for record in records:
         check_record(record)
     found = {(r["case"], r["mode"]) for r in records}
-    assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "plugin")}
+    assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "eager3", "plugin")}
     plugin = next(r for r in records if (r["case"], r["mode"]) == ("TP2_small", "plugin"))
     assert (plugin["ratio"], plugin["inside_spread"], len(plugin["rank_peak_gb"])) == (6.25 / 8.0, True, 2)
     assert all("--loader-workers" in w for _, w, *_ in started[1:])
@@ -88,13 +141,6 @@ def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
     samples = {(len(d), "--data-parallel" in w): w[w.index("--global-batch") + 1] for _, w, d, _ in started[1:]}
     assert samples == {(1, False): "3", (2, True): "6", (2, False): "3"}
     records = {(r["case"], r["mode"]): r for r in read_records(out)}
-    scaling = {key: record["weak_scaling"] for key, record in records.items() if "weak_scaling" in record}
-    assert scaling == {
-        ("one_GPU", "eager1"): 1.0,
-        ("one_GPU", "plugin"): 1.0,
-        ("DP2", "eager1"): 5.0 / 8.0,
-        ("DP2", "plugin"): 5.0 / 6.25,
-    }
     assert {record["microbatches"] for record in records.values()} == {3}
 
 
@@ -115,37 +161,79 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
     assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
 
 
-def test_timed_runs_have_their_gpus_to_themselves(started, tmp_path):
-    words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "TP2", "PP2", "CP2"]
+def test_the_last_steps_of_two_runs_are_timed(started, tmp_path):
+    words = ["--gpus", "2", "--steps", "30", "--timed-steps", "2", "--out", str(tmp_path / "r.jsonl")]
+    assert bench_parallel.main([*words, "--layouts", "DP2", "TP2"]) == 0
+    found = {(r["case"], r["mode"]): (r["ms"], r["repeats"]) for r in read_records(tmp_path / "r.jsonl")}
+    untimed = {(case, mode): (None, 0) for case in ("DP2", "TP2") for mode in ("eager2", "eager3")}
+    timed = {(case, mode): (ms, 2) for case in ("DP2", "TP2") for mode, ms in (("eager1", 8.0), ("plugin", 6.25))}
+    assert found == {**timed, **untimed}
+
+
+def test_a_wave_imports_while_the_one_before_the_last_trains(started, tmp_path, monkeypatch):
+    happened = []
+
+    class Process(bench_parallel.TrainingProcess):
+        def __init__(self, log, ranks, devices):
+            super().__init__(log, ranks, devices)
+            happened.append(("imports", log.stem))
+            self.log = log
+
+        def train(self, *words):
+            happened.append(("trains", self.log.stem))
+            return super().train(*words)
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    words = ["--gpus", "4", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
+    assert bench_parallel.main([*words, "--layouts", "DP4"]) == 0
+    runs = [f"DP4_{mode}_8" for mode in ("eager1", "plugin", "eager2", "eager3")]
+    assert happened == [
+        *(("imports", run) for run in runs[:2]),
+        *(("imports", runs[2]), ("trains", runs[0])),
+        *(("imports", runs[3]), ("trains", runs[1])),
+        *(("trains", run) for run in runs[2:]),
+    ]
+
+
+@pytest.mark.parametrize("cores, gpus, importing, each", [(64, 4, 16, 12), (32, 2, 8, 12), (17, 4, 17, 17)])
+def test_cores_are_divided(cores, gpus, importing, each):
+    found = machine.divide(range(cores), gpus)
+    assert (len(found.importing), [len(own) for own in found.training]) == (importing, [each] * gpus)
+    if importing < cores:
+        every = [*found.importing, *itertools.chain(*found.training)]
+        assert sorted(every) == list(range(cores))
+    assert found.of_ranks(4, (0, 1)) == [found.training[rank % 2] for rank in range(4)]
+
+
+def test_a_run_has_the_cores_of_its_gpus(started, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    words = ["--gpus", "4", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "TP2", "one GPU"]
     assert bench_parallel.main(words) == 0
-    times = {(r["case"], r["mode"]): r["ms"] for r in read_records(tmp_path / "r.jsonl")}
-    assert {key for key, ms in times.items() if ms is None} == {(c, "eager2") for c in ("DP2", "TP2", "PP2", "CP2")}
-    runs = [(mode, dict(itertools.pairwise(words))) for mode, words, *_ in started[1:]]
-    assert len({words["--turns"] for _, words in runs}) == 1
-    assert Counter((mode, words["--timed-steps"]) for mode, words in runs) == {
-        ("eager", "2"): 4,
-        ("eager", "0"): 4,
-        ("graphs", "2"): 4,
-    }
-    assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[False]
+    for _, _, devices, cores in started[1:]:
+        assert [set(own) for own in cores] == [set(range(12 * device, 12 * device + 12)) for device in devices]
+
+
+def test_a_system_that_keeps_nothing_to_cores_is_said(capsys):
+    class Process:
+        def keep_to(self, cores):
+            raise PermissionError("not permitted")
+
+    machine.keep_to(Process(), [(0,)])
+    assert "runs have no cores of their own: not permitted" in capsys.readouterr().out
 
 
 def test_ranks_that_share_gpus_are_recorded_without_times(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
     words = ["--gpus", "2", "--small", "--steps", "8", "--out", str(out), "--ranks-per-gpu", "2"]
     assert bench_parallel.main([*words, "--layouts", "TP2xPP2", "DP4", "TP2", "--slots", "PP4"]) == 0
-    assert max(beside for *_, beside in started[1:]) < bench_parallel.BESIDE[True]
     told = [(devices, dict(itertools.pairwise(given)), given) for _, given, devices, _ in started[1:]]
-    assert [pairs["--timed-steps"] for _, pairs, given in told if "--language-model" not in given] == ["2", "0", "2"]
     shared = [each for each in told if "--language-model" in each[-1]]
-    assert len(shared) == 2 * 3 + 2
-    for devices, pairs, given in shared:
-        assert (devices, pairs["--timed-steps"]) == ((0, 1), "0")
-        assert pairs["--language-model"] in ("4x1024", "6x1024")
-        assert "vision_cuda_graph_cost_fallback=false" in given
+    assert len(shared) == 2 * 4 + 2
+    for devices, pairs, _ in shared:
+        assert devices == (0, 1) and pairs["--language-model"] in ("4x1024", "6x1024")
     records = read_records(out)
-    assert [record.get("ranks_per_gpu") for record in records[:3]] == [None] * 3
-    records = records[3:]
+    assert [record.get("ranks_per_gpu") for record in records[:4]] == [None] * 4
+    records = records[4:]
     for record in records:
         check_record(record)
         assert (record["ranks_per_gpu"], record["repeats"], record["ms"]) == (2, 1, None)
@@ -165,7 +253,7 @@ def test_a_record_of_shared_gpus_leaves_the_measured_one(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
     words = ["--ranks-per-gpu", "2", "--steps", "8", "--out", str(out), "--layouts", "DP2"]
     assert bench_parallel.main([*words, "--gpus", "2"]) == bench_parallel.main([*words, "--gpus", "1"]) == 0
-    assert Counter(record["case"] for record in read_records(out)) == {"DP2": 3, "DP2_shared": 3}
+    assert Counter(record["case"] for record in read_records(out)) == {"DP2": 4, "DP2_shared": 4}
     page = layout_parts(tmp_path)
     assert "| DP2 | 8 |" in page["layouts"] and "shared" not in page["layouts"]
 
@@ -195,36 +283,86 @@ def test_graphs_of_many_microbatches_take_what_those_of_few_do(started, tmp_path
     assert page["layouts"].startswith("Not measured yet") and "| PP2_small_32_microbatches | 32 | 32 |" in page["slots"]
 
 
-def test_as_many_steps_are_timed_as_are_wanted(started, tmp_path):
-    words = [
-        "--gpus",
-        "2",
-        "--steps",
-        "30",
-        "--timed-steps",
-        "4",
-        "--out",
-        str(tmp_path / "r.jsonl"),
-        "--layouts",
-        "DP2",
-    ]
+def test_graphs_replay_whatever_times_say(started, tmp_path):
+    words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "--slots", "PP2"]
     assert bench_parallel.main(words) == 0
-    repeats = {r["mode"]: r["repeats"] for r in read_records(tmp_path / "r.jsonl")}
-    assert repeats == {"eager1": 4, "eager2": 0, "plugin": 4}
+    said = [(mode, "vision_cuda_graph_cost_fallback=false" in words) for mode, words, *_ in started[1:]]
+    assert Counter(said) == {("eager", False): 3, ("graphs", True): 3}
 
 
-def test_untimed_runs_take_no_turns(started, tmp_path):
-    words = ["--gpus", "2", "--steps", "8", "--untimed", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2"]
-    assert bench_parallel.main(words) == 0
-    assert not any("--turns" in words for _, words, *_ in started[1:])
-    assert {r["ms"] for r in read_records(tmp_path / "r.jsonl")} == {None}
+def test_as_many_eager_runs_as_are_wanted_replace_earlier_ones(started, tmp_path):
+    words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "--eager-runs"]
+    for runs in (4, 2):
+        assert bench_parallel.main([*words, str(runs)]) == 0
+        modes = [record["mode"] for record in read_records(tmp_path / "r.jsonl")]
+        assert modes == [*(f"eager{number + 1}" for number in range(runs)), "plugin"]
+
+
+@pytest.mark.parametrize(
+    "option, value, least", [("--eager-runs", "1", 2), ("--timed-steps", "-1", 0), ("--steps", "0", 1)]
+)
+def test_too_few_are_refused(option, value, least, capsys):
+    with pytest.raises(SystemExit):
+        bench_parallel.parse([option, value])
+    assert f"{option} {value}: allowed is {least} or more" in capsys.readouterr().err
+
+
+def test_scaling_is_over_one_gpu_of_the_same_commit_and_microbatches():
+    def run(case, ms, microbatches=2, commit="a"):
+        return {"case": case, "ms": ms, "microbatches": microbatches, "versions": {"commit": commit}}
+
+    alone = {"one_GPU_small": run("one_GPU_small", 5.0)}
+    assert scaling(run("DP4_small", 8.0), alone) == "0.62" and scaling(alone["one_GPU_small"], alone) == "1.00"
+    for other in (
+        run("DP4", 8.0),
+        run("DP4_small", 8.0, 8),
+        run("DP4_small", 8.0, commit="b"),
+        run("TP2_small", 8.0),
+        run("DP2xPP2_small", 8.0),
+        None,
+    ):
+        assert scaling(other, alone) == ""
 
 
 def test_what_has_no_time_left_leaves_no_record(started, tmp_path, capsys):
     words = ["--gpus", "2", "--seconds", "0", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "TP2"]
     assert bench_parallel.main(words) == 1
     assert not started[1:] and read_records(tmp_path / "r.jsonl") == []
-    assert "TP2: not measured, the time was used up; give more --seconds" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not through when the time was used up: TP2 eager1, TP2 plugin, TP2 eager2, TP2 eager3; give more" in said
+
+
+def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started, tmp_path, monkeypatch, capsys):
+    class Process(bench_parallel.TrainingProcess):
+        def train(self, mode, words, limit_s):
+            if "--tensor-parallel" in words and mode == "graphs":
+                time.sleep(limit_s + 0.01)
+                raise TrainingFailed("process 0 of 2 ended with status -9: training")
+            return super().train(mode, words, limit_s)
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    words = ["--gpus", "4", "--steps", "8", "--seconds", "3", "--out", str(tmp_path / "r.jsonl")]
+    assert bench_parallel.main([*words, "--layouts", "DP2", "TP2"]) == 1
+    assert {record["case"] for record in read_records(tmp_path / "r.jsonl")} == {"DP2"}
+    assert "time was used up: TP2 plugin, TP2 eager2, TP2 eager3; give" in capsys.readouterr().out
+
+
+def test_processes_that_import_beyond_the_time_are_ended(started, tmp_path, monkeypatch):
+    ended = threading.Event()
+
+    class Process(bench_parallel.TrainingProcess):
+        def wait_until_ready(self):
+            assert ended.wait(20)
+            raise TrainingFailed("process 0 of 2 ended with status -9: importing the stack")
+
+        def close(self):
+            ended.set()
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    began = time.monotonic()
+    words = ["--gpus", "2", "--seconds", "0.2", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2"]
+    assert bench_parallel.main(words) == 1
+    assert time.monotonic() - began < 10 and not started[1:]
 
 
 def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monkeypatch):
@@ -243,7 +381,7 @@ def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monk
     words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
     assert bench_parallel.main([*words, "--layouts", "DP2", "one GPU"]) == 1
     records = read_records(tmp_path / "r.jsonl")
-    assert [r["case"] for r in records if "error" in r] == ["one_GPU"] and len(records) == 4
+    assert [r["case"] for r in records if "error" in r] == ["one_GPU"] and len(records) == 5
 
 
 def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):
@@ -254,7 +392,8 @@ def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):
     assert [(r["case"], r["error"]) for r in errors] == [
         ("TP2", "process 1 of 2 ended with status 1: no: RuntimeError: out of memory")
     ]
-    assert sum(r["case"] == "DP2" for r in read_records(out)) == 3
+    assert sum(r["case"] == "DP2" for r in read_records(out)) == 4
+    assert sum("--tensor-parallel" in words for _, words, *_ in started[1:]) == 2, "its other runs are not trained"
 
 
 def test_more_gpus_than_there_are_are_refused(started, tmp_path):
