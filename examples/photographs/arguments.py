@@ -64,7 +64,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--turns",
         type=Path,
         metavar="FOLDER",
-        help="with --train: runs of one FOLDER share GPUs and wait for each other",
+        help="with --train on one GPU: runs of one FOLDER share GPUs and wait for each other",
     )
     parser.add_argument(
         "--timed-steps", type=int, default=0, metavar="N", help="with --turns: steps with the GPUs to themselves"

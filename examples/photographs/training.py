@@ -374,7 +374,14 @@ def train_once(args: argparse.Namespace) -> None:
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """Return what the command line of one run says."""
+    """Return what the command line of one run says.
+
+    Raises:
+        ValueError: A run of several ranks shall share GPUs.
+    """
+    layout = layout_of(args)
+    if args.turns is not None and layout.ranks > 1:
+        raise ValueError(f"--turns with the layout {layout}: allowed is one GPU; leave out --turns or the layout")
     return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,
@@ -389,7 +396,7 @@ def run_of(args: argparse.Namespace) -> Run:
         save=args.save,
         load=args.load,
         small=args.small,
-        layout=layout_of(args),
+        layout=layout,
         global_batch=args.global_batch or 4,
         # Workers import the whole stack, longer than a small run trains.
         loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from torch import distributed
 
 from .gpu import SKIPPED
 
@@ -59,15 +58,14 @@ def _lock(path: Path, kind: int, until: ExitStack) -> None:
 
 
 class Turns(Callback):
-    """Takes a run's GPUs before each step; its first rank does so for all.
+    """Takes the GPUs of a run of one process before each step.
 
     From the first step's start to the end of training they are held, also between steps, where graphs are captured.
 
     Args:
         folder: Of the lock files, the same for all runs that share the GPUs.
         alone: Steps, from 0, without others beside them.
-        at_once: Whether to take the GPUs now, beside others, so that set-up too waits for steps alone. That, too, waits
-            for the first rank.
+        at_once: Whether to take the GPUs now, beside others, so that set-up too waits for steps alone.
     """
 
     def __init__(self, folder: Path, alone: range, at_once: bool = False) -> None:
@@ -75,38 +73,27 @@ class Turns(Callback):
         self._alone = alone
         self._step = 0
         self._is_alone = False
-        self._group: distributed.ProcessGroup | None = None
-        if at_once and os.environ.get("RANK", "0") == "0":
+        if at_once:
             self._gpus.take(alone=False)
-
-    def on_train_start(self, context: CallbackContext) -> None:
-        """Let the ranks meet without the GPUs, on which they would disturb others."""
-        if distributed.get_world_size() > 1:
-            self._group = distributed.new_group(backend="gloo")
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Wait for the GPUs; between two steps alone nothing is done."""
         alone = self._step in self._alone
         self._step += 1
         if not (alone and self._is_alone):
-            self._meet()
-            if distributed.get_rank() == 0:
-                self._gpus.take(alone)
-            self._meet()
+            _finish_kernels()
+            self._gpus.take(alone)
         self._is_alone = alone
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Give the GPUs back."""
-        self._meet()
+        _finish_kernels()
         self._gpus.give_back()
 
-    def _meet(self) -> None:
-        """Wait until every rank is here and has nothing under way."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if self._group is not None:
-            # Not a barrier: that would look for the GPU that the job's first group is bound to.
-            distributed.all_reduce(torch.zeros(1), group=self._group)
+
+def _finish_kernels() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def visible_gpus() -> list[str]:

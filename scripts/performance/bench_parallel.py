@@ -7,12 +7,12 @@
 Every layout takes as many microbatches a step for each replica of the model, so DP2 and DP4 against one GPU are weak
 scaling, and the others share one GPU's work.
 
-Runs go in waves. A run has its GPUs, and a share of the cores for each, to itself; layouts of fewer ranks go side by
-side on other GPUs: of one GPU four runs at once on four, of two GPUs two. The runs of a wave begin together. Timed are
-the first eager run and the graphed one, in their last steps. On four GPUs both are of one wave, or, where a layout takes
-all GPUs, each is alone. While a wave trains, the processes of the wave after the next import, on a quarter of the cores
-that no run has: beside set-up and the first steps; how long before a wave's end that had ended is printed beside how
-long its timed steps took. --dry-run prints the waves and when they are expected.
+Runs go in waves. Nothing shares a run's GPUs, nor its share of the cores, and the runs of a wave begin together: of
+one GPU four at once on four, of two GPUs two, of four one. Timed are the first eager run and the graphed one, in their
+last steps; they are of one wave, or, where a layout takes all GPUs, each is alone. While a wave trains, the processes
+of the wave after the next import, on a quarter of the cores, which no run has, beside set-up and the first steps. How
+long before a wave's end that was over is printed with what its timed steps took. --dry-run prints the waves and when
+they are expected.
 
 A layout's records are written when its last wave has ended. With --ranks-per-gpu 2 layouts of more ranks than there are
 GPUs are trained as well, two ranks on each GPU and with a narrower language model. Losses, memory and slots are what

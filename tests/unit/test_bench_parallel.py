@@ -1,5 +1,6 @@
 """bench_parallel.py without a GPU: what runs where, and what is recorded."""
 
+import functools
 import itertools
 import threading
 import time
@@ -9,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs.processes import TrainingFailed
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel, layout_runs, layout_times, machine
 from scripts.performance.layouts_page import layout_parts, scaling
 from scripts.performance.results import check_record, read_records
-
 
 ALL = list(layout_runs.LAYOUTS.values())
 
@@ -56,9 +56,9 @@ def test_a_dry_run_says_what_runs_when(started, tmp_path, capsys):
     assert bench_parallel.main([*words, "--layouts", "one GPU", "DP2"]) == 0
     assert not started[1:]
     first, second, third, late = capsys.readouterr().out.splitlines()
-    assert first.split() == (
-        "25 to 60 s: one GPU eager1 on GPU 0, one GPU plugin on GPU 1, one GPU eager2 on GPU 2, "
-        "one GPU eager3 on GPU 3; recorded: one GPU".split()
+    assert first.strip() == (
+        "25 to   60 s: one GPU eager1 on GPU 0, one GPU plugin on GPU 1, one GPU eager2 on GPU 2, "
+        "one GPU eager3 on GPU 3; recorded: one GPU"
     )
     assert "DP2 plugin on GPUs 2 to 3" in second and "recorded" not in second
     assert third.split()[:4] == ["96", "to", "131", "s:"] and third.endswith("recorded: DP2")
@@ -120,6 +120,30 @@ def started(monkeypatch):
     return asked
 
 
+@pytest.fixture
+def real_processes(monkeypatch):
+    """Processes that are real, with a stand-in for the training."""
+    stand_in = functools.partial(TrainingProcess, module="tests.unit.stand_in_training")
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", stand_in)
+
+
+def test_real_processes_go_in_waves(real_processes, tmp_path, capfd):
+    out = tmp_path / "r.jsonl"
+    words = ["--gpus", "4", "--steps", "8", "--out", str(out), "--logs", str(tmp_path), "--layouts", "one GPU", "DP2"]
+    assert bench_parallel.main(words) == 0
+    assert Counter(record["case"] for record in read_records(out)) == {"one_GPU": 4, "DP2": 4}
+    said = capfd.readouterr().out
+    assert said.count("verdict: SAME") == 2 and ("still imported beside" in said or "runs had imported" in said)
+
+
+def test_real_processes_end_in_time(real_processes, tmp_path, capfd):
+    out, began = tmp_path / "r.jsonl", time.monotonic()
+    words = ["--gpus", "4", "--steps", "8", "--out", str(out), "--logs", str(tmp_path), "--layouts", "PP2"]
+    assert bench_parallel.main([*words, "--seconds", "8"]) == 1
+    assert 8 <= time.monotonic() - began < 25 and read_records(out) == []
+    assert "used up: PP2 eager1, PP2 plugin, PP2 eager2, PP2 eager3" in capfd.readouterr().out
+
+
 def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
     words = ["--gpus", "4", "--steps", "8", "--out", str(out), "--small", "--layouts", "TP2", "DP2", "TP2xPP2"]
@@ -128,7 +152,9 @@ def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     for record in records:
         check_record(record)
     found = {(r["case"], r["mode"]) for r in records}
-    assert found == {(f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "eager3", "plugin")}
+    assert found == {
+        (f"{c}_small", m) for c in ("TP2", "DP2", "TP2xPP2") for m in ("eager1", "eager2", "eager3", "plugin")
+    }
     plugin = next(r for r in records if (r["case"], r["mode"]) == ("TP2_small", "plugin"))
     assert (plugin["ratio"], plugin["inside_spread"], len(plugin["rank_peak_gb"])) == (6.25 / 8.0, True, 2)
     assert all("--loader-workers" in w for _, w, *_ in started[1:])

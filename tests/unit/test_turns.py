@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from examples.photographs import turns
+from examples.photographs.arguments import parse
 from examples.photographs.turns import SharedGpus, Turns, steps_alone
 from scripts.performance.places import Places
 
@@ -93,77 +94,43 @@ def test_the_steps_that_are_timed_are_alone():
     assert set(range(SKIPPED, SKIPPED + 5)) <= set(steps_alone(5)) and min(steps_alone(5)) < SKIPPED
 
 
-@pytest.fixture
-def two_ranks(monkeypatch):
-    """Return a function that calls another in two threads as ranks 0 and 1, and the list of their meetings."""
-    from torch import distributed
-
-    place, barrier, met = threading.local(), threading.Barrier(2), []
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "get_rank", lambda: place.rank)
-    monkeypatch.setattr(distributed, "new_group", lambda backend: backend)
+def test_a_run_has_its_gpus_alone_in_the_steps_that_it_says(monkeypatch, tmp_path):
     monkeypatch.setattr(turns, "visible_gpus", lambda: ["0", "1"])
-
-    def meet(tensor, group):
-        assert tensor.device.type == "cpu" and group == "gloo", "NCCL would wait on the GPUs"
-        met.append(place.rank)
-        barrier.wait(10)
-
-    monkeypatch.setattr(distributed, "all_reduce", meet)
-
-    def run(act):
-        def one(rank):
-            place.rank = rank
-            act(rank)
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-    return run, met
-
-
-def test_a_run_has_its_gpus_alone_in_the_steps_that_it_says(two_ranks, tmp_path):
-    run, met = two_ranks
-    callbacks = [Turns(tmp_path, range(2, 4)) for _ in range(2)]
+    run = Turns(tmp_path, range(2, 4))
     others = [SharedGpus(tmp_path, ["1"]) for _ in range(5)]
     waiting, waited = [], []
-
-    def act(rank):
-        callbacks[rank].on_train_start(None)
-        for step in range(5):
-            callbacks[rank].on_train_step_start(None)
-            if rank == 1:
-                waiting.append(Waiting(others[step], alone=False))
-                waited.append(waiting[-1].waits())
-                if step < 2:
-                    others[step].give_back()
-        callbacks[rank].on_train_end(None)
-
-    run(act)
+    for step in range(5):
+        run.on_train_step_start(None)
+        waiting.append(Waiting(others[step], alone=False))
+        waited.append(waiting[-1].waits())
+        if step < 2:
+            others[step].give_back()
+    run.on_train_end(None)
     assert waited == [False, False, True, True, False]
     assert all(each.gets_them() for each in waiting)
     for other in others:
         other.give_back()
-    # Two meetings at each change of hands, none between steps alone, one at the end.
-    assert len(met) == 2 * (2 * 4 + 1)
 
 
-@pytest.mark.parametrize("rank, holds", [("0", True), ("1", False), (None, True)])
-def test_set_up_may_wait_for_its_turn(monkeypatch, tmp_path, rank, holds):
+@pytest.mark.parametrize("holds", [True, False])
+def test_set_up_may_wait_for_its_turn(monkeypatch, tmp_path, holds):
     monkeypatch.setattr(turns, "visible_gpus", lambda: ["0"])
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    first = Turns(tmp_path, range(0), at_once=True)
+    first = Turns(tmp_path, range(0), at_once=holds)
     other = SharedGpus(tmp_path, ["0"])
     wants = Waiting(other, alone=True)
     assert wants.waits() is holds
     first._gpus.give_back()
     assert wants.gets_them()
     other.give_back()
+
+
+def test_runs_of_several_ranks_do_not_share_gpus(tmp_path):
+    from examples.photographs.training import run_of
+
+    words = ["--train", "eager", "--turns", str(tmp_path)]
+    assert run_of(parse(words)).turns == tmp_path
+    with pytest.raises(ValueError, match="--turns with the layout TP2: allowed is one GPU; leave out --turns"):
+        run_of(parse([*words, "--tensor-parallel", "2"]))
 
 
 def test_places_are_given_in_the_order_of_turns():
