@@ -216,7 +216,7 @@ class Bench:
         if not (found and ready):
             return
         if not all(each.done() for each in ready):
-            print("later runs still imported beside the last steps; these were timed", flush=True)
+            print("later runs still imported beside the timed steps", flush=True)
             return
         imported = max((each.result() for each in ready if each.exception() is None), default=now)
         timed = max(sum(run["step_ms"][gpu.SKIPPED :]) / 1e3 for run in found)
