@@ -106,17 +106,22 @@ def steps(records: Records) -> str:
     for case in dict.fromkeys(r["case"] for r in records):
         found = {r["mode"]: r for r in records if r["case"] == case}
         images, _, model = case.partition("_")
-        rows.append([images, model, *(_step(found.get(mode)) for mode in shown)])
+        rows.append([images, model, *(_step(found.get(mode), found.get("eager")) for mode in shown)])
     return table(["images", "language model", *shown], rows) if rows else ""
 
 
-def _step(record: dict[str, Any] | None) -> str:
+def _step(record: dict[str, Any] | None, eager: dict[str, Any] | None) -> str:
     if record is None:
         return ""
     if "error" in record:
         return _code(record["error"])
-    rest = [number(record, "ratio", ".2f"), number(record, "loss_rel", ".0e")] if record["mode"] != "eager" else []
-    return f"{record['ms']:.0f}" + (f" ({', '.join(filter(None, rest))})" if any(rest) else "")
+    ms = f"{record['ms']:.0f}"
+    if record is eager or eager is None or "error" in eager:
+        return ms
+    losses, wanted = record.get("losses", ()), eager.get("losses", ())
+    alike = losses and len(losses) == len(wanted)
+    differ = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) if alike else None
+    return f"{ms} ({record['ms'] / eager['ms']:.2f}" + (f", {differ:.0e})" if differ is not None else ")")
 
 
 def families(records: Records) -> str:
