@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.machine import divide, gpus_here, keep_to  # noqa: E402
-from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
+from scripts.performance.results import output_path, provenance, put_cases, put_record  # noqa: E402
 
 MODULE = "scripts.performance.packed_ranks"
 # What packed_ranks.py knows: two GPUs share layers, documents, or layers and the tokens between them.
@@ -57,9 +57,9 @@ def main() -> int:
                 print(f"{layout}: {found}", flush=True)
                 missed.append(f"{layout}: {found.splitlines()[0]}")
                 continue
-            for record in records_of(layout, found, origin):
-                put_record(out, record)
-                print(json.dumps(record), flush=True)
+            records = records_of(layout, found, origin)
+            put_cases(out, records)
+            print("\n".join(map(json.dumps, records)), flush=True)
             missed += [f"{layout}: {miss}" for miss in misses(found)]
     print("\n".join(missed) or "all layouts equal eager, and are faster")
     return 1 if missed else 0
