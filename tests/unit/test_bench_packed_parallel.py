@@ -128,19 +128,19 @@ def test_fewer_than_two_gpus_are_refused(processes, monkeypatch, tmp_path):
 
 
 def test_a_layouts_records_are_there_before_the_next_ends(processes, monkeypatch, tmp_path):
-    processes[0].add("CP2")
+    processes[0].add("TP2_sequence")
     status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4")
     assert status == 1
     for record in records:
         check_record(record)
     by_case = {(r["case"], r["mode"]): r for r in records}
-    for layout in ("TP2", "TP2_sequence"):
+    for layout in ("TP2", "CP2"):
         assert by_case[layout, "plugin_deterministic"]["replays"] == 2
         assert by_case[f"{layout}_2048", "eager"]["ms"] == 100.0  # the slower rank's
         assert by_case[f"{layout}_2048", "plugin"]["ratio"] == 0.6
-    assert "the last lines" in by_case["CP2", "plugin"]["error"]
+    assert "the last lines" in by_case["TP2_sequence", "plugin"]["error"]
     processes[0].clear()
-    status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4", "--layouts", "CP2")
+    status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4", "--layouts", "TP2_sequence")
     assert status == 0 and not any("error" in record for record in records) and len(records) == 9
 
 
