@@ -26,8 +26,8 @@ def memory_given_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def training_under_way(request) -> None:
-    """Start training runs with the first test that takes no times."""
-    if not is_timed(request.node):
+    """Start training runs with the first test that may run beside them."""
+    if not is_alone(request.node):
         request.getfixturevalue("trained")
 
 
@@ -44,17 +44,17 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     trainings.close()
 
 
-# What takes times has the GPU to itself: these come first, before training runs start.
+# What takes times has the GPU to itself: these come first, before training runs start. So do tests marked `alone`.
 TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
 
 
-def is_timed(item: pytest.Item) -> bool:
-    return item.path.stem in TIMED
+def is_alone(item: pytest.Item) -> bool:
+    return item.path.stem in TIMED or item.get_closest_marker("alone") is not None
 
 
 def turn_of(item: pytest.Item) -> int:
-    """Return when a test comes: timed ones first, and last what waits for training runs, which others run beside."""
-    return 0 if is_timed(item) else 1 + bool(trainings_of(item))
+    """Return when a test comes: those alone first, and last what waits for training runs, which others run beside."""
+    return 0 if is_alone(item) else 1 + bool(trainings_of(item))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

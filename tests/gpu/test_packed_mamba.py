@@ -82,6 +82,7 @@ def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms
         assert graphs.host.device_reads == reads, f"{graphs.host.device_reads - reads} offsets read from the device"
 
 
+@pytest.mark.alone
 def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
     """A sum on the edge between two values of bf16 becomes, added up in another order, the neighbour of what it was.
 

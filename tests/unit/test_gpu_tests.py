@@ -113,3 +113,10 @@ def test_training_runs_are_waited_for_last(collected):
 
     turns = [turn_of(each) for each in collected]
     assert turns == sorted(turns) and set(turns) == {0, 1, 2}
+
+
+def test_what_measures_eagers_noise_comes_before_training_runs(collected):
+    from tests.gpu.conftest import turn_of
+
+    turns = [turn_of(each) for each in collected if each.name.startswith("test_graphs_differ_from_eager")]
+    assert turns == [0, 0]
