@@ -81,15 +81,22 @@ def assert_differs_as_eager_does(trained):
 
 
 def assert_within_noise(trained, graphs, packs, buckets=BUCKETS):
-    """Replays of named packs differ from eager on the buckets' rows as eager does from itself, over all packs."""
+    """Replays of named packs differ from eager on the buckets' rows as eager does from itself, over all packs.
+
+    Replays come between eager runs: what disturbs the GPU for a while disturbs both.
+    """
     spreads = {}
     before = graphs.statistics().replays
     for name, pack in packs:
-        with parity.eager_at(graphs, rows_of(pack, buckets)):
-            runs = [trained.results(pack) for _ in range(NOISY_RUNS)]
+        runs, replays = [], []
+        for number in range(NOISY_RUNS):
+            with parity.eager_at(graphs, rows_of(pack, buckets)):
+                runs.append(trained.results(pack))
+            replays += [trained.results(pack)] if number < GRAPH_RUNS else []
         print(f"{name}, farthest from the first eager run:")
-        print(f"  eager: {parity.worst_gradient(parity.farthest(runs[1:], runs[0]), runs[0], trained.names)}")
-        spreads[name] = parity.spread_of(runs, replayed(trained, pack, runs[0]))
+        for kind, found in (("eager", runs[1:]), ("graphs", replays)):
+            print(f"  {kind}: {parity.worst_gradient(parity.farthest(found, runs[0]), runs[0], trained.names)}")
+        spreads[name] = parity.spread_of(runs, replays)
     statistics = graphs.statistics()
     assert statistics.replays - before == len(spreads) * GRAPH_RUNS and not statistics.fallbacks, statistics
     for kind in ("eager", "graphs"):
@@ -98,14 +105,6 @@ def assert_within_noise(trained, graphs, packs, buckets=BUCKETS):
         print(f"{kind}: the worst gradient of a run from the nearest eager run, quantiles of {len(values)}: {most}")
     missed = parity.beyond_noise(spreads, trained.names)
     assert not missed, "\n".join(missed)
-
-
-def replayed(trained, pack, eager):
-    """Yield results of replays, one after the other, and say how far each is from an eager run."""
-    for _ in range(GRAPH_RUNS):
-        found = trained.results(pack)
-        print(f"  graphs: {parity.worst_gradient(found, eager, trained.names)}")
-        yield found
 
 
 def assert_same(found, runs, names, name):

@@ -66,6 +66,7 @@ def failure(model, pack, settings):
     return None
 
 
+@pytest.mark.alone
 def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
     pack = lm.make_pack(LONG)
