@@ -54,6 +54,18 @@ class CausalAttention(nn.Module):
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
 
+class Norm:
+    """PyTorch's norms, under sequence parallelism too, where a weight's gradient is what the ranks have together."""
+
+    def __new__(cls, config, *args, **kwargs):
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        made = WrappedTorchNorm(whole, *args, **kwargs)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return made
+
+
 def vision_layers():
     spec = copy.deepcopy(get_vit_layer_with_local_spec())
     spec.submodules.self_attention.submodules.core_attention = SegmentAttention
@@ -63,7 +75,7 @@ def vision_layers():
 def language_layers():
     spec = copy.deepcopy(get_gpt_layer_local_spec())
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     return spec
 
 
@@ -100,7 +112,7 @@ def on_cpu():
     with ExitStack() as stack:
         for name, value in local.items():
             stack.enter_context(mock.patch.object(modelling, name, value))
-        stack.enter_context(mock.patch.object(transformer_block, "LayerNormImpl", WrappedTorchNorm))
+        stack.enter_context(mock.patch.object(transformer_block, "LayerNormImpl", Norm))
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: "cpu"))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self))
         for name in ("range_push", "range_pop"):
@@ -116,8 +128,13 @@ def full_iteration():
     return {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
 
 
-def build(seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True, deepstack: bool = True):
-    """Build Bridge's model, in training mode, as a recipe's provider would, with vision layers that need no kernels."""
+def build(
+    seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True, deepstack: bool = True, **changes
+):
+    """Build Bridge's model, in training mode, as a recipe's provider would, with vision layers that need no kernels.
+
+    `changes` are fields of the language model's configuration.
+    """
     start_single_process()
     torch.manual_seed(seed)
     config = Qwen3VLTransformerConfig(
@@ -144,6 +161,7 @@ def build(seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bo
         deallocate_pipeline_outputs=True,
         pipeline_dtype=torch.float32,
         **(full_iteration() if graphs else {}),
+        **changes,
     )
     config.seq_length = SEQUENCE
     config.vision_cuda_graph_impl = "none"
