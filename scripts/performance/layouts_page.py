@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts.performance.markdown import Records, by_case, number, origin, share_of_spread, table
+from bridge_cg_plugin.report.spread import FACTOR, compare_to_spread
+from scripts.performance.markdown import Records, by_case, number, origin, table
 from scripts.performance.results import read_records
 
 COMMAND = "./run gpu-table"
@@ -28,7 +29,8 @@ def layouts(records: Records) -> str:
         return f"Not measured yet: `{COMMAND}` writes the records."
     header = ["layout", "microbatches", "steps", "eager ms", "graphs ms", "ratio", "losses", "gradient norms"]
     header += ["eager peak GiB", "graphs peak GiB", "eager scales", "graphs scale"]
-    return f"{table(header, rows)}\n\n{origin([*graphs.values()])}"
+    said = how_often_farthest([*graphs.values()], records)
+    return f"{table(header, rows)}\n\n{said}\n\n{origin([*graphs.values()])}"
 
 
 def shared(records: Records) -> str:
@@ -53,10 +55,42 @@ def peaks(*runs: dict[str, Any] | None) -> list[str]:
     return ["/".join(f"{gb:.1f}" for gb in (run or {}).get("rank_peak_gb", ())) for run in runs]
 
 
+VALUES = ("losses", "grad_norms")
+
+
 def distances(graphs: dict[str, Any], records: Records) -> list[str]:
-    """Return how far losses and gradient norms are from those of its case's eager runs, as shares of their spread."""
+    """Return how far losses and gradient norms are from its case's eager runs', as shares of the spread of these.
+
+    In brackets is the same of the eager run that is farthest from all others.
+    """
+    found = [shares(name, graphs, records) for name in VALUES]
+    return [f"{own:.2f} ({max(eager):.2f})" for own, *eager in found]
+
+
+def shares(name: str, graphs: dict[str, Any], records: Records) -> list[float]:
+    """Return how far each run of a case is from the others, as a share of their spread; the graphed one comes first.
+
+    Args:
+        name: "losses" or "grad_norms".
+        graphs: The graphed run.
+        records: With the case's eager runs.
+    """
     eager = [each for each in records if each["case"] == graphs["case"] and each["mode"].startswith("eager")]
-    return [share_of_spread([run[name] for run in eager], graphs[name]) for name in ("losses", "grad_norms")]
+    runs = [run[name] for run in (graphs, *eager)]
+    return [compare_to_spread([*runs[:i], *runs[i + 1 :]], run).worst * FACTOR for i, run in enumerate(runs)]
+
+
+def how_often_farthest(graphs: Records, records: Records) -> str:
+    """Return a sentence that says in how many comparisons the graphed run is farther from the others than each of them.
+
+    Runs that do the same are each the farthest as often as any other.
+    """
+    found = [shares(name, run, records) for run in graphs for name in VALUES]
+    count, chance = sum(own > max(eager) for own, *eager in found), sum(1 / len(each) for each in found)
+    return (
+        f"Of a layout's runs the graphed one is the farthest from the others in {count} of {len(found)} comparisons; "
+        f"one more eager run would be in {chance:.0f}, on average."
+    )
 
 
 def scaling(run: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> str:

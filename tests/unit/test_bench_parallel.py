@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel, layout_runs, layout_times, machine
-from scripts.performance.layouts_page import layout_parts, scaling
+from scripts.performance.layouts_page import distances, how_often_farthest, layout_parts, scaling
 from scripts.performance.results import check_record, read_records
 
 ALL = list(layout_runs.LAYOUTS.values())
@@ -183,8 +183,24 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
         ("0.62", "0.80 |"),
     ]
     assert cells[1]["graphs peak GiB"] == "1.0/2.0"
-    assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00", "0.00")
+    assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00 (0.00)", "0.00 (0.00)")
     assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
+
+
+def run_of(mode, losses):
+    return {"case": "DP2", "mode": mode, "losses": losses, "grad_norms": [1.0, 1.0]}
+
+
+def test_a_graphed_run_is_compared_as_each_eager_run_is():
+    """Allowed is 1.5 of the spread that the others have up to a step."""
+    eager = [run_of(f"eager{i + 1}", [4.0, loss]) for i, loss in enumerate((2.0, 2.01, 2.1))]
+    near, far = run_of("plugin", [4.0, 2.005]), run_of("plugin", [4.0, 2.3])
+    # 2.1 is 0.09 from 2.01, and the others span 0.01; 2.3 is 0.2 from 2.1, and those span 0.1.
+    assert distances(near, [*eager, near]) == ["0.05 (9.00)", "0.00 (0.00)"]
+    assert distances(far, [*eager, far]) == ["2.00 (0.30)", "0.00 (0.00)"]
+    said = how_often_farthest([near, far], [*eager, near, far])
+    assert said.startswith("Of a layout's runs the graphed one is the farthest from the others in 1 of 4 comparisons;")
+    assert said.endswith("would be in 1, on average.")
 
 
 def test_the_last_steps_of_two_runs_are_timed(started, tmp_path):
@@ -272,7 +288,10 @@ def test_ranks_that_share_gpus_are_recorded_without_times(started, tmp_path):
     }
     page = layout_parts(tmp_path)
     assert "| TP2_small | 8 |" in page["layouts"] and "shared" not in page["layouts"]
-    assert "| DP4_small_shared | 2 | 8 | 8 | 0.00 | 0.00 | 32/32/32/32 | 0/0/0/0 | 1.0/2.0/3.0/4.0 |" in page["shared"]
+    assert (
+        "| DP4_small_shared | 2 | 8 | 8 | 0.00 (0.00) | 0.00 (0.00) | 32/32/32/32 | 0/0/0/0 | 1.0/2.0/3.0/4.0 |"
+        in page["shared"]
+    )
 
 
 def test_a_record_of_shared_gpus_leaves_the_measured_one(started, tmp_path):
