@@ -108,7 +108,7 @@ def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
     """Return the report as text."""
-    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'memory GiB':>11}"]
+    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'adds GiB':>11}"]
     used = {bucket: c for bucket, c in sorted(statistics.buckets.items()) if c.replays + c.evaluations}
     for bucket, counts in used.items():
         total = counts.tokens + counts.padding

@@ -157,7 +157,7 @@ def bucket_tables(runs: Sequence[Run]) -> list[Table]:
                 for b in counts.buckets
             )
             unused = f"{counts.unused_buckets} more were captured and not used." if counts.unused_buckets else ""
-            header = ("bucket", "replays", "in evaluation", "padding", "memory GiB")
+            header = ("bucket", "replays", "in evaluation", "padding", "adds GiB")
             found.append(Table(f"Buckets: {label(run, runs)}, {kind}", header, rows, note=unused))
     return found
 
