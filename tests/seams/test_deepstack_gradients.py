@@ -1,7 +1,7 @@
 """What upstream makes of deepstack's gradients under tensor parallelism with sequence parallelism: every rank its own.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it, and docs/parallel.md need not tell of it any more.
+has mended it, and docs/parallel.md need not tell of it any more; the warning in options/deepstack.py goes with it.
 """
 
 import zlib
