@@ -10,4 +10,4 @@ class OptionError(ValueError):
 
 
 class GraphOptionWarning(FutureWarning):
-    """A deprecated spelling, or an option without effect. The message has the line to write instead."""
+    """A deprecated spelling, an option without effect, or wrong gradients of upstream. Has what to write instead."""

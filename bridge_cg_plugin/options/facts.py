@@ -15,6 +15,9 @@ OFFLINE_PACKING = "enable_offline_packing"
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
 # Bridge's providers of models whose vision tower is Hugging Face's module.
 HUGGING_FACE_TOWERS = ("Qwen25VLModelProvider", "Gemma3VLModelProvider")
+# Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
+# wildcards may mean those of the language model alone.
+ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,10 @@ class Facts:
         low_precision: The fp8 or fp4 recipe that layers compute in.
         cpu_offloading: Whether megatron-core offloads whole layers.
         offload_in_graphs: Whether megatron-core can offload inside the graphs that it captures.
+        sequence_parallel: Whether tensor-parallel ranks are told to divide sequences; with experts they do anyway.
+        deepstack: Whether layers of the language model take features of the vision encoder.
+        adapters: Whether adapters are trained and the weights of the model are not.
+        encoder_trained: Whether anything of the vision encoder and its mergers is trained.
         by_hand: Fields that a person wrote.
     """
 
@@ -79,6 +86,10 @@ class Facts:
     low_precision: str | None = None
     cpu_offloading: bool | None = None
     offload_in_graphs: bool | None = None
+    sequence_parallel: bool | None = None
+    deepstack: bool | None = None
+    adapters: bool | None = None
+    encoder_trained: bool | None = None
     by_hand: frozenset[str] = frozenset()
 
 
@@ -123,6 +134,10 @@ def facts_of(written: Written) -> Facts:
         low_precision=_low_precision(settings),
         cpu_offloading=_flag(settings, "cpu_offloading"),
         offload_in_graphs=None if written.model is None else hasattr(written.model, CAME_WITH_OFFLOAD_IN_GRAPHS),
+        sequence_parallel=_flag(settings, "sequence_parallel"),
+        deepstack=_deepstack(written.model),
+        adapters="target_modules" in settings,
+        encoder_trained=_encoder_trained(settings),
         by_hand=written.by_hand,
     )
 
@@ -163,6 +178,22 @@ def _te_rng_tracker(settings: dict[str, Any]) -> bool | None:
         return True
     # Either of the two places is enough, so the model's alone does not say that it is off.
     return given[0]
+
+
+def _deepstack(model: Any) -> bool | None:
+    layers = getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", None)
+    return None if layers is None else bool(layers)
+
+
+def _encoder_trained(settings: dict[str, Any]) -> bool | None:
+    if "target_modules" in settings:
+        targets = settings["target_modules"]
+        names = targets.strip("[]() ").split(",") if isinstance(targets, str) else targets or ()
+        return True if any(str(name).strip(" '\"") in ENCODER_LAYERS for name in names) else None
+    frozen = [_flag(settings, name) for name in ("freeze_vision_model", "freeze_vision_projection")]
+    if False in frozen:
+        return True
+    return None if None in frozen else False
 
 
 def _mamba(written: Written) -> bool | None:

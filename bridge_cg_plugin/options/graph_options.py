@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .combinations import check_options
+from .deepstack import deepstack_warnings
 from .errors import GraphOptionWarning
 from .facts import facts_of
 from .language_model import IMPL, INFERENCE, MODULES, LanguageModelGraphOptions
@@ -27,7 +28,8 @@ class GraphOptions:
         vision: Graphs of the vision encoder.
         packed: Packed (thd) sequences in language-model graphs.
         offload: Activation offloading, of all of them.
-        warnings: What the user should know: deprecated spellings, options without effect.
+        warnings: What the user should know: deprecated spellings, options without effect, wrong gradients of
+            upstream.
     """
 
     language_model: LanguageModelGraphOptions = field(default_factory=LanguageModelGraphOptions)
@@ -80,6 +82,8 @@ def options_of(written: Written) -> GraphOptions:
     if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
         names = ",".join(vision.modules)
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
+    if vision.enabled:
+        warnings += deepstack_warnings(vision, facts_of(written))
     options = GraphOptions(
         language_model=language_model,
         vision=vision,

@@ -50,6 +50,10 @@ SETTINGS = (
     "fp4",
     "cuda_graph_warmup_steps",
     "cpu_offloading",
+    "sequence_parallel",
+    "freeze_vision_model",
+    "freeze_vision_projection",
+    "target_modules",
 )
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
@@ -61,7 +65,7 @@ OTHER_FIELDS = (
     "megatron_fsdp_cuda_graph_mode",
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
-OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset")
+OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset", "peft")
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)

@@ -1,7 +1,7 @@
 """What upstream makes of deepstack's gradients under tensor parallelism with sequence parallelism: every rank its own.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it, and docs/parallel.md need not tell of it any more.
+has mended it, and docs/parallel.md need not tell of it any more; the warning in options/deepstack.py goes with it.
 """
 
 import zlib
@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as modelling
+from megatron.bridge.peft.lora import LoRA
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import distributed
 
 import bridge_cg_plugin
+from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.upstream.patches import bridge_release
 from tests.ranks import run_ranks
 
@@ -41,8 +43,8 @@ def split_dim(parameter):
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
-def new_model(sequence_parallel, deepstack=True):
-    """Build the model with weights that depend on their names alone."""
+def new_model(sequence_parallel, deepstack=True, adapters=False):
+    """Build the model with weights that depend on their names alone, adapters' in the encoder too."""
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     model = vlm.build(
         graphs=False,
@@ -51,6 +53,8 @@ def new_model(sequence_parallel, deepstack=True):
         sequence_parallel=sequence_parallel,
         gradient_accumulation_fusion=False,
     )
+    if adapters:
+        model = LoRA(dim=4, alpha=4, target_modules=[f"vision_model.*{layer}" for layer in ENCODER_LAYERS])(model)
     for name, parameter in model.named_parameters():
         dim, shape = split_dim(parameter), list(parameter.shape)
         if dim is not None:
@@ -62,8 +66,9 @@ def new_model(sequence_parallel, deepstack=True):
 
 
 def gradients(model):
-    """Return the loss of all batches, and each parameter's gradient with the dimension in which ranks split it."""
+    """Return the loss of all batches, and each gradient with the dimension in which ranks split it."""
     model.zero_grad()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     total = 0.0
     for seed, (images, text) in enumerate(BATCHES):
         batch = vlm.sample(images, seed, text)
@@ -73,10 +78,10 @@ def gradients(model):
         loss = (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum()
         loss.backward()
         total += loss.item()
-    for parameter in model.parameters():
+    for parameter in trained.values():
         if getattr(parameter, "sequence_parallel", False):  # megatron-core does it when gradients are finalized
             distributed.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-    return total, {n: (p.grad.clone(), split_dim(p)) for n, p in model.named_parameters()}
+    return total, {n: (p.grad.clone(), split_dim(p)) for n, p in trained.items()}
 
 
 def summed(split):
@@ -96,6 +101,7 @@ def on_ranks(ranks):
         if not bridge_release().startswith("0.4"):
             found["no deepstack"] = gradients(new_model(sequence_parallel, deepstack=False))
         found["no sequence parallelism"] = gradients(new_model(False))
+        found["adapters"] = gradients(new_model(sequence_parallel, adapters=True))
         if ranks == 1:
             return found
         model = new_model(sequence_parallel)
@@ -154,6 +160,16 @@ def test_as_released_ranks_disagree_on_a_bias_that_all_of_them_have(halves):
     }
     mergers = {f"vision_model.decoder.deepstack_merger_list.{i}.linear_fc2.bias" for i in range(2)}
     assert apart == mergers
+
+
+def test_as_released_adapters_in_the_tower_and_deepstacks_mergers_have_other_gradients(whole, halves):
+    found = distances(halves, "adapters", whole["adapters"])
+    assert {name.partition(".adapter.")[1] for name in found} == {".adapter."}
+    assert above(found, EQUAL).keys() == above(found, APART).keys() == {name for name in found if feeds_deepstack(name)}
+
+
+def test_default_targets_of_adapters_are_layers_of_the_tower():
+    assert set(LoRA().target_modules) == set(ENCODER_LAYERS)
 
 
 def test_summed_over_the_ranks_all_gradients_are_those_of_one(whole, halves):

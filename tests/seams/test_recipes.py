@@ -14,8 +14,9 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.options import OptionError, normalize, vision_options
+from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options.graph_options import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
 from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.patches import bridge_release
@@ -31,6 +32,17 @@ GRAPH_FIELDS = {
 }
 RECOMPUTE_FIELDS = {
     f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules", "modules[0]")
+}
+# Bridge's own recipes of these train the encoder or its mergers by wrong gradients: experts and tensor parallelism.
+WRONG_GRADIENTS = {
+    f"{model}_vision_graphs_{gpu}_{variant}_config"
+    for model, variant in [
+        ("qwen3_vl_30b_a3b", "pretrain_mock"),
+        ("qwen3_vl_235b_a22b", "pretrain_mock"),
+        ("qwen3_vl_235b_a22b", "sft"),
+        ("qwen3_vl_235b_a22b", "sft_mock"),
+    ]
+    for gpu in ("h100", "h200", "b200")
 }
 # Bridge's own recipes of these are refused by Bridge: the batch does not divide among the GPUs of the recipe's name.
 INDIVISIBLE = {
@@ -182,7 +194,25 @@ def test_it_is_explained(bridge, preset):
         f"one graph per bucket over the whole encoder; buckets chosen from what warm-up steps show, up to {longest}"
         in said
     )
-    assert "language model: no graphs" in said and "packed sequences: no graphs" in said and "warning" not in said
+    assert "language model: no graphs" in said and "packed sequences: no graphs" in said
+    assert said.count("warning: ") == (preset.name in WRONG_GRADIENTS)
+
+
+def test_presets_of_wrong_gradients_say_so(bridge):
+    found = {name: normalize(getattr(bridge, name)())[0].warnings for name in RECIPES}
+    assert {name for name, warnings in found.items() if warnings} == WRONG_GRADIENTS
+    assert all("with mixture of experts" in text for name in WRONG_GRADIENTS for text in found[name])
+    assert not any(name.startswith(("qwen3_vl_8b", "qwen35_vl_")) for name in WRONG_GRADIENTS)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(WRONG_GRADIENTS) if "_h200_" in name])
+def test_a_launch_warns_of_wrong_gradients_and_bridge_then_divides_sequences(bridge, name):
+    config = getattr(bridge, name)()
+    _warned.clear()
+    with pytest.warns(GraphOptionWarning, match="wrong gradients") as caught:
+        launched(config, gpus_of(bridge, name.replace("_vision_graphs_h200", "").replace("sft_mock", "sft")))
+    assert config.model.sequence_parallel
+    assert len([w for w in caught if issubclass(w.category, GraphOptionWarning)]) == 1
 
 
 @every_h200_preset
