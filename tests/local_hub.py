@@ -1,14 +1,22 @@
 """A cache of Hugging Face's hub with Qwen3-VL's configuration and a processor like its own; nothing is fetched.
 
-Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and there are no weights.
-With it Bridge's recipes and mock data work on a machine without a network.
+Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and weights, where they are
+wanted, are random. With it Bridge's recipes and mock data work on a machine without a network.
 """
 
 import os
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from .seams.qwen_configs import write_configs
 
@@ -42,13 +50,25 @@ def tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
+def snapshot_in(folder: Path, name: str = NAME) -> Path:
+    """Return the folder of a model's files in a cache."""
+    return folder / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / REVISION
+
+
+def write_weights(snapshot: Path) -> None:
+    """Write random bf16 weights of the configuration in a folder; with a GPU they are drawn there."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        config = AutoConfig.from_pretrained(snapshot)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(snapshot)
+
+
 def write_hub(folder: Path, name: str = NAME) -> dict[str, str]:
     """Write the cache of one model; returns the environment variables that make Hugging Face's libraries use it."""
-    model = folder / "hub" / f"models--{name.replace('/', '--')}"
-    snapshot = model / "snapshots" / REVISION
+    snapshot = snapshot_in(folder, name)
     snapshot.mkdir(parents=True)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(REVISION)
+    references = snapshot.parents[1] / "refs"
+    references.mkdir()
+    (references / "main").write_text(REVISION)
     (write_configs(folder / "configs")[name] / "config.json").rename(snapshot / "config.json")
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": 16777216}, **PIXELS),

@@ -1,8 +1,9 @@
 """Presets of the full-size 8B model at their own parallel layout, as a user starts them, with a hub's cache made here.
 
-Weights are random: they would come from the hub.
+Weights are random. Adapters are trained on those of a checkpoint, which is made here, too; other presets begin without.
 """
 
+import gc
 import math
 import os
 import subprocess
@@ -14,11 +15,11 @@ import torch
 
 from bridge_cg_plugin.report.training_log import read_log
 from examples.photographs.processes import free_port
-from tests.local_hub import write_hub
+from tests.local_hub import snapshot_in, write_hub, write_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
-LIMIT_S = 240
+LIMIT_S = 300
 # Nothing is saved, loaded or evaluated; few of Bridge's mock images are drawn. Fused accumulation is Apex's, which
 # NVIDIA's containers have and the registry has not.
 WORDS = (
@@ -38,23 +39,43 @@ WORDS = (
 PRESETS = {
     "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config": 4,
     "qwen3_vl_8b_vision_graphs_h200_sft_mock_config": 2,
+    "qwen3_vl_8b_vision_graphs_h200_peft_mock_config": 1,
 }
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory):
-    return write_hub(tmp_path_factory.mktemp("hub"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def hub(folder):
+    return write_hub(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder, hub):
+    write_weights(snapshot_in(folder))
+    gc.collect()
+    torch.cuda.empty_cache()
+    return snapshot_in(folder)
+
+
+def begins_with(name, request):
+    """Return the words that say how a preset is trained, and on which weights."""
+    if "_peft_" in name:
+        return [f"checkpoint.pretrained_checkpoint={request.getfixturevalue('checkpoint')}"]
+    return ["--mode", "pretrain"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_it_trains_with_every_microbatch_on_graphs(name, hub, tmp_path):
+def test_it_trains_with_every_microbatch_on_graphs(name, hub, tmp_path, request):
     gpus = PRESETS[name]
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} NVIDIA GPUs")
     workers = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", f"--master_port={free_port()}"]
     command = [sys.executable, *workers, str(ROOT / "scripts/performance/run_recipe.py")]
-    # Fine-tuning would want a checkpoint to start from.
-    command += ["--recipe", name, "--mode", "pretrain", *WORDS]
+    command += ["--recipe", name, *begins_with(name, request), *WORDS]
     environment = {**os.environ, **hub, "MASTER_PORT": str(free_port())}
     log = tmp_path / "log.txt"
     with log.open("w") as file:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from transformers import Qwen3VLConfig
 from transformers.utils import hub
 
 from bridge_cg_plugin.options import vision_options
@@ -51,3 +52,17 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     assert batch["loss_mask"].sum() > 0
     options = vision_options(config.model)
     assert options.exact_below < patches <= options.max_seq_length
+
+
+def test_bridge_takes_weights_that_are_written_here_for_a_checkpoint(tmp_path):
+    from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+
+    language_model = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0], "out_hidden_size": 32}
+    Qwen3VLConfig(
+        text_config={**language_model, "head_dim": 16, "intermediate_size": 64, "vocab_size": 128},
+        vision_config={**vision, "intermediate_size": 64},
+    ).save_pretrained(tmp_path)
+    assert not is_hf_checkpoint_dir(str(tmp_path))
+    local_hub.write_weights(tmp_path)
+    assert is_hf_checkpoint_dir(str(tmp_path))
