@@ -1,21 +1,19 @@
 """Gradients of Qwen3-VL's vision encoder that upstream gets wrong: the plugin leaves them, and says so."""
 
 from .facts import Facts
-from .vision import VisionGraphOptions
 
 _PAGE = "docs/parallel.md#sequence-parallelism-and-deepstack"
 
 
-def deepstack_warnings(vision: VisionGraphOptions, facts: Facts) -> tuple[str, ...]:
-    """Return what to tell of a run with vision graphs that trains its encoder by wrong gradients.
+def deepstack_warnings(facts: Facts) -> tuple[str, ...]:
+    """Return what to tell of a run that trains its vision encoder by wrong gradients.
 
     Args:
-        vision: Options of vision graphs.
-        facts: What else decides it; what is unknown warns of nothing.
+        facts: What decides it; what is unknown warns of nothing.
     """
     ranks = facts.tensor_ranks or 1
     shared = facts.sequence_parallel or facts.moe
-    if not (vision.enabled and ranks > 1 and shared and facts.deepstack and facts.encoder_trained):
+    if not (ranks > 1 and shared and facts.deepstack and facts.encoder_trained):
         return ()
     how, instead = "sequence_parallel=true", "sequence_parallel=false"
     if facts.moe:

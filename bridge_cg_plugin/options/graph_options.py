@@ -83,7 +83,7 @@ def options_of(written: Written) -> GraphOptions:
         names = ",".join(vision.modules)
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
     if vision.enabled:
-        warnings += deepstack_warnings(vision, facts_of(written))
+        warnings += deepstack_warnings(facts_of(written))
     options = GraphOptions(
         language_model=language_model,
         vision=vision,

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from examples.photographs.gpu import SKIPPED, median_ms  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.places import Places  # noqa: E402
-from scripts.performance.results import output_path, provenance, put_record, read_records  # noqa: E402
+from scripts.performance.results import loss_distance, output_path, provenance, put_record, read_records  # noqa: E402
 
 IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}
 LANGUAGE_MODELS = ("4x2048", "16x2048", "28x2560")
@@ -216,7 +216,7 @@ def record_of(case: Case, run: dict[str, Any] | str, steps: int, eager: dict[str
         record["ratio"] = 1.0
     elif eager is not None and len(eager["losses"]) == len(run["losses"]):
         record["ratio"] = ms / eager["ms"]
-        record["loss_rel"] = max(abs(a - b) / abs(b) for a, b in zip(run["losses"], eager["losses"], strict=True))
+        record["loss_rel"] = loss_distance(run["losses"], eager["losses"])
     return record
 
 

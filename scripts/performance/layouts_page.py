@@ -1,35 +1,39 @@
 """The table of docs/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.report.spread import FACTOR, compare_to_spread
-from scripts.performance.markdown import Records, by_case, number, origin, table
+from scripts.performance.markdown import Records, by_case, number, origin, share_of_spread, table
 from scripts.performance.results import read_records
 
 COMMAND = "./run gpu-table"
 # Cases of one GPU and of replicas of the model alone.
 SCALES = re.compile(r"(?:one_GPU|DP\d+)((?:_small)?)")
+VALUES = ("losses", "grad_norms")
+# How far each run of a case is from the others, as a share of their spread, the graphed one's first; for each value.
+Shares = list[list[float]]
 
 
 def layouts(records: Records) -> str:
     """Return a line for each layout: graphs beside eager in time, values, memory and scaling."""
     records = [record for record in records if "ranks_per_gpu" not in record]
     eager, graphs = (by_case(records, mode) for mode in ("eager1", "plugin"))
+    compared = {case: shares(r, records) for case, r in graphs.items()}
     rows = []
     for case, r in graphs.items():
         e = eager.get(case)
         rows.append(
             [case, r["microbatches"], len(r["losses"]), number(e, "ms", ".0f"), number(r, "ms", ".0f")]
-            + [f"**{r['ratio']:.2f}**", *distances(r, records), *peaks(e, r)]
-            + [scaling(each, by_case(records, mode)) for each, mode in ((e, "eager1"), (r, "plugin"))]
+            + [f"**{r['ratio']:.2f}**", *distances(compared[case]), *peaks(e, r)]
+            + [scaling(e, eager), scaling(r, graphs)]
         )
     if not rows:
         return f"Not measured yet: `{COMMAND}` writes the records."
     header = ["layout", "microbatches", "steps", "eager ms", "graphs ms", "ratio", "losses", "gradient norms"]
     header += ["eager peak GiB", "graphs peak GiB", "eager scales", "graphs scale"]
-    said = how_often_farthest([*graphs.values()], records)
+    said = how_often_farthest([*compared.values()])
     return f"{table(header, rows)}\n\n{said}\n\n{origin([*graphs.values()])}"
 
 
@@ -38,7 +42,7 @@ def shared(records: Records) -> str:
     records = [record for record in records if "ranks_per_gpu" in record and "error" not in record]
     eager, graphs = ({r["case"]: r for r in records if r["mode"] == mode} for mode in ("eager1", "plugin"))
     rows = [
-        [case, r["ranks_per_gpu"], r["microbatches"], len(r["losses"]), *distances(r, records)]
+        [case, r["ranks_per_gpu"], r["microbatches"], len(r["losses"]), *distances(shares(r, records))]
         + ["/".join(map(str, r[name])) for name in ("rank_replays", "rank_fallbacks")]
         + peaks(eager.get(case), r)
         for case, r in graphs.items()
@@ -55,37 +59,35 @@ def peaks(*runs: dict[str, Any] | None) -> list[str]:
     return ["/".join(f"{gb:.1f}" for gb in (run or {}).get("rank_peak_gb", ())) for run in runs]
 
 
-VALUES = ("losses", "grad_norms")
-
-
-def distances(graphs: dict[str, Any], records: Records) -> list[str]:
-    """Return how far losses and gradient norms are from its case's eager runs', as shares of the spread of these.
-
-    In brackets is the same of the eager run that is farthest from all others.
-    """
-    found = [shares(name, graphs, records) for name in VALUES]
-    return [f"{own:.2f} ({max(eager):.2f})" for own, *eager in found]
-
-
-def shares(name: str, graphs: dict[str, Any], records: Records) -> list[float]:
-    """Return how far each run of a case is from the others, as a share of their spread; the graphed one comes first.
+def shares(graphs: dict[str, Any], records: Records) -> Shares:
+    """Compare every run of a case with the others.
 
     Args:
-        name: "losses" or "grad_norms".
         graphs: The graphed run.
         records: With the case's eager runs.
     """
     eager = [each for each in records if each["case"] == graphs["case"] and each["mode"].startswith("eager")]
-    runs = [run[name] for run in (graphs, *eager)]
-    return [compare_to_spread([*runs[:i], *runs[i + 1 :]], run).worst * FACTOR for i, run in enumerate(runs)]
+    found = []
+    for name in VALUES:
+        runs = [run[name] for run in (graphs, *eager)]
+        found.append([share_of_spread([*runs[:i], *runs[i + 1 :]], run) for i, run in enumerate(runs)])
+    return found
 
 
-def how_often_farthest(graphs: Records, records: Records) -> str:
+def distances(compared: Shares) -> list[str]:
+    """Return how far losses and gradient norms are from the eager runs', as shares of the spread of these.
+
+    In brackets is the same of the eager run that is farthest from all others.
+    """
+    return [f"{own:.2f} ({max(eager):.2f})" for own, *eager in compared]
+
+
+def how_often_farthest(cases: Sequence[Shares]) -> str:
     """Return a sentence that says in how many comparisons the graphed run is farther from the others than each of them.
 
     Runs that do the same are each the farthest as often as any other.
     """
-    found = [shares(name, run, records) for run in graphs for name in VALUES]
+    found = [each for compared in cases for each in compared]
     count, chance = sum(own > max(eager) for own, *eager in found), sum(1 / len(each) for each in found)
     return (
         f"Of a layout's runs the graphed one is the farthest from the others in {count} of {len(found)} comparisons; "

@@ -42,9 +42,9 @@ def over_eager(record: dict[str, Any] | None, eager: dict[str, dict[str, Any]]) 
     return "" if record is None or baseline is None else f"{record['ms'] / baseline['ms']:.2f}"
 
 
-def share_of_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float]) -> str:
-    """Return a run's largest distance from eager ones as a share of their spread."""
-    return f"{compare_to_spread(eager, graphs).worst * FACTOR:.2f}"
+def share_of_spread(others: Sequence[Sequence[float]], run: Sequence[float]) -> float:
+    """Return a run's largest distance from others, most often eager ones, as a share of their spread."""
+    return compare_to_spread(others, run).worst * FACTOR
 
 
 def fill(text: str, parts: dict[str, str]) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from .markdown import Records, by_case, number, origin, over_eager, table
-from .results import read_records
+from .results import loss_distance, read_records
 from .workloads import CASES
 
 # What the time relative to eager's is meant to be at most.
@@ -119,9 +119,10 @@ def _step(record: dict[str, Any] | None, eager: dict[str, Any] | None) -> str:
     if record is eager or eager is None or "error" in eager:
         return ms
     losses, wanted = record.get("losses", ()), eager.get("losses", ())
-    alike = losses and len(losses) == len(wanted)
-    differ = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) if alike else None
-    return f"{ms} ({record['ms'] / eager['ms']:.2f}" + (f", {differ:.0e})" if differ is not None else ")")
+    beside = [f"{record['ms'] / eager['ms']:.2f}"]
+    if losses and len(losses) == len(wanted):
+        beside.append(f"{loss_distance(losses, wanted):.0e}")
+    return f"{ms} ({', '.join(beside)})"
 
 
 def families(records: Records) -> str:

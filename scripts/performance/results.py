@@ -147,6 +147,11 @@ def put_cases(path: Path, records: Sequence[dict[str, Any]]) -> None:
     write_records(path, [*(r for r in read_records(path) if r["case"] not in cases), *records])
 
 
+def loss_distance(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of matching losses of two runs."""
+    return max(abs(one - other) / abs(other) for one, other in zip(losses, expected, strict=True))
+
+
 def output_path(given: Path | None, name: str) -> Path:
     """Return where records go: what was given, or docs/benchmarks.
 

@@ -84,10 +84,10 @@ def training(records: Records) -> str:
         same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
         eager = [e for e in same if e["mode"].startswith("eager")]
         own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"] and e["ms"]]
-        loss, norm = (share_of_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms"))
+        shares = [share_of_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms")]
         rows.append(
             [r["case"], release(r), r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
-            + [f"**{r['ratio']:.2f}**", len(eager), loss, norm]
+            + [f"**{r['ratio']:.2f}**", len(eager), *(f"{share:.2f}" for share in shares)]
             + [f"{eager[0]['peak_gb']:.1f}", f"{r['peak_gb']:.1f}"]
         )
     header = [

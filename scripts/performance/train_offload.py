@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
-from scripts.performance.results import first_line, output_path, provenance, put_record  # noqa: E402
+from scripts.performance.results import first_line, loss_distance, output_path, provenance, put_record  # noqa: E402
 
 CASES = ("limit", "flat")
 # Modes of `limit` that must run out of memory.
@@ -150,7 +150,7 @@ def limit_records(steps: int) -> Iterator[dict[str, Any]]:
 
 def compared(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that compare a run with that of Megatron's recompute; both learn."""
-    far = farthest(found["losses"], base["losses"])
+    far = loss_distance(found["losses"], base["losses"])
     same = far <= LOSS_TOLERANCE and found["losses"][-1] < found["losses"][0]
     return {"ratio": found["ms"] / base["ms"], "loss_rel": far, "inside_spread": same}
 
@@ -178,11 +178,6 @@ def in_flight(count: int, tokens: int) -> list[Any]:
     from scripts.performance import language_model as lm
 
     return [lm.make_pack(lm.draw(tokens, DOCUMENTS, seed), seed) for seed in range(count)]
-
-
-def farthest(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of matching losses."""
-    return max(abs(one - other) / abs(other) for one, other in zip(losses, expected, strict=True))
 
 
 @contextmanager

@@ -44,12 +44,9 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     trainings.close()
 
 
-# What takes times has the GPU to itself: these come first, before training runs start. So do tests marked `alone`.
-TIMED = (*SCRIPTS, "test_costs", "test_small_recipe")
-
-
 def is_alone(item: pytest.Item) -> bool:
-    return item.path.stem in TIMED or item.get_closest_marker("alone") is not None
+    """Return whether a test has the GPU to itself: such tests come first, before training runs start."""
+    return item.path.stem in SCRIPTS or item.get_closest_marker("alone") is not None
 
 
 def turn_of(item: pytest.Item) -> int:

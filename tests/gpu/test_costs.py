@@ -1,6 +1,9 @@
 """Eager or replay, by times that device events measured."""
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.alone
 
 
 def test_a_small_image_in_a_huge_bucket_runs_eager(tower_module, model, grads, graphs_of):

@@ -6,10 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.report.training_log import read_log
 from examples.photographs.processes import free_port
 
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 (NAME,) = SMALL_RECIPES
 STEPS = 20

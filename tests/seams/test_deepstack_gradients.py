@@ -23,7 +23,7 @@ from bridge_cg_plugin.upstream.patches import bridge_release
 from tests.ranks import run_ranks
 
 from ..unit import vlm
-from ..unit.towers import assert_close, graphs_on
+from ..unit.towers import assert_close, graphs_on, split_dim
 
 # Images and the tokens behind them: lengths are even, and images lie across the middle or on one side of it.
 BATCHES = (([(4, 4)], 12), ([(4, 8), (4, 4)], 11), ([(8, 8)], 12))
@@ -37,10 +37,6 @@ def part(name, whole, dim, rank, ranks):
     gated = "language_model" in name and "linear_fc1" in name
     blocks = whole.chunk(2, dim) if gated else [whole]
     return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
-
-
-def split_dim(parameter):
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def new_model(sequence_parallel, deepstack=True, adapters=False):

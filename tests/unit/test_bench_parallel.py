@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel, layout_runs, layout_times, machine
-from scripts.performance.layouts_page import distances, how_often_farthest, layout_parts, scaling
+from scripts.performance.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
 from scripts.performance.results import check_record, read_records
 
 ALL = list(layout_runs.LAYOUTS.values())
@@ -196,9 +196,10 @@ def test_a_graphed_run_is_compared_as_each_eager_run_is():
     eager = [run_of(f"eager{i + 1}", [4.0, loss]) for i, loss in enumerate((2.0, 2.01, 2.1))]
     near, far = run_of("plugin", [4.0, 2.005]), run_of("plugin", [4.0, 2.3])
     # 2.1 is 0.09 from 2.01, and the others span 0.01; 2.3 is 0.2 from 2.1, and those span 0.1.
-    assert distances(near, [*eager, near]) == ["0.05 (9.00)", "0.00 (0.00)"]
-    assert distances(far, [*eager, far]) == ["2.00 (0.30)", "0.00 (0.00)"]
-    said = how_often_farthest([near, far], [*eager, near, far])
+    compared = [shares(run, [*eager, run]) for run in (near, far)]
+    assert distances(compared[0]) == ["0.05 (9.00)", "0.00 (0.00)"]
+    assert distances(compared[1]) == ["2.00 (0.30)", "0.00 (0.00)"]
+    said = how_often_farthest(compared)
     assert said.startswith("Of a layout's runs the graphed one is the farthest from the others in 1 of 4 comparisons;")
     assert said.endswith("would be in 1, on average.")
 

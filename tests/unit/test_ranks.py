@@ -16,7 +16,7 @@ from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, ten
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
-from .towers import DEFAULTS, VisionGraphOptions, assert_close, loss_of, new_tower, results
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, loss_of, new_tower, results, split_dim
 from .towers import forward as run_tower
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -30,11 +30,7 @@ def helper_on(model, **options):
 def full_results(model, rows):
     """Return outputs and this rank's gradients with the place of each in the whole parameter."""
     outputs, gradients = results(model, rows)
-    places = []
-    for parameter in model.parameters():
-        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        places.append(dim)
-    return outputs, list(gradients), places
+    return outputs, list(gradients), [split_dim(parameter) for parameter in model.parameters()]
 
 
 def replay_mixes(heads):

@@ -41,6 +41,11 @@ def draw(rows, seed: int = 0):
     return torch.randn(int(grid.prod(1).sum()), PATCH, generator=generator), grid
 
 
+def split_dim(parameter):
+    """Return the dimension in which tensor-parallel ranks split a parameter; None where each has all of it."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
 @contextmanager
 def graphs_on(model, capture: bool = True, executor=None, **options):
     """Put graphs on the encoder for the duration; yields `VisionGraphs`."""
