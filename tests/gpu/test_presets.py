@@ -5,19 +5,14 @@ Weights are random. Adapters are trained on those of a checkpoint, which is made
 
 import gc
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from bridge_cg_plugin.report.training_log import read_log
-from examples.photographs.processes import free_port
 from tests.local_hub import snapshot_in, write_hub, write_weights
 
-ROOT = Path(__file__).resolve().parents[2]
+from .recipe_runs import assert_checks_passed, run_recipe
+
 STEPS = 8
 LIMIT_S = 300
 # Nothing is saved, loaded or evaluated; few of Bridge's mock images are drawn. Fused accumulation is Apex's, which
@@ -73,22 +68,12 @@ def test_it_trains_with_every_microbatch_on_graphs(name, hub, tmp_path, request)
     gpus = PRESETS[name]
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} NVIDIA GPUs")
-    workers = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", f"--master_port={free_port()}"]
-    command = [sys.executable, *workers, str(ROOT / "scripts/performance/run_recipe.py")]
-    command += ["--recipe", name, *begins_with(name, request), *WORDS]
-    environment = {**os.environ, **hub, "MASTER_PORT": str(free_port())}
-    log = tmp_path / "log.txt"
-    with log.open("w") as file:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S
-        )
-    text = log.read_text()
-    assert done.returncode == 0, text[-6000:]
-    run = read_log(log)
+    words = ["--recipe", name, *begins_with(name, request), *WORDS]
+    run, text = run_recipe(words, tmp_path, LIMIT_S, gpus, hub)
     print(f"{name}: losses {[loss for _, loss in run.losses]}, ms {[ms for _, ms in run.times]}, {run.peak_gb} GiB")
     assert [step for step, _ in run.losses] == list(range(1, STEPS + 1))
     assert all(math.isfinite(loss) for _, loss in run.losses)
     graphs = run.graphs["vision"]
     print(graphs)
     assert graphs.replays and not graphs.fallbacks
-    assert text.count("check passed") >= 1 and "check FAILED" not in text
+    assert_checks_passed(text, 1)
