@@ -123,6 +123,9 @@ def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
     from bridge_cg_plugin.upstream.steps import train_function
 
+    # Bridge sets it to True, which takes the tokenizer's guard away: a forked data worker would wait for ever for
+    # threads that only its parent has.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     further = {"callbacks": list(callbacks)} if callbacks else {}
     with helper_as_shipped():
         train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)

@@ -1,0 +1,62 @@
+"""Data workers that Bridge forks once its tokenizer was used: run_recipe.py keeps them from waiting for ever."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# A process that used a tokenizer, and another forked from it that does so again.
+FORK = """
+import multiprocessing, sys
+import bridge_cg_plugin
+bridge_cg_plugin.activate()
+from megatron.bridge.training import pretrain
+from tokenizers import Tokenizer, models
+
+WORDS = ["word"] * 8
+tokenizer = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
+
+def train(**given):
+    tokenizer.encode_batch(WORDS)
+    worker = multiprocessing.get_context("fork").Process(target=tokenizer.encode_batch, args=(WORDS,))
+    worker.start()
+    worker.join(SECONDS)
+    worker.kill()
+    print("ended" if worker.exitcode == 0 else "waits", flush=True)
+"""
+BY_ITSELF = "train()"
+BY_THE_SCRIPT = """
+from bridge_cg_plugin.upstream import steps
+from scripts.performance import run_recipe
+
+steps.train_function = lambda mode: train
+run_recipe.train(run_recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))
+"""
+
+
+def outcome(how: str, seconds: int, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK.replace("SECONDS", str(seconds)) + how],
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_upstreams_own_worker_waits():
+    """What the script's setting is for: when it no longer does, the setting can go."""
+    assert outcome(BY_ITSELF, 5) == "waits"
+
+
+def test_the_scripts_worker_ends():
+    assert outcome(BY_THE_SCRIPT, 60) == "ended"
+
+
+def test_a_users_setting_stays():
+    assert outcome(BY_THE_SCRIPT, 5, TOKENIZERS_PARALLELISM="true") == "waits"
