@@ -1,4 +1,4 @@
-"""A cache of Hugging Face's hub with Qwen3-VL's configuration and a processor like its own; nothing is fetched.
+"""A cache of Hugging Face's hub with a Qwen-VL model's configuration and a processor like its own; nothing is fetched.
 
 Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and weights, where they are
 wanted, are random. With it Bridge's recipes and mock data work on a machine without a network.
@@ -22,7 +22,6 @@ from .seams.qwen_configs import write_configs
 
 NAME = "Qwen/Qwen3-VL-8B-Instruct"
 REVISION = "0" * 40
-FIRST_SPECIAL = 151_643
 SPECIAL = [
     f"<|{name}|>"
     for name in (
@@ -40,10 +39,11 @@ TEMPLATE = (
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
 
 
-def tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of bytes whose special tokens have Qwen's ids."""
+def tokenizer(image_token_id: int) -> Qwen2Tokenizer:
+    """Return a tokenizer of bytes whose special tokens have the ids of the model with this id for images."""
+    first_special = image_token_id - SPECIAL.index("<|image_pad|>")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"unused{i}" for i in range(FIRST_SPECIAL - len(alphabet)))]
+    words = [*alphabet, *(f"unused{i}" for i in range(first_special - len(alphabet)))]
     found = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     found.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
@@ -72,7 +72,7 @@ def write_hub(folder: Path, name: str = NAME) -> dict[str, str]:
     (write_configs(folder / "configs")[name] / "config.json").rename(snapshot / "config.json")
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": 16777216}, **PIXELS),
-        tokenizer=tokenizer(),
+        tokenizer=tokenizer(AutoConfig.from_pretrained(snapshot).image_token_id),
         video_processor=Qwen3VLVideoProcessor(**PIXELS),
         chat_template=TEMPLATE,
     )

@@ -11,18 +11,23 @@ from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import PRESETS
 from bridge_cg_plugin.upstream import recipe_names
 from bridge_cg_plugin.upstream.patches import bridge_release
+from scripts.performance import run_recipe
 from tests import local_hub
+from tests.gpu import test_presets
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the presets derive from recipes of a later megatron-bridge",
 )
-NAMES = [p.name for p in PRESETS if p.model == "qwen3_vl_8b" and p.mock and p.gpu == "h200"]
+MODELS = {"qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct", "qwen35_vl_9b": "Qwen/Qwen3.5-9B"}
+NAMES = [p.name for p in PRESETS if p.model in MODELS and p.mock and p.gpu == "h200"]
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    return local_hub.write_hub(tmp_path_factory.mktemp("hub"))["HF_HUB_CACHE"]
+    folder = tmp_path_factory.mktemp("hub")
+    (cache,) = {local_hub.write_hub(folder, name)["HF_HUB_CACHE"] for name in MODELS.values()}
+    return cache
 
 
 @pytest.fixture
@@ -52,6 +57,15 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     assert batch["loss_mask"].sum() > 0
     options = vision_options(config.model)
     assert options.exact_below < patches <= options.max_seq_length
+
+
+@pytest.mark.parametrize("name", test_presets.PRESETS)
+def test_what_the_gpu_tests_override_is_taken(offline, name):
+    words = ["--recipe", name, "--dry-run", *test_presets.WORDS, *test_presets.PRESETS[name].words]
+    config = run_recipe.prepare(*run_recipe.read(words)).config
+    assert name in NAMES and config.train.train_iters == test_presets.STEPS
+    assert config.train.global_batch_size % config.train.micro_batch_size == 0
+    assert vision_options(config.model).check_interval < test_presets.STEPS
 
 
 def test_bridge_takes_weights_that_are_written_here_for_a_checkpoint(tmp_path):

@@ -393,6 +393,30 @@ def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started
     assert "time was used up: TP2 plugin, TP2 eager2, TP2 eager3; give" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ended", [("eager1", "plugin", "eager2"), ("eager1", "plugin"), ("eager1", "eager2")])
+def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
+    started, tmp_path, monkeypatch, capsys, ended
+):
+    class Process(bench_parallel.TrainingProcess):
+        def __init__(self, log, *place):
+            super().__init__(log, *place)
+            self.mode = log.name.split("_")[1]
+
+        def train(self, mode, words, limit_s):
+            if self.mode in ended:
+                return super().train(mode, words, limit_s)
+            time.sleep(limit_s + 0.01)
+            raise TrainingFailed("process 0 of 2 ended with status -9: training")
+
+    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    words = ["--gpus", "8", "--steps", "8", "--seconds", "3", "--out", str(tmp_path / "r.jsonl")]
+    words += ["--layouts", "DP2", "--logs", str(tmp_path), "--eager-runs", "3"]
+    complete = len(ended) == 3
+    assert bench_parallel.main(words) == int(not complete)
+    assert {record["mode"] for record in read_records(tmp_path / "r.jsonl")} == (set(ended) if complete else set())
+    assert "time was used up: " in capsys.readouterr().out
+
+
 def test_processes_that_import_beyond_the_time_are_ended(started, tmp_path, monkeypatch):
     ended = threading.Event()
 
