@@ -298,10 +298,8 @@ class Bench:
             put_cases(self._path, [writer.failed(job, error)])
             return False
         if missing:
-            print(
-                f"not through when the time was used up: {', '.join(map(str, missing))}; give more --seconds",
-                flush=True,
-            )
+            names = ", ".join(map(str, missing))
+            print(f"not through when the time was used up: {names}; give more --seconds", flush=True)
             if not comparable(runs):
                 return False
         records, good = writer.slots(runs) if jobs[0].case[1] else writer.trained(runs)
