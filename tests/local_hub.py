@@ -1,4 +1,4 @@
-"""A cache of Hugging Face's hub with a Qwen-VL model's configuration and a processor like its own; nothing is fetched.
+"""A cache of Hugging Face's hub with Qwen-VL models' configurations and processors like their own; nothing is fetched.
 
 Sizes and special tokens are the published ones, the tokenizer spells every word in bytes, and weights, where they are
 wanted, are random. With it Bridge's recipes and mock data work on a machine without a network.
@@ -20,7 +20,8 @@ from transformers import (
 
 from .seams.qwen_configs import write_configs
 
-NAME = "Qwen/Qwen3-VL-8B-Instruct"
+# Names on the hub, by the model as Bridge's recipe names spell it.
+MODELS = {"qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct", "qwen35_vl_9b": "Qwen/Qwen3.5-9B"}
 REVISION = "0" * 40
 SPECIAL = [
     f"<|{name}|>"
@@ -50,8 +51,8 @@ def tokenizer(image_token_id: int) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def snapshot_in(folder: Path, name: str = NAME) -> Path:
-    """Return the folder of a model's files in a cache."""
+def snapshot_in(folder: Path, name: str) -> Path:
+    """Return the folder of the files of a model, by its name on the hub, in a cache."""
     return folder / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / REVISION
 
 
@@ -62,14 +63,21 @@ def write_weights(snapshot: Path) -> None:
         AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(snapshot)
 
 
-def write_hub(folder: Path, name: str = NAME) -> dict[str, str]:
-    """Write the cache of one model; returns the environment variables that make Hugging Face's libraries use it."""
-    snapshot = snapshot_in(folder, name)
+def write_hub(folder: Path) -> dict[str, str]:
+    """Write the cache of all models; returns the environment variables that make Hugging Face's libraries use it."""
+    configs = write_configs(folder / "configs")
+    for name in MODELS.values():
+        write_model(snapshot_in(folder, name), configs[name] / "config.json")
+    return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"} | {"HF_HUB_CACHE": os.path.join(folder, "hub")}
+
+
+def write_model(snapshot: Path, config: Path) -> None:
+    """Write one model's files into its folder; its configuration is moved there."""
     snapshot.mkdir(parents=True)
     references = snapshot.parents[1] / "refs"
     references.mkdir()
     (references / "main").write_text(REVISION)
-    (write_configs(folder / "configs")[name] / "config.json").rename(snapshot / "config.json")
+    config.rename(snapshot / "config.json")
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": 16777216}, **PIXELS),
         tokenizer=tokenizer(AutoConfig.from_pretrained(snapshot).image_token_id),
@@ -77,4 +85,3 @@ def write_hub(folder: Path, name: str = NAME) -> dict[str, str]:
         chat_template=TEMPLATE,
     )
     processor.save_pretrained(snapshot)
-    return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"} | {"HF_HUB_CACHE": os.path.join(folder, "hub")}

@@ -16,14 +16,14 @@ LAST_CHARACTERS = 6000
 def run_recipe(
     words: Sequence[str], folder: Path, limit_s: float, gpus: int = 1, environment: Mapping[str, str] | None = None
 ) -> tuple[Run, str]:
-    """Run run_recipe.py in a folder and return its run and its output; with several GPUs torchrun starts it.
+    """Run run_recipe.py in a folder and return its run and its output; for several GPUs it starts the workers.
 
     Raises:
         AssertionError: It ended with another status than 0.
         subprocess.TimeoutExpired: It took longer than `limit_s` seconds.
     """
-    workers = ["-m", "torch.distributed.run", f"--nproc_per_node={gpus}", f"--master_port={free_port()}"]
-    command = [sys.executable, *(workers if gpus > 1 else ()), str(SCRIPT), *words]
+    launcher = ("--launcher", "torchrun", "--gpus_per_node", str(gpus)) if gpus > 1 else ()
+    command = [sys.executable, str(SCRIPT), *launcher, *words]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "MASTER_PORT": str(free_port()), **(environment or {})}
     log = folder / "log.txt"
     with log.open("w") as file:
@@ -35,6 +35,7 @@ def run_recipe(
     return read_log(log), text
 
 
-def assert_checks_passed(text: str, least: int) -> None:
-    """Assert that replays were compared with eager so many times at least, each time with success."""
-    assert text.count("check passed") >= least and "check FAILED" not in text
+def checks_passed(text: str) -> int:
+    """Return how often replays were compared with eager; none of the comparisons may have failed."""
+    assert "check FAILED" not in text
+    return text.count("check passed")

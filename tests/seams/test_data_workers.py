@@ -1,14 +1,13 @@
 """Data workers that Bridge forks once its tokenizer was used: run_recipe.py keeps them from waiting for ever."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts import output
+
 # A process that used a tokenizer, and another forked from it that does so again.
 FORK = """
-import multiprocessing, sys
+import multiprocessing
 import bridge_cg_plugin
 bridge_cg_plugin.activate()
 from megatron.bridge.training import pretrain
@@ -37,16 +36,9 @@ run_recipe.train(run_recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""
 
 def outcome(how: str, seconds: int, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.replace("SECONDS", str(seconds)) + how],
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = FORK.replace("SECONDS", str(seconds)) + how
+    return output([sys.executable, "-c", script], environment | variables).splitlines()[-1]
 
 
 def test_upstreams_own_worker_waits():

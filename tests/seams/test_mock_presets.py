@@ -15,19 +15,18 @@ from scripts.performance import run_recipe
 from tests import local_hub
 from tests.gpu import test_presets
 
+from .test_recipes import gpus_of
+
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the presets derive from recipes of a later megatron-bridge",
 )
-MODELS = {"qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct", "qwen35_vl_9b": "Qwen/Qwen3.5-9B"}
-NAMES = [p.name for p in PRESETS if p.model in MODELS and p.mock and p.gpu == "h200"]
+MOCK = {p.name: p for p in PRESETS if p.model in local_hub.MODELS and p.mock and p.gpu == "h200"}
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hub")
-    (cache,) = {local_hub.write_hub(folder, name)["HF_HUB_CACHE"] for name in MODELS.values()}
-    return cache
+    return local_hub.write_hub(tmp_path_factory.mktemp("hub"))["HF_HUB_CACHE"]
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def offline(cache, bridge, monkeypatch):
     return bridge
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MOCK)
 def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
 
@@ -63,7 +62,8 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
 def test_what_the_gpu_tests_override_is_taken(offline, name):
     words = ["--recipe", name, "--dry-run", *test_presets.WORDS, *test_presets.PRESETS[name].words]
     config = run_recipe.prepare(*run_recipe.read(words)).config
-    assert name in NAMES and config.train.train_iters == test_presets.STEPS
+    assert test_presets.PRESETS[name].own == gpus_of(offline, MOCK[name].base)
+    assert config.train.train_iters == test_presets.STEPS
     assert config.train.global_batch_size % config.train.micro_batch_size == 0
     assert vision_options(config.model).check_interval < test_presets.STEPS
 
