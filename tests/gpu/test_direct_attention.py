@@ -1,5 +1,7 @@
 """cuDNN called directly: Transformer Engine's bits in outputs, its noise in gradients, zeros in padding."""
 
+from statistics import median
+
 import pytest
 import torch
 
@@ -140,14 +142,16 @@ def test_fewer_and_shorter_kernels_than_through_transformer_engine(tower_module,
         batch = tower_module.make_batch([(8, 16, 16)], model)
         tower_module.step(model, batch)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            tower_module.step(model, batch)
+            for _ in range(5):
+                tower_module.step(model, batch)
             torch.cuda.synchronize()
         found = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
         helper.delete_cuda_graphs()
-        scans = sum(e.time_range.elapsed_us() for e in found if "dot_do_o" in e.name)
+        scans = [e.time_range.elapsed_us() for e in found if "dot_do_o" in e.name]
+        print(f"{attention}: scans of {scans} us")
         return scans, sum("FillFunctor" in e.name for e in found)
 
     scans, fills = kernels("transformer_engine")
     fewer_scans, fewer_fills = kernels("cudnn")
-    assert 0 < fewer_scans < scans / 4
+    assert 0 < median(fewer_scans) < median(scans) / 4
     assert fewer_fills < fills
