@@ -25,8 +25,8 @@ SIZES = {
 NOISE_FLOOR = 2e-3
 # A replay may be this much farther from fp32 than eager.
 ALLOWANCE = 1.05
-# Of a microbatch's loss, at the same weights, in bf16.
-LOSS_TOLERANCE = 1e-2
+# Of a microbatch's loss and of a step's gradients at the same weights. On an H200 the largest were 1.8e-4 and 3.4e-3.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 1e-2
 
 
 class Encoder:
@@ -205,8 +205,8 @@ def passes(model, tower, samples):
 def test_bridges_model_trains_as_eager(tower_module, build, samples, buckets):
     """In every step replays are compared with eager at the weights that replays have trained so far.
 
-    Losses of separate runs would be compared with what training makes of rounding: of two eager runs it can be much
-    less, and much more, than of a third.
+    Losses of separate runs would tell what training makes of rounding: those of twelve eager runs of Qwen2.5-VL were
+    1.5e-2 to 2.2e-1 from each other's, those of nine on graphs 0.9e-2 to 3.1e-2 from the nearest of these.
     """
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.encoders import find_encoder
@@ -235,7 +235,7 @@ def test_bridges_model_trains_as_eager(tower_module, build, samples, buckets):
             difference, noise = (tower_module.largest_relative(each, gradients) for each in (found, again))
             print(f"losses {losses}, from eager's {differ:.1e}; gradients {difference:.1e} (eager {noise:.1e})")
             assert differ <= LOSS_TOLERANCE
-            assert difference <= max(1.5 * noise, options.check_tolerance)
+            assert difference <= max(1.5 * noise, GRADIENT_TOLERANCE)
         optimizer.step()
     statistics = helper.graphs.statistics()
     assert sum(history[-1]) < sum(history[0])
