@@ -49,3 +49,23 @@ def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float])
         if not (share <= worst or math.isnan(worst)):
             worst, place = share, step
     return Spread(inside, worst, place)
+
+
+def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
+    """Return a sentence on eager runs that the other eager runs judge, for a graphed run that is outside.
+
+    Where these put some of them outside, the graphed one may be so by chance.
+
+    Args:
+        values: The eager runs' losses, and what else is compared, of the same runs in the same order.
+    """
+    count = len(values[0])
+    if count < 3:
+        return f"{count} eager runs say little of what eager can do: give more."
+    outside = sum(not all(_inside_others(runs, i) for runs in values) for i in range(count))
+    said = f"Judged in the same way by the others, {outside} of {count} eager runs are outside"
+    return f"{said} as well: give more." if outside else f"{said}."
+
+
+def _inside_others(eager: Sequence[Sequence[float]], number: int) -> bool:
+    return compare_to_spread([*eager[:number], *eager[number + 1 :]], eager[number]).inside

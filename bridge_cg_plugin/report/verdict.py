@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .runs import Run
-from .spread import Spread, compare_to_spread
+from .spread import Spread, compare_to_spread, how_eager_fares
 
 State = Literal["same", "different", "unknown"]
 
@@ -41,9 +41,10 @@ def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
     if reason:
         return Verdict(run.case, run.mode, "unknown", reason)
     usable = [e for e in eager if not e.error]
-    loss = compare_to_spread([_values(e.losses) for e in usable], _values(run.losses))
-    norms = [_values(r.grad_norms) for r in (*usable, run)]
-    norm = compare_to_spread(norms[:-1], norms[-1]) if _same_steps([r.grad_norms for r in (*usable, run)]) else None
+    *losses, own = (_values(r.losses) for r in (*usable, run))
+    loss = compare_to_spread(losses, own)
+    *norms, own = (_values(r.grad_norms) for r in (*usable, run))
+    norm = compare_to_spread(norms, own) if _same_steps([r.grad_norms for r in (*usable, run)]) else None
     both = [("losses", loss), *([("gradient norms", norm)] if norm else [])]
     worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in both)
     reason = (
@@ -54,6 +55,8 @@ def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
         return Verdict(
             run.case, run.mode, "unknown", f"Nothing was replayed: this is an eager run. {reason}", loss, norm
         )
+    if not inside:
+        reason += f" {how_eager_fares(losses, *([norms] if norm else []))}"
     return Verdict(run.case, run.mode, "same" if inside else "different", reason, loss, norm)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.report.spread import compare_to_spread
+from bridge_cg_plugin.report.spread import compare_to_spread, how_eager_fares
 
 from .arguments import layout_in
 from .layout import Layout
@@ -79,8 +79,8 @@ def compare(
 ) -> bool:
     """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same."""
     print_steps([*eager, graphs], steps)
-    loss = compare_to_spread([run["losses"] for run in eager], graphs["losses"])
-    norm = compare_to_spread([run["grad_norms"] for run in eager], graphs["grad_norms"])
+    losses, norms = ([run[name] for run in eager] for name in ("losses", "grad_norms"))
+    loss, norm = compare_to_spread(losses, graphs["losses"]), compare_to_spread(norms, graphs["grad_norms"])
     print(f"case: {case_of(arguments)}")
     ratio = None
     if graphs["step_ms"]:
@@ -101,6 +101,8 @@ def compare(
         f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: loss {loss.worst:.2f} at step "
         f"{loss.step}, gradient norm {norm.worst:.2f} at step {norm.step}; replays: {replayed})"
     )
+    if not (loss.inside and norm.inside):
+        print(how_eager_fares(losses, norms))
     if records is not None:
         runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
         write(records, runs, ratio, same, case_of(arguments))

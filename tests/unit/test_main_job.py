@@ -62,7 +62,9 @@ def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
 def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     runs(graphs, replays)
     assert gpu.main(8, 2, []) == 1
-    assert "verdict: DIFFERENT" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "verdict: DIFFERENT" in said
+    assert ("2 eager runs say little" in said) == (replays > 0)
 
 
 def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.recipes.captioned_images import caption
-from bridge_cg_plugin.report.spread import compare_to_spread
+from bridge_cg_plugin.report.spread import compare_to_spread, how_eager_fares
 from examples.photographs.photographs import (
     FILES,
     IMAGE_TOKEN,
@@ -61,6 +61,21 @@ def test_runs_of_different_length_are_refused(runs):
 def test_more_eager_runs_show_more_of_the_spread():
     assert not compare_to_spread([[1.0], [1.1]], [1.3]).inside
     assert compare_to_spread([[1.0], [1.1], [1.4]], [1.3]).inside
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([[[2.0], [2.1]]], "2 eager runs say little"),
+        ([[[2.0], [2.1], [2.2]]], "0 of 3 eager runs are outside."),
+        ([[[2.0], [2.1], [2.9]]], "1 of 3 eager runs are outside as well: give more."),
+        ([[[2.0, 2.0], [2.1, 2.0], [2.2, 2.0]], [[1.0], [1.1], [1.9]]], "1 of 3"),
+        ([[[2.9], [2.1], [2.0]], [[1.0], [1.1], [1.9]]], "2 of 3"),
+        ([[[2.0], [2.0], [float("nan")]]], "1 of 3"),
+    ],
+)
+def test_eager_runs_are_judged_by_the_others(values, said):
+    assert said in how_eager_fares(*values)
 
 
 def test_one_eager_run_is_no_spread():

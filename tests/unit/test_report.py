@@ -275,6 +275,17 @@ def test_a_run_inside_the_spread_is_the_same():
 def test_a_run_outside_is_different_and_the_step_is_named():
     (found,) = verdicts([run("eager1"), run("eager2", (3.0, 2.1, 1.0)), run("upstream", (3.0, 2.6, 1.0))])
     assert found.state == "different" and "at step 2" in found.reason
+    assert found.reason.endswith("1 is the limit. 2 eager runs say little of what eager can do: give more.")
+
+
+def test_a_run_outside_is_told_beside_eager_runs_that_are():
+    losses = [(3.0, 2.0, 1.0), (3.0, 2.1, 1.0), (3.0, 2.9, 1.0)]
+    eager = [run(f"eager{number}", each) for number, each in enumerate(losses, 1)]
+    outside, inside = verdicts([*eager, run("upstream", (3.0, 9.0, 1.0)), run("plugin", (3.0, 2.5, 1.0))])
+    assert outside.reason.endswith(
+        "Judged in the same way by the others, 1 of 3 eager runs are outside as well: give more."
+    )
+    assert inside.state == "same" and "Judged" not in inside.reason
 
 
 def test_gradient_norms_count_too():
