@@ -24,6 +24,11 @@ class Spread:
     worst: float
     step: int
 
+    @property
+    def share(self) -> float:
+        """Largest distance as a share of the spread; `FACTOR` is the limit."""
+        return self.worst * FACTOR
+
 
 def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float]) -> Spread:
     """Compare a run with eager ones, step by step.
@@ -51,6 +56,15 @@ def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float])
     return Spread(inside, worst, place)
 
 
+def each_by_others(runs: Sequence[Sequence[float]]) -> list[Spread]:
+    """Compare every run with the others, as if these were the eager ones.
+
+    Raises:
+        ValueError: As `compare_to_spread`; that takes three runs.
+    """
+    return [compare_to_spread([*runs[:i], *runs[i + 1 :]], run) for i, run in enumerate(runs)]
+
+
 def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
     """Return a sentence on eager runs that the other eager runs judge, for a graphed run that is outside.
 
@@ -62,10 +76,7 @@ def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
     count = len(values[0])
     if count < 3:
         return f"{count} eager runs say little of what eager can do: give more."
-    outside = sum(not all(_inside_others(runs, i) for runs in values) for i in range(count))
+    judged = zip(*map(each_by_others, values), strict=True)
+    outside = sum(not all(found.inside for found in of_run) for of_run in judged)
     said = f"Judged in the same way by the others, {outside} of {count} eager runs are outside"
     return f"{said} as well: give more." if outside else f"{said}."
-
-
-def _inside_others(eager: Sequence[Sequence[float]], number: int) -> bool:
-    return compare_to_spread([*eager[:number], *eager[number + 1 :]], eager[number]).inside

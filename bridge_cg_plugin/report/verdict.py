@@ -41,22 +41,22 @@ def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
     if reason:
         return Verdict(run.case, run.mode, "unknown", reason)
     usable = [e for e in eager if not e.error]
-    *losses, own = (_values(r.losses) for r in (*usable, run))
-    loss = compare_to_spread(losses, own)
-    *norms, own = (_values(r.grad_norms) for r in (*usable, run))
-    norm = compare_to_spread(norms, own) if _same_steps([r.grad_norms for r in (*usable, run)]) else None
-    both = [("losses", loss), *([("gradient norms", norm)] if norm else [])]
-    worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in both)
+    values = {"losses": [_values(r.losses) for r in (*usable, run)]}
+    if _same_steps([r.grad_norms for r in (*usable, run)]):
+        values["gradient norms"] = [_values(r.grad_norms) for r in (*usable, run)]
+    found = {name: compare_to_spread(eager_values, own) for name, (*eager_values, own) in values.items()}
+    loss, norm = found["losses"], found.get("gradient norms")
+    worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in found.items())
     reason = (
         f"Largest distance to the nearest of {len(usable)} eager runs over what they allow: {worst}; 1 is the limit."
     )
-    inside = all(s.inside for _, s in both)
+    inside = all(s.inside for s in found.values())
     if inside and run.graphs and not any(counts.replays for counts in run.graphs.values()):
         return Verdict(
             run.case, run.mode, "unknown", f"Nothing was replayed: this is an eager run. {reason}", loss, norm
         )
     if not inside:
-        reason += f" {how_eager_fares(losses, *([norms] if norm else []))}"
+        reason += f" {how_eager_fares(*(eager_values for *eager_values, _ in values.values()))}"
     return Verdict(run.case, run.mode, "same" if inside else "different", reason, loss, norm)
 
 

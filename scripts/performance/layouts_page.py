@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.performance.markdown import Records, by_case, number, origin, share_of_spread, table
+from bridge_cg_plugin.report.spread import each_by_others
+from scripts.performance.markdown import Records, by_case, number, origin, table
 from scripts.performance.results import read_records
 
 COMMAND = "./run gpu-table"
@@ -70,7 +71,7 @@ def shares(graphs: dict[str, Any], records: Records) -> Shares:
     found = []
     for name in VALUES:
         runs = [run[name] for run in (graphs, *eager)]
-        found.append([share_of_spread([*runs[:i], *runs[i + 1 :]], run) for i, run in enumerate(runs)])
+        found.append([judged.share for judged in each_by_others(runs)])
     return found
 
 

@@ -1,9 +1,7 @@
 """Records as Markdown: tables, where they were measured, and pages with parts between marks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-from bridge_cg_plugin.report.spread import FACTOR, compare_to_spread
 
 Records = list[dict[str, Any]]
 
@@ -40,11 +38,6 @@ def over_eager(record: dict[str, Any] | None, eager: dict[str, dict[str, Any]]) 
     """Return a record's ms over those of its case's eager record, which another run may have measured."""
     baseline = eager.get(record["case"]) if record is not None else None
     return "" if record is None or baseline is None else f"{record['ms'] / baseline['ms']:.2f}"
-
-
-def share_of_spread(others: Sequence[Sequence[float]], run: Sequence[float]) -> float:
-    """Return a run's largest distance from others, most often eager ones, as a share of their spread."""
-    return compare_to_spread(others, run).worst * FACTOR
 
 
 def fill(text: str, parts: dict[str, str]) -> str:

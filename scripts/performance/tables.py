@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.buckets import SIDE_WORK_UP_TO  # noqa: E402
+from bridge_cg_plugin.report.spread import compare_to_spread  # noqa: E402
 from scripts.performance.layouts_page import layout_parts  # noqa: E402
-from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, share_of_spread, table  # noqa: E402
+from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, table  # noqa: E402
 from scripts.performance.packed_page import packed_parts  # noqa: E402
 from scripts.performance.page import page_parts  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
@@ -84,7 +85,7 @@ def training(records: Records) -> str:
         same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
         eager = [e for e in same if e["mode"].startswith("eager")]
         own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"] and e["ms"]]
-        shares = [share_of_spread([e[key] for e in eager], r[key]) for key in ("losses", "grad_norms")]
+        shares = [compare_to_spread([e[key] for e in eager], r[key]).share for key in ("losses", "grad_norms")]
         rows.append(
             [r["case"], release(r), r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
             + [f"**{r['ratio']:.2f}**", len(eager), *(f"{share:.2f}" for share in shares)]

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from scripts.performance.results import loss_distance
+
 from .tower_training import BUCKETS
 from .trainings import Training
 
@@ -21,8 +23,7 @@ def run(mode, model, number=1):
 )
 def test_training_on_graphs_goes_as_eager(trained, eager, again, graphs):
     eager, again, graphs = trained(eager), trained(again), trained(graphs)
-    spread = max(abs(a - b) / a for a, b in zip(eager["losses"], again["losses"], strict=True))
-    worst = max(abs(a - b) / a for a, b in zip(eager["losses"], graphs["losses"], strict=True))
+    spread, worst = (loss_distance(run["losses"], eager["losses"]) for run in (again, graphs))
     print(
         f"losses {eager['losses'][0]:.4f} to {eager['losses'][-1]:.4f}; two eager runs {spread:.1e}, graphs {worst:.1e}"
     )
