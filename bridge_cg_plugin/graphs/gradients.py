@@ -1,6 +1,7 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import repeat
@@ -30,65 +31,160 @@ class Reduction(Protocol):
         """Take note that the `main_grad` of these parameters holds all of this backward's gradient."""
 
 
+class ParameterHooks:
+    """The hooks on a region's parameters: one of the plugin's on each, which tells replayed gradients from eager ones.
+
+    Recordings of several sources share them. A hook that somebody else put on a parameter must see the gradient itself;
+    hooks on a parameter's node of the autograd graph, as data parallelism has them, cannot be seen.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._tables: list[Mapping[int, Callable]] = []
+        self._marked: list[nn.Parameter] = []
+        self._placeholders: dict[int, Placeholders] = {}
+        self._quiet = 0
+
+    def put_on(self, parameters: Sequence[nn.Parameter], placeholders: "Placeholders") -> None:
+        """Put a hook on the parameters that have none of the plugin's yet.
+
+        The placeholders are kept alive: a gradient must never lie where one of them was.
+        """
+        self._placeholders.update(dict.fromkeys(placeholders.addresses, placeholders))
+        for parameter in parameters:
+            if parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
+        # PyTorch keeps one table for a parameter from its first hook on.
+        self._tables = [parameter._backward_hooks for parameter in self._handles]
+        self._quiet = len(self._handles)
+
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        self.clear()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._tables, self._quiet = {}, [], 0
+
+    def foreign(self) -> frozenset[nn.Parameter]:
+        """Return the parameters on which somebody else has a hook."""
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        if sum(map(len, self._tables)) == self._quiet and not any(map(_after_accumulation, self._handles)):
+            return NO_PARAMETERS
+        return frozenset(parameter for parameter in self._handles if hooked(parameter))
+
+    def arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
+
+        A sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
+        """
+        if gradient is not None and gradient.data_ptr() in self._placeholders:
+            parameter.grad_added_to_main_grad = True
+            self._marked.append(parameter)
+
+    def clear(self) -> None:
+        """Take the flags back that replays set, also those that a failed backward left behind."""
+        for parameter in self._marked:
+            parameter.grad_added_to_main_grad = False
+        self._marked = []
+
+
+class _Marker:
+    """The plugin's hook on a parameter, called with a backward pass's sum before data parallelism's hook."""
+
+    def __init__(self, hooks: ParameterHooks, parameter: nn.Parameter) -> None:
+        self._hooks, self._parameter = hooks, weakref.ref(parameter)
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        self._hooks.arrived(self._parameter(), gradient)
+
+
+NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
+_after_accumulation = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def hooked(parameter: nn.Parameter) -> bool:
+    """Whether somebody else than the plugin has a hook on a parameter."""
+    hooks = (parameter._backward_hooks or {}).values()
+    return bool(_after_accumulation(parameter)) or any(not isinstance(hook, _Marker) for hook in hooks)
+
+
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
 
     A parameter that Megatron gave a `main_grad` has its gradient added there inside the recorded backward, as soon as
     it exists, so no second copy of all gradients is kept. Data parallelism still sees a gradient arrive: it gets a
     placeholder and the flag `grad_added_to_main_grad`, the convention of Transformer Engine's fused accumulation.
-    Any other parameter gets its gradient returned to autograd.
+    Any other parameter, and one with a hook of somebody else, gets its gradient returned to autograd, from memory that
+    all recordings share.
 
-    Handing hundreds of placeholders over takes autograd milliseconds. With a reduction, and no hook of anybody else on
-    a parameter, autograd does not get to know these parameters: the reduction is told itself, where it waits.
+    Handing hundreds of placeholders over takes autograd milliseconds. With a reduction, autograd does not get to know
+    the parameters with a `main_grad`: the reduction is told itself, where it waits.
 
     Args:
         parameters: The region's trainable parameters.
         reduction: What waits for gradients; None hands every gradient over.
+        hooks: The region's hooks on parameters; None where no recording has a backward.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], reduction: Reduction | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        reduction: Reduction | None = None,
+        hooks: ParameterHooks | None = None,
+    ) -> None:
         self.parameters = tuple(parameters)
-        self._reduction = reduction
-        self.main_grads: tuple[Tensor | None, ...] = tuple(getattr(p, "main_grad", None) for p in self.parameters)
+        self.handed = frozenset(p for p in self.parameters if getattr(p, "main_grad", None) is not None and hooked(p))
+        self._reduction, self._hooks = reduction, hooks or ParameterHooks()
+        self._given = tuple(getattr(p, "main_grad", None) for p in self.parameters)
+        self.main_grads: tuple[Tensor | None, ...] = tuple(
+            None if p in self.handed else g for p, g in zip(self.parameters, self._given, strict=True)
+        )
         self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
-        self._placeholders = _Placeholders(self._accumulated)
+        self._placeholders = Placeholders(self._accumulated)
         self._nodes: list[Node] = []
         self._to_come: WeakSet[Node] = WeakSet()
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
+        self._static: dict[nn.Parameter, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
-        self._handles: list[RemovableHandle] = []
-        self._tables: list[Mapping[int, Callable]] = []
-        self._marked: list[nn.Parameter] = []
+        if hooks is not None:
+            followed = [p for p, g in zip(self.parameters, self._given, strict=True) if g is not None]
+            hooks.put_on(followed, self._placeholders)
 
-    def watch(self) -> None:
-        """Put hooks on the parameters that tell replayed gradients from eager ones; needed for `hand_over`."""
-        self._handles = [p.register_hook(self._marker(p)) for p in self._accumulated]
-        # PyTorch keeps one table for a parameter from its first hook on.
-        self._tables = [p._backward_hooks for p in self._accumulated]
+    def prepare(self) -> None:
+        """Take the memory of gradients that recordings return to autograd."""
+        if not self._static:
+            self._static = {p: torch.empty_like(p, requires_grad=False) for p in self._returned}
 
-    def release(self) -> None:
-        """Take the hooks off the parameters."""
-        self.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._tables, self._nodes = [], [], []
+    @property
+    def static_bytes(self) -> int:
+        """Device memory of gradients that are returned."""
+        return sum(gradient.nbytes for gradient in self._static.values())
 
-    def moved(self) -> bool:
+    def replaced(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
         there = map(getattr, self.parameters, repeat("main_grad"), repeat(None))
-        return not all(map(operator.is_, there, self.main_grads))
+        return not all(map(operator.is_, there, self._given))
+
+    def hooked_otherwise(self) -> bool:
+        """Whether other parameters have a hook of somebody else than when this object was made."""
+        found = self._hooks.foreign()
+        return (found and found.intersection(self.parameters)) != self.handed
 
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """Add gradients of the aliases to their `main_grad` while a backward over them runs."""
+        """Add gradients of the aliases to their `main_grad`, or keep them, while a backward over them runs."""
         handles, small = [], SmallGradients()
         for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
-            if main_grad is None:
-                continue
             alias = aliases[parameter]
             alias.grad_added_to_main_grad = False
-            handles.append(alias.register_hook(_adder(alias, main_grad, self._placeholders.scalar(alias), small)))
+            if main_grad is not None:
+                receive = _adder(alias, main_grad, self._placeholders.scalar(alias), small)
+            elif parameter in self._static:
+                receive = _keeper(self._static[parameter])
+            else:
+                continue
+            handles.append(alias.register_hook(receive))
         try:
             yield
             small.add()
@@ -97,21 +193,15 @@ class GradientSinks:
                 handle.remove()
 
     def returned(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Keep the gradients that autograd must hand on; None where `main_grad` has it already."""
-        return tuple(g if main_grad is None else None for g, main_grad in zip(gradients, self.main_grads, strict=True))
+        """Return the gradients that autograd must hand on; None where `main_grad` has it already or there is none."""
+        return tuple(
+            None if g is None or main_grad is not None else self._static.get(p, g)
+            for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
+        )
 
     def receivers(self) -> tuple[Tensor, ...]:
         """Return the tensors through which autograd is to know a replay's backward: all parameters, or an anchor."""
-        if self._reduction is None or self._hooked():
-            return self.parameters
-        return (self._anchor, *self._returned)
-
-    def _hooked(self) -> bool:
-        """Whether somebody else has a hook on a parameter; those on its node of the autograd graph cannot be seen."""
-        # Hundreds of parameters, before every replay: no line of Python for each.
-        return sum(map(len, self._tables)) > len(self._handles) or any(
-            map(operator.attrgetter("_post_accumulate_grad_hooks"), self._accumulated)
-        )
+        return self.parameters if self._reduction is None else (self._anchor, *self._returned)
 
     def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
         """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
@@ -135,8 +225,7 @@ class GradientSinks:
             self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
             return None, *(None if g is None else g.clone() for g in kept)
-        if self._handles:
-            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        torch.autograd.Variable._execution_engine.queue_callback(self.clear)
         placeholders = self._placeholders.fresh()
         return tuple(
             next(placeholders) if main_grad is not None else None if g is None else g.clone()
@@ -155,19 +244,22 @@ class GradientSinks:
 
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""
-        for parameter in self._marked:
-            parameter.grad_added_to_main_grad = False
-        self._marked = []
+        self._hooks.clear()
 
-    def _marker(self, parameter: nn.Parameter) -> Callable[[Tensor | None], None]:
-        # Called with the sum of a backward pass before data parallelism's hook. A bare placeholder says that main_grad
-        # has everything; a sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
-        def mark(gradient: Tensor | None) -> None:
-            if gradient is not None and self._placeholders.owns(gradient):
-                parameter.grad_added_to_main_grad = True
-                self._marked.append(parameter)
 
-        return mark
+def _keeper(static: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+    """Return a hook that keeps a gradient in static memory; a backward in several calls adds up."""
+    started = False
+
+    def keep(gradient: Tensor | None) -> Tensor | None:
+        nonlocal started
+        if gradient is None:
+            return None
+        static.add_(gradient) if started else static.copy_(gradient)
+        started = True
+        return static
+
+    return keep
 
 
 def _adder(
@@ -209,7 +301,7 @@ class SmallGradients:
         self._pairs = {}
 
 
-class _Placeholders:
+class Placeholders:
     """Zero tensors of any parameter's shape over one storage per dtype and device; autograd steals them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -218,7 +310,7 @@ class _Placeholders:
             key = (parameter.dtype, parameter.device)
             sizes[key] = max(sizes.get(key, 0), parameter.numel())
         self._flat = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
-        self._addresses = {flat.data_ptr() for flat in self._flat.values()}
+        self.addresses = {flat.data_ptr() for flat in self._flat.values()}
         self._shaped = [self._flat[p.dtype, p.device].as_strided(p.shape, p.stride()) for p in parameters]
 
     def fresh(self) -> Iterator[Tensor]:
@@ -228,7 +320,3 @@ class _Placeholders:
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""
         return self._flat[parameter.dtype, parameter.device][0]
-
-    def owns(self, gradient: Tensor) -> bool:
-        """Whether the tensor is a bare placeholder."""
-        return gradient.data_ptr() in self._addresses

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..announce import warn
 from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
 from .instance import InstanceForward
+from .model_watch import NOTHING_EXEMPT, Exempt, ModelWatch
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics
@@ -30,6 +31,7 @@ class GraphedModule(ABC):
         executor: Makes recordings.
         strict: Whether a failed capture raises instead of leaving the module eager.
         before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
+        exempt: What may change of the module without changing what it computes.
 
     Attributes:
         slots: Microbatches between forward and backward at once, fixed by a capture.
@@ -43,7 +45,12 @@ class GraphedModule(ABC):
     out_of_memory_remedy: str
 
     def __init__(
-        self, model: nn.Module, executor: Executor, strict: bool, before_replay: Callable[[], None] | None
+        self,
+        model: nn.Module,
+        executor: Executor,
+        strict: bool,
+        before_replay: Callable[[], None] | None,
+        exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self.model, self.executor, self.strict = model, executor, strict
         self.failure: str | None = None
@@ -52,8 +59,18 @@ class GraphedModule(ABC):
         self._fallbacks: Counter[str] = Counter()
         self._step = 0
         self._paused = 0
+        self._exempt = exempt
+        self._watch: ModelWatch | None = None
         self._instance = InstanceForward(model, self._forward)
-        self._eager_forward = self._instance.original
+
+    def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        with nullcontext() if self._watch is None else self._watch.passing():
+            return self._instance.original(*args, **kwargs)
+
+    def _replaced(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules and attributes of theirs that graphs stand in for."""
+        return [(self.model, "forward")]
 
     def _before_eager(self) -> None:
         """Wait for the parameters as a replay does.
@@ -115,7 +132,7 @@ class GraphedModule(ABC):
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return any(region.sinks.adds_later(parameters) for region in self._regions if region.captured)
+        return any(region.adds_later(parameters) for region in self._regions)
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
@@ -123,11 +140,11 @@ class GraphedModule(ABC):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Be in a training step: its first replay looks whether parameters are where they were, the others do not."""
+        """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
         self.begin_step()
         with ExitStack() as stack:
             for region in self._regions:
-                stack.enter_context(region.parameters_kept())
+                stack.enter_context(region.memory_kept())
             yield
 
     def capture(self) -> bool:
@@ -138,6 +155,7 @@ class GraphedModule(ABC):
         """
         self.reset()
         try:
+            self._watch = ModelWatch((self.model,), self._replaced(), (self.model,), self._exempt)
             self._record()
         except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
             self.reset()
@@ -152,6 +170,9 @@ class GraphedModule(ABC):
         for region in self._regions:
             region.reset()
         self._regions = []
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self.executor.device.type == "cuda":
             torch.cuda.synchronize(self.executor.device)
             torch.cuda.empty_cache()
@@ -170,7 +191,7 @@ class GraphedModule(ABC):
     def _note_eager(self) -> None:
         """Let gradients of an eager pass reach `main_grad` after replays."""
         for region in self._regions:
-            region.sinks.clear()
+            region.clear()
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""

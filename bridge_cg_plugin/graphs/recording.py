@@ -35,11 +35,11 @@ class Mode(NamedTuple):
 
     Attributes:
         gradients: Whether a backward can follow the forward.
-        training: Whether the modules were in training mode, which decides dropout.
+        training: Whether the modules were in training mode, which decides dropout; for each module where they differ.
     """
 
     gradients: bool
-    training: bool
+    training: bool | tuple[bool, ...]
 
 
 TRAINING = Mode(gradients=True, training=True)
@@ -66,6 +66,7 @@ class RegionBody:
         bucket: What is recorded for.
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
+        passing: Entered around every pass: what the modules note in attributes then is their own doing.
         training: Mode of the modules while they run; None leaves it as it is.
         side: Takes work that the main stream need not wait for; None leaves all of it on one stream.
 
@@ -84,8 +85,9 @@ class RegionBody:
         sinks: GradientSinks | None,
         training: bool | None = None,
         side: SideWork | None = None,
+        passing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._training, self._side = training, side
+        self._training, self._side, self._passing = training, side, passing
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
@@ -100,9 +102,12 @@ class RegionBody:
         buffers, leaves = dict(self._buffers), []
         if self._side is not None:
             self._side.begin(branching=self.activations is None)
+        handed = () if self._sinks is None else self._sinks.handed
         with (
             torch.set_grad_enabled(self._sinks is not None),
-            self._aliases.active() as aliases,
+            _no_autocast_cache(),
+            self._passing(),
+            self._aliases.active(handed) as aliases,
             training_mode(self._program.modules(), self._training),
             self._beside(),
             self._program.recording(),
@@ -122,7 +127,7 @@ class RegionBody:
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
-        with self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
+        with self._passing(), self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
             found = self._differentiated(pairs, targets)
         gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
@@ -175,6 +180,17 @@ class RegionBody:
     def has_backward(self) -> bool:
         """Whether gradients are recorded."""
         return self._sinks is not None
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Cast weights in every pass: a cast that autocast remembers would be recorded as a constant."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -1,43 +1,68 @@
 """A region: a piece of a model that runs as a graph whenever it can, and says why when it cannot."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..announce import warn
 from .activations import Offloading
-from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from .errors import CaptureError, first_line
 from .executor import Executor
-from .gradients import GradientSinks, Reduction
-from .parameters import ParameterAliases
+from .gradients import NO_BACKWARD, Reduction
+from .model_watch import ModelWatch
+from .peers import Alone, Peers
 from .program import Bucket, RegionProgram
-from .recording import TRAINING, Mode, RegionBody
+from .recorder import Around, Recorder
+from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
 from .slot import SharedInputs, Slot
+from .source import Recorded, Source
+from .sources import LASTING, Sources
 from .statistics import BucketStatistics, RegionStatistics
+
+ALONE = Alone()
+
+
+class Place(NamedTuple):
+    """Where a batch is replayed."""
+
+    source: Source
+    recorded: Recorded
+    slot: Slot
+    bucket: Bucket
+    mode: Mode
 
 
 class Region:
     """Captures a program for several buckets and replays the first that accepts a batch.
+
+    A recording is replayed only while what it was made from holds (`Sources`). A model that changed runs eager; a state
+    that lasts, or memory that was moved, gets recordings when the next batch asks for them.
 
     Args:
         program: The piece of the model.
         executor: Makes the recordings.
         buckets: What to record for. A batch takes the first that accepts it, so cheaper ones come first.
         slots: Microbatches that may be between their forward and their backward at once.
-        evaluation: Also record a forward-only graph for evaluation.
+        evaluation: Also record forward-only graphs.
         before_replay: Called before each replay; waits for parameters that are gathered while training runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
         has_side_work: Whether a bucket's recordings have a side stream; see `SideWork`.
+        watch: Follows the model that the program is a piece of; None follows the program's modules alone.
+        around: Entered around everything that is recorded.
+        peers: Ranks that record together with this one or not at all, once graphs exist.
+        strict: Whether a recording that fails raises once graphs exist.
 
     Attributes:
-        aliases: Stand-ins for the region's parameters, once captured.
-        sinks: Where parameter gradients go, once captured.
+        sources: What recordings were made from, once captured.
 
     Raises:
         ValueError: No bucket, a bucket or `slots` below 1.
@@ -55,6 +80,10 @@ class Region:
         shared: SharedInputs | None = None,
         offloading: Offloading | None = None,
         has_side_work: Callable[[Bucket], bool] = lambda bucket: False,
+        watch: ModelWatch | None = None,
+        around: Around = nullcontext,
+        peers: Peers = ALONE,
+        strict: bool = False,
     ) -> None:
         if not buckets or min(buckets).tokens < 1:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
@@ -66,14 +95,21 @@ class Region:
         self.slot_count = slots
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
-        self._before_replay = before_replay
-        self._reduction, self._shared = reduction, shared
-        self._offloading, self._has_side_work = offloading, has_side_work
+        self.sources: Sources | None = None
+        self._before_replay, self._reduction = before_replay, reduction
+        self._offloading, self._peers, self._strict = offloading, peers, strict
+        self._watch, self._given_watch = watch, watch
+        self._recorder = partial(
+            Recorder,
+            around=around,
+            shared=shared,
+            offloading=offloading,
+            has_side_work=has_side_work,
+        )
+        self._recording: Recorder | None = None
         self._slots: list[Slot] = []
-        self._recorded: set[Mode] = set()
-        self._looks_once = self._looked = False
-        self.aliases: ParameterAliases | None = None
-        self.sinks: GradientSinks | None = None
+        self._forward_slot: Slot | None = None
+        self._asked: Counter[Hashable] = Counter()
 
     @property
     def captured(self) -> bool:
@@ -88,118 +124,71 @@ class Region:
         """
         started = time.perf_counter()
         self.reset()
-        self.aliases = ParameterAliases(self.program.modules())
-        self.sinks = GradientSinks(self.aliases.trainable, self._reduction)
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
         try:
+            self._watch = self._given_watch or ModelWatch(self.program.modules())
+            self.sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
+            self._recording = self._recorder(
+                self.program, self.executor, self.buckets, self.statistics, self._watch.passing
+            )
             for index in range(self.slot_count):
-                slots.append(self._accepted_slot(index))
-        except BaseException as error:
+                modes = partial(self._planned_modes, index == 0)
+                slots.append(self._recording.accepted_slot(index, self.sources.current, modes))
+        except BaseException:
             slots.clear()
             self.reset()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfMemoryInCapture(first_line(error)) from error
             raise
         self._slots = slots
-        self._recorded = {mode for _, mode in slots[0].recordings}
-        self.sinks.watch()
-        self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
-        self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
+        self._count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
 
-    def _accepted_slot(self, index: int) -> Slot:
-        """Record a slot, again for as long as its activations take more memory than they may.
+    def _count_memory(self) -> None:
+        slots = [slot for slot in (*self._slots, self._forward_slot) if slot is not None]
+        self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
+        self.statistics.gradient_bytes = sum(source.sinks.static_bytes for source in self.sources)
+        self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
 
-        What a pool loses between its blocks is known only once all buckets share it.
-        """
-        while True:
-            slot = Slot(index, self.executor.device, self.executor.new_pool(), self._shared)
-            taken = self._record_slot(slot)
-            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes
-            if self._offloading is None or self._offloading.accepts(total):
-                for bucket, nbytes in taken.items():
-                    self.statistics.buckets[bucket].memory += nbytes
-                return slot
-            del slot
-
-    def _record_slot(self, slot: Slot) -> dict[Bucket, int]:
-        """Record every bucket; returns the bytes by which each made the slot's pool grow."""
-        forward_only = self._forward_only_buckets() if slot.index == 0 else ()
-        taken = {}
-        for bucket in sorted(self.buckets, reverse=True):
-            before = self.executor.pool_bytes(slot.pool)
-            specs = self.program.input_specs(bucket)
-            slot.buffers[bucket] = slot.input_buffers(specs)
-            self.program.load_example(slot.buffers[bucket], bucket)
-            for mode in self._modes(bucket in forward_only):
-                self._record(slot, bucket, mode)
-            taken[bucket] = self.executor.pool_bytes(slot.pool) - before
-        return taken
-
-    def _modes(self, evaluation: bool) -> Iterator[Mode]:
+    def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
         """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
-        training = self._in_training()
-        frozen = not self.sinks.parameters
-        if not frozen or self._differentiable():
-            yield Mode(gradients=True, training=training)
-        if frozen and training:
-            yield Mode(gradients=False, training=True)
-        if evaluation or (frozen and not training):
-            yield Mode(gradients=False, training=False)
-
-    def _in_training(self) -> bool:
-        return self.program.modules()[0].training
+        training = self.sources.training
+        frozen = not self.sources.current.sinks.parameters
+        modes = [] if frozen and not self._differentiable() else [Mode(gradients=True, training=training)]
+        if first_slot and bucket in self._forward_only_buckets():
+            if frozen and training:
+                modes.append(Mode(gradients=False, training=training))
+            modes.append(Mode(gradients=False, training=False))
+        return modes
 
     def _differentiable(self) -> bool:
         return any(spec.differentiable for spec in self.program.input_specs(self.buckets[0]).values())
 
-    def _forward_only_buckets(self) -> set[Bucket]:
+    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that no other of the same capacity contains: limits cost a forward little."""
-        if not self.evaluation:
-            return set()
-        return {b for b in self.buckets if not any(other.contains(b) for other in self.buckets if other != b)}
-
-    def _record(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
-        sinks = self.sinks if mode.gradients else None
-        switched = None if mode.training == self._in_training() else mode.training
-        side = self.executor.side_work() if self._has_side_work(bucket) else None
-        body = RegionBody(self.program, slot.buffers[bucket], bucket, self.aliases, sinks, switched, side)
-
-        def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            views = tuple(
-                slot.arena.view(f"output_gradient:{i}", tuple(o.shape), o.dtype).zero_() for i, o in enumerate(outputs)
-            )
-            slot.output_gradients[bucket] = views
-            return views
-
-        try:
-            self.executor.warm_up(body, output_gradients)
-            if self._offloading is not None and mode.gradients:
-                body.activations = self._offloading.prepare(self.executor, body, slot.index)
-            slot.recordings[bucket, mode] = self.executor.record(body, slot.pool)
-        except (CaptureError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise CaptureError(f"{type(error).__name__} in bucket {bucket}: {error}") from error
+        if not self.evaluation and self.sources.current.sinks.parameters:
+            return ()
+        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self.sinks is not None:
-            self.sinks.release()
-        self._slots = []
-        self._looked = False
-        self.aliases = self.sinks = None
+        if self.sources is not None:
+            self.sources.release()
+        if self._watch is not None and self._given_watch is None:
+            self._watch.close()
+            self._watch = None
+        self._slots, self._forward_slot, self._asked = [], None, Counter()
+        self.sources = self._recording = None
         if self._offloading is not None:
             self._offloading.release()
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
         """Return the first bucket that accepts the batch, or the reason why none does."""
-        if mode not in self._recorded:
-            return None, "mode_not_captured" if mode.gradients or mode.training else "evaluation_not_captured"
+        buckets = self.buckets if mode.gradients else self._forward_only_buckets()
+        if not buckets:
+            return None, "evaluation_not_captured"
         size, reason = self.program.size(batch), "too_many_tokens"
-        for bucket in self.buckets:
-            if size <= bucket.tokens and (bucket, mode) in self._slots[0].recordings:
+        for bucket in buckets:
+            if size <= bucket.tokens:
                 refusal = self.program.refuse(batch, bucket)
                 if refusal is None:
                     return bucket, None
@@ -215,71 +204,142 @@ class Region:
             batch: The microbatch.
             observer: Watches its backward.
             index: The slot to use; None is the first free one.
+
+        Raises:
+            CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
-        place = self._place(batch, index)
+        # What one part has loaded for all must not be overwritten: parts record in `why_not`, before the first runs.
+        place = self._place(batch, index, records=index is None)
         if isinstance(place, str):
             self.statistics.fallbacks[place] += 1
             return None
-        slot, bucket, mode = place
         if self._before_replay is not None:
             self._before_replay()
-        outputs = replay(self.program, self.sinks, slot, bucket, mode, batch, observer)
-        self.statistics.replayed(bucket, self.program.size(batch), mode.gradients)
+        gradients = place.mode.gradients
+        outputs = replay(
+            self.program,
+            place.source,
+            place.recorded,
+            place.slot,
+            place.bucket,
+            gradients,
+            batch,
+            self.sources.holds,
+            observer,
+        )
+        self.statistics.replayed(place.bucket, self.program.size(batch), gradients)
         return outputs
 
     def why_not(self, batch: Any, index: int | None = None) -> str | None:
-        """Return why a batch cannot be replayed now, None if it can; nothing is counted.
+        """Return why a batch cannot be replayed now, None if it can: a missing recording is made, nothing is counted.
 
         Args:
             batch: The microbatch.
             index: The slot that it must use; None is any.
         """
-        place = self._place(batch, index)
+        place = self._place(batch, index, records=True)
         return place if isinstance(place, str) else None
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot with this number."""
         return self._slots[index].free
 
-    def _place(self, batch: Any, index: int | None) -> tuple[Slot, Bucket, Mode] | str:
-        """Return where the batch is replayed, or why it cannot be."""
-        if not self.captured:
-            return "not_captured"
-        self.sinks.clear()
-        mode = Mode(torch.is_grad_enabled() and self._wants_gradients(batch), self._in_training())
-        bucket, reason = self.choose(batch, mode)
-        if bucket is None:
-            return reason
-        slot = self._free_slot(bucket, mode, index)
-        if slot is None:
-            return "no_free_slot"
-        if self._parameters_changed():
-            return "parameters_changed"
-        return slot, bucket, mode
-
-    @contextmanager
-    def parameters_kept(self) -> Iterator[None]:
-        """Inside, as in a training step, parameters stay where the first replay finds them: only that one looks."""
-        self._looks_once = True
-        try:
-            yield
-        finally:
-            self._looks_once = self._looked = False
-
-    def _parameters_changed(self) -> bool:
-        if self._looked:
-            return False
-        changed = self.aliases.moved() or self.sinks.moved()
-        self._looked = self._looks_once and not changed
-        return changed
-
-    def _wants_gradients(self, batch: Any) -> bool:
-        return bool(self.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
-
-    def _free_slot(self, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
-        slots = self._slots if index is None else self._slots[index : index + 1]
-        return next((s for s in slots if s.free and (bucket, mode) in s.recordings), None)
-
     def free_slots(self) -> int:
         """Return how many slots no microbatch holds."""
         return sum(slot.free for slot in self._slots)
+
+    def memory_kept(self) -> AbstractContextManager[None]:
+        """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
+        return nullcontext() if self.sources is None else self.sources.memory_kept()
+
+    def clear(self) -> None:
+        """Let gradients of an eager pass reach `main_grad` after replays."""
+        if self.sources is not None:
+            self.sources.clear()
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return self.sources is not None and any(source.sinks.adds_later(parameters) for source in self.sources)
+
+    def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
+        """Return where the batch is replayed, or why it cannot be."""
+        if not self.captured:
+            return "not_captured"
+        self.sources.clear()
+        gradients = torch.is_grad_enabled()
+        source = self.sources.find(gradients, self._is_idle)
+        if isinstance(source, str):
+            return source
+        mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
+        bucket, reason = self.choose(batch, mode)
+        if bucket is None:
+            return reason
+        return self._recorded(source, bucket, mode, index, records)
+
+    def _is_idle(self) -> bool:
+        return self.free_slots() == len(self._slots)
+
+    def _wants_gradients(self, source: Source, batch: Any) -> bool:
+        return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
+
+    def _recorded(self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool) -> Place | str:
+        """Return a free slot with the recording, made now if it is missing, or why there is none."""
+        slot = self._free_slot(mode, index)
+        if slot is None:
+            return "no_free_slot"
+        recorded = source.recordings.get((slot.index, bucket, mode))
+        if recorded is None:
+            refusal = self._record_now(source, slot, bucket, mode) if records else "not_captured_yet"
+            if refusal is not None:
+                return refusal
+            recorded = source.recordings[slot.index, bucket, mode]
+        return Place(source, recorded, slot, bucket, mode)
+
+    def _free_slot(self, mode: Mode, index: int | None) -> Slot | None:
+        if index is not None or mode.gradients:
+            slots = self._slots if index is None else self._slots[index : index + 1]
+            return next((slot for slot in slots if slot.free), None)
+        return self._slots[0] if self._slots[0].free else self._forward_only_slot()
+
+    def _forward_only_slot(self) -> Slot | None:
+        """Return a slot for passes without a backward while another microbatch holds the first one.
+
+        It is made once such passes come again: a reference pass between a policy's forward and its backward.
+        """
+        if self._forward_slot is None and self._asked_before("forward-only slot"):
+            self._forward_slot = self._recording.slot(len(self._slots))
+        return self._forward_slot
+
+    def _asked_before(self, what: Hashable) -> bool:
+        self._asked[what] += 1
+        return self._asked[what] >= LASTING
+
+    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> str | None:
+        """Record what a batch asks for; returns why it cannot be or is not yet."""
+        if (bucket, mode) in source.failed:
+            return "capture_failed"
+        if not source.lasting and not self._asked_before((mode, slot is self._forward_slot)):
+            return "mode_not_captured"
+        if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
+            return "not_captured_yet"
+        started = time.perf_counter()
+        try:
+            self._peers.agree(partial(self._add, source, slot, bucket, mode))
+        except CaptureError as error:
+            source.failed[bucket, mode] = str(error)
+            if self._strict:
+                raise
+            warn(f"{self.program.name}: bucket {bucket} could not be captured, it runs eager: {first_line(error)}")
+            return "capture_failed"
+        finally:
+            self.statistics.capture_seconds += time.perf_counter() - started
+            self._count_memory()
+        return None
+
+    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+        self._recording.add(source, slot, bucket, mode)
+        return 0.0
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,17 +1,19 @@
 """Replaying a recording as one node of the autograd graph."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .gradients import GradientSinks
+from .errors import ReplayError
 from .program import Bucket, RegionProgram
-from .recording import Gradients, Mode
+from .recording import Gradients
 from .rows import copies, write_each
 from .slot import Lease, Slot
+from .source import Recorded, Source
 
 
 class BackwardObserver(Protocol):
@@ -26,55 +28,64 @@ class BackwardObserver(Protocol):
 
 def replay(
     program: RegionProgram,
-    sinks: GradientSinks,
+    source: Source,
+    recorded: Recorded,
     slot: Slot,
     bucket: Bucket,
-    mode: Mode,
+    gradients: bool,
     batch: Any,
+    holds: Callable[[Source], bool],
     observer: BackwardObserver | None = None,
 ) -> tuple[Tensor, ...]:
-    """Load the batch into the slot's buffers and replay; returns copies of the outputs' real rows."""
+    """Load a batch into the slot's buffers and replay; returns copies of the outputs' real rows.
+
+    Args:
+        program: The region's.
+        source: What the recording was made from.
+        recorded: The recording.
+        slot: The slot that it was made in; free.
+        bucket: What it was made for.
+        gradients: Whether a backward may follow.
+        batch: The microbatch.
+        holds: Whether a source still lies where it was recorded; asked before the backward is launched.
+        observer: Watches the backward.
+    """
     lease = slot.take()
     try:
         program.load(slot.buffers[bucket], batch)
         rows = program.output_rows(batch)
-        if not mode.gradients:
-            outputs = _forward(slot, bucket, mode, rows)
+        if not gradients:
+            outputs = _forward(recorded, rows)
             lease.release()
             return outputs
         inputs = program.differentiable_inputs(batch)
-        receivers = sinks.receivers()
-        call = _Call(lease, sinks, receivers, bucket, mode, rows, tuple(len(t) for t in inputs), observer)
+        receivers = source.sinks.receivers()
+        input_rows = tuple(len(t) for t in inputs)
+        call = _Call(lease, source, recorded, receivers, rows, input_rows, program.name, holds, observer)
         return _Replay.apply(call, *inputs, *receivers)
     except BaseException:
         lease.release()
         raise
 
 
-def _forward(slot: Slot, bucket: Bucket, mode: Mode, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-    recording = slot.recordings[bucket, mode]
-    recording.forward()
-    return copies(recording.outputs, rows)
+def _forward(recorded: Recorded, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    recorded.recording.forward()
+    return copies(recorded.recording.outputs, rows)
 
 
+@dataclass(slots=True)
 class _Call:
     """What the backward of one replay needs besides tensors."""
 
-    __slots__ = ("bucket", "input_rows", "lease", "mode", "observer", "receivers", "rows", "sinks")
-
-    def __init__(
-        self,
-        lease: Lease,
-        sinks: GradientSinks,
-        receivers: tuple[Tensor, ...],
-        bucket: Bucket,
-        mode: Mode,
-        rows: tuple[int, ...],
-        input_rows: tuple[int, ...],
-        observer: BackwardObserver | None,
-    ) -> None:
-        self.lease, self.sinks, self.receivers, self.bucket, self.mode = lease, sinks, receivers, bucket, mode
-        self.rows, self.input_rows, self.observer = rows, input_rows, observer
+    lease: Lease
+    source: Source
+    recorded: Recorded
+    receivers: tuple[Tensor, ...]
+    rows: tuple[int, ...]
+    input_rows: tuple[int, ...]
+    name: str
+    holds: Callable[[Source], bool]
+    observer: BackwardObserver | None
 
 
 class _Replay(Function):
@@ -82,8 +93,8 @@ class _Replay(Function):
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        call.sinks.expect(ctx, call.receivers)
-        return _forward(call.lease.slot, call.bucket, call.mode, call.rows)
+        call.source.sinks.expect(ctx, call.receivers)
+        return _forward(call.recorded, call.rows)
 
     @staticmethod
     @once_differentiable
@@ -91,16 +102,21 @@ class _Replay(Function):
         call: _Call = ctx.call
         slot = call.lease.slot
         call.lease.check()
+        if not call.holds(call.source):
+            raise ReplayError(
+                f"{call.name}: between the forward and the backward of a graphed microbatch, memory of parameters or "
+                "of their main_grad was moved or freed, or a hook was put on a parameter; do it between steps"
+            )
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        write_each(slot.output_gradients[call.bucket], output_gradients)
-        gradients = slot.recordings[call.bucket, call.mode].backward()
+        write_each(call.recorded.output_gradients, output_gradients)
+        gradients = call.recorded.recording.backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
-        parameters = call.sinks.hand_over(gradients.parameters, call.receivers, ctx)
+        parameters = call.source.sinks.hand_over(gradients.parameters, call.receivers, ctx)
         call.lease.release()
         return None, *inputs, *parameters

@@ -17,6 +17,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
         total.static_bytes += part.static_bytes
+        total.gradient_bytes += part.gradient_bytes
         total.pinned_bytes += part.pinned_bytes
         total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
         for bucket, counts in part.buckets.items():

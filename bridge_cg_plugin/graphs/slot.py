@@ -7,28 +7,26 @@ from torch import Tensor
 
 from .errors import ReplayError
 from .program import Bucket, Buffers, TensorSpec
-from .recording import Mode, Recording
 
 
 class Arena:
     """Named flat storages, each as large as its largest view; smaller buckets see a prefix.
 
+    A later, larger request gets a storage of its own: views of the one before stay where recordings know them.
     Floating-point storages start as NaN: a value that was never written cannot pass unnoticed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flat: dict[str, Tensor] = {}
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor over the storage called `name`. The first, largest request sizes it."""
+        """Return a contiguous tensor over the storage called `name`."""
         numel = torch.Size(shape).numel()
-        flat = self._flat.get(name)
-        if flat is None:
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.numel() < numel:
             fill = torch.nan if dtype.is_floating_point else 0
-            flat = self._flat[name] = torch.full((numel,), fill, dtype=dtype, device=self._device)
-        if flat.numel() < numel or flat.dtype != dtype:
-            raise ValueError(f"storage {name!r} holds {flat.numel()} {flat.dtype}, asked for {numel} {dtype}")
+            flat = self._flat[name, dtype] = torch.full((numel,), fill, dtype=dtype, device=self._device)
         return flat[:numel].view(shape)
 
     def buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
@@ -69,13 +67,16 @@ class SharedInputs:
 
 
 class Slot:
-    """Static memory, a pool and the recordings of every bucket, used by one microbatch at a time.
+    """Static memory and a pool for recordings of every bucket, used by one microbatch at a time.
 
     Args:
         index: Its number in the region.
         device: Where its memory is.
         pool: Memory of its recordings.
         shared: Inputs that are not the region's own.
+
+    Attributes:
+        buffers: Static inputs of each bucket.
     """
 
     def __init__(self, index: int, device: torch.device, pool: object, shared: SharedInputs | None = None) -> None:
@@ -83,9 +84,7 @@ class Slot:
         self.arena = Arena(device)
         self.shared = shared
         self.pool = pool
-        self.recordings: dict[tuple[Bucket, Mode], Recording] = {}
         self.buffers: dict[Bucket, Buffers] = {}
-        self.output_gradients: dict[Bucket, tuple[Tensor, ...]] = {}
         self._lease: int | None = None
         self._leases = 0
         self._device = device

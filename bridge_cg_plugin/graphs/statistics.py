@@ -32,6 +32,7 @@ class RegionStatistics:
 
     Attributes:
         static_bytes: Device memory of static buffers.
+        gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
         step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
             counts them.
@@ -42,6 +43,7 @@ class RegionStatistics:
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
+    gradient_bytes: int = 0
     pinned_bytes: int = 0
     step_tokens: list[int] = field(default_factory=list)
 
@@ -69,8 +71,8 @@ class RegionStatistics:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of pools and static buffers."""
-        return self.static_bytes + sum(b.memory for b in self.buckets.values())
+        """Device memory of pools, static buffers and gradients."""
+        return self.static_bytes + self.gradient_bytes + sum(b.memory for b in self.buckets.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for logs and JSON."""
@@ -82,6 +84,7 @@ class RegionStatistics:
             "capture_seconds": self.capture_seconds,
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
+            "gradient_bytes": self.gradient_bytes,
             "pinned_bytes": self.pinned_bytes,
             "buckets": {
                 str(bucket): {

@@ -11,6 +11,7 @@ from ..announce import announce
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
+from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.region import Region
 from .microbatch import Microbatch, read_call
 from .program import LanguageModel, Recording
@@ -29,6 +30,7 @@ class LanguageModelGraphs(GraphedModule):
         warmup_steps: Eager training steps before capture.
         before_replay: Called before each replay; waits for parameters that are still being gathered.
         reduction: What waits for gradients; None hands every gradient over to autograd.
+        exempt: What may change of the language model without changing what it computes.
 
     Attributes:
         steps: Training steps since the object was made.
@@ -49,8 +51,9 @@ class LanguageModelGraphs(GraphedModule):
         warmup_steps: int,
         before_replay: Callable[[], None] | None = None,
         reduction: Reduction | None = None,
+        exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
-        super().__init__(model, executor, strict=False, before_replay=before_replay)
+        super().__init__(model, executor, strict=False, before_replay=before_replay, exempt=exempt)
         self.steps = self.replayed_steps = 0
         self._deepstack, self._recording, self._warmup_steps = deepstack, recording, warmup_steps
         self._reduction = reduction
@@ -80,6 +83,7 @@ class LanguageModelGraphs(GraphedModule):
             [program.bucket],
             before_replay=self._before_replay,
             reduction=self._reduction,
+            watch=self._watch,
         )
         region.capture()
         self._regions = [region]

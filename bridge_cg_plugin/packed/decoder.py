@@ -17,6 +17,7 @@ from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
+from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket
 from ..graphs.region import Region
@@ -165,6 +166,7 @@ class PackedGraphs(GraphedModule):
         reduction: Data parallelism's reduction of gradients, where there is one.
         host: Host copies of offsets.
         peers: Ranks that are on graphs together with this one or not at all; all of them see the same packs.
+        exempt: What may change of the decoder without changing what it computes.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
@@ -190,8 +192,9 @@ class PackedGraphs(GraphedModule):
         reduction: Reduction | None = None,
         host: HostCopies | None = None,
         peers: Peers = ALONE,
+        exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
-        super().__init__(decoder, executor, options.strict, before_replay)
+        super().__init__(decoder, executor, options.strict, before_replay, exempt)
         self.options, self.modules, self.family = options, tuple(modules), family
         self.slots = slots if options.slots == "auto" else options.slots
         self.host = host or HostCopies()
@@ -233,9 +236,12 @@ class PackedGraphs(GraphedModule):
                 self._reduction,
                 shared if part.attribute else None,
                 offloading=self._offloading(),
+                watch=self._watch,
+                around=self.family.statistics_kept,
+                peers=self._peers,
+                strict=self.options.strict,
             )
-            with self.family.statistics_kept():
-                region.capture()
+            region.capture()
             self._regions.append(region)
             if part.attribute:
                 self._install(part, region)
@@ -310,6 +316,12 @@ class PackedGraphs(GraphedModule):
             if self.options.moves_activations:
                 stack.enter_context(self.family.known_activations(modules))
             yield
+
+    def _replaced(self) -> list[tuple[nn.Module, str]]:
+        """See `GraphedModule`."""
+        parts = [part for part in self.family.parts(self.modules) if part.attribute]
+        calls = [(call.owner, call.attribute) for part in parts for call in (part, *part.followers)]
+        return [*super()._replaced(), *calls]
 
     def _install(self, part: DecoderPart, region: Region) -> None:
         followers = [_FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in part.followers]
@@ -391,7 +403,8 @@ class PackedGraphs(GraphedModule):
         """Return a slot in which every part can replay the batch; without one, count the first part's reason."""
         free = (index for index in range(self.slots) if all(region.is_free(index) for region in self._regions))
         slot = next(free, 0)
-        reason = next((r for r in (region.why_not(batch, slot) for region in self._regions) if r is not None), None)
+        reasons = [region.why_not(batch, slot) for region in self._regions]  # each gets to know what it was asked for
+        reason = next((r for r in reasons if r is not None), None)
         if reason is None:
             return slot
         self._note_eager()

@@ -17,6 +17,7 @@ from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
 from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
+from .exempt import EXEMPT
 from .graph_helper import default_executor
 from .language_model import LENGTH_PATCH
 from .patches import Patch
@@ -92,6 +93,7 @@ def make_graphs(
         warmup_steps=warmup_steps,
         before_replay=parameter_gather(chunks, language_model),
         reduction=gradient_reduction(chunks, language_model, order),
+        exempt=EXEMPT,
     )
     if order is not None:
         order.keep(graphs.adds_later)

@@ -14,6 +14,7 @@ from .balance import image_exchange
 from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .encoders import check_modules, find_encoder
 from .environment import check_process
+from .exempt import EXEMPT
 from .graph_helper import GraphHelper, default_executor, release_module
 from .imageless import ImagelessMicrobatches
 from .process_groups import peers_of, shared_group, tensor_group, without_messages
@@ -83,6 +84,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             peers=peers_of(shared_group(vision_model)),
             twins=peers_of(tensor),
             exchange=exchange,
+            exempt=EXEMPT,
         )
         if exchange is not None or gather is not None:
             take_part = graphs.without_images if exchange is not None else None

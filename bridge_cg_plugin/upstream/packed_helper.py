@@ -15,6 +15,7 @@ from ..options.sources import collect
 from ..packed.decoder import PackedGraphs
 from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
+from .exempt import EXEMPT
 from .graph_helper import GraphHelper, default_executor, release_module, unwrapped
 from .packed_decoder import TransformerBlockFamily
 from .patches import Patch
@@ -127,6 +128,7 @@ class DecoderHelper(GraphHelper):
                 reduction=gradient_reduction(chunks, decoder, order),
                 host=PACK_OFFSETS,
                 peers=peers_of(shared_group(decoder)),
+                exempt=EXEMPT,
             ),
             in_flight if options.slots == "auto" else None,
             order,

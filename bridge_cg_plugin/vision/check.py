@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ..announce import announce, warn
-from ..graphs.gradients import GradientSinks
-from ..graphs.parameters import ParameterAliases
 from ..graphs.recording import Gradients
+from ..graphs.source import Source
 from .adapter import EncoderBatch
 
 EagerForward = Callable[[EncoderBatch], tuple[Tensor, ...]]
@@ -41,8 +40,6 @@ class ReplayCheck:
 
     Args:
         eager: Runs the encoder eager on a batch.
-        aliases: Stand-ins for the encoder's parameters.
-        sinks: Where the replay's gradients go.
         tolerance: Largest accepted relative L2 difference.
         stop: Whether a failure raises.
         results: Finished checks are appended here.
@@ -51,13 +48,12 @@ class ReplayCheck:
     def __init__(
         self,
         eager: EagerForward,
-        aliases: ParameterAliases,
-        sinks: GradientSinks,
         tolerance: float,
         stop: bool,
         results: list[CheckResult],
     ) -> None:
-        self._eager, self._aliases, self._sinks = eager, aliases, sinks
+        self._eager = eager
+        self._source: Source | None = None
         self._tolerance, self._stop, self._results = tolerance, stop, results
         self._expected: list[Tensor | None] = []
         self._before: list[Tensor | None] = []
@@ -67,8 +63,9 @@ class ReplayCheck:
         self._step = step
         self._batch = batch.copied()
 
-    def compare_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Compare a replay's outputs."""
+    def compare_outputs(self, outputs: Sequence[Tensor], source: Source) -> None:
+        """Compare the outputs of a replay of a recording that was made from `source`."""
+        self._source = source
         with torch.no_grad():
             expected = self._eager(self._batch)
         self._forward = max(relative_difference(a, b) for a, b in zip(outputs, expected, strict=True))
@@ -77,19 +74,19 @@ class ReplayCheck:
 
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Run eager forward and backward and set its gradients aside. See `BackwardObserver`."""
-        self._before = [None if g is None else g.clone() for g in self._sinks.main_grads]
-        with torch.enable_grad(), self._aliases.active() as aliases:
+        self._before = [None if g is None else g.clone() for g in self._source.sinks.main_grads]
+        with torch.enable_grad(), self._source.aliases.active(self._source.sinks.handed) as aliases:
             outputs = self._eager(self._batch)
             pairs = [
                 (o, g) for o, g in zip(outputs, output_gradients, strict=True) if g is not None and o.requires_grad
             ]
-            targets = [aliases[p] for p in self._sinks.parameters]
+            targets = [aliases[p] for p in self._source.sinks.parameters]
             for target in targets:
                 target.grad_added_to_main_grad = False
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         self._expected = []
         for target, gradient, main, before in zip(
-            targets, gradients, self._sinks.main_grads, self._before, strict=True
+            targets, gradients, self._source.sinks.main_grads, self._before, strict=True
         ):
             if main is not None and target.grad_added_to_main_grad:  # a fused GEMM added it already
                 gradient = main - before
@@ -100,7 +97,7 @@ class ReplayCheck:
         """Compare the replay's gradients. See `BackwardObserver`."""
         worst, place = 0.0, None
         for index, (expected, main, before, returned) in enumerate(
-            zip(self._expected, self._sinks.main_grads, self._before, gradients.parameters, strict=True)
+            zip(self._expected, self._source.sinks.main_grads, self._before, gradients.parameters, strict=True)
         ):
             actual = returned if main is None else main - before
             if expected is None or actual is None:

@@ -21,6 +21,7 @@ from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
+from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket, RegionProgram
 from ..graphs.region import Region
@@ -65,6 +66,7 @@ class VisionGraphs(GraphedModule):
         twins: Those of them that share the encoder's layers, and so its buckets.
         exchange: Levels the work of data-parallel ranks, where it was asked for.
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
+        exempt: What may change of the encoder without changing what it computes.
     """
 
     title = "vision CUDA graphs"
@@ -89,8 +91,9 @@ class VisionGraphs(GraphedModule):
         twins: Peers = ALONE,
         exchange: ImageExchange | None = None,
         clock: Clock | None = None,
+        exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
-        super().__init__(model, executor, options.strict, before_replay)
+        super().__init__(model, executor, options.strict, before_replay, exempt)
         self.options, self.family = options, family
         self.slots = slots if options.slots == "auto" else options.slots
         self.grids = grids or HostGrids()
@@ -311,6 +314,9 @@ class VisionGraphs(GraphedModule):
                 self._reduction,
                 offloading=self._offloading(),
                 has_side_work=self._has_side_work,
+                watch=self._watch,
+                peers=self._peers,
+                strict=self.options.strict,
             )
             for p in programs
         ]
@@ -328,14 +334,22 @@ class VisionGraphs(GraphedModule):
             return None
         return RegionOffloading(policy_of(self.options, PROVIDER_FIELDS), self.slots, self.executor.device)
 
+    def _replaced(self) -> list[tuple[nn.Module, str]]:
+        """See `GraphedModule`."""
+        parts = () if self.options.whole_encoder else self.model.decoder.layers
+        return [*super()._replaced(), *((layer, self._part[0]) for layer in parts)]
+
+    @property
+    def _part(self) -> "tuple[str, type[_LayerAttention | _LayerMlp]]":
+        """The layers' attribute that calls the recorded part, and what stands in for it."""
+        if self.options.modules == ("attn",):
+            return "_forward_attention", _LayerAttention
+        return "_forward_mlp", _LayerMlp
+
     def _install_layers(self) -> None:
         if self.options.whole_encoder:
             return
-        name, wrapper = (
-            ("_forward_attention", _LayerAttention)
-            if self.options.modules == ("attn",)
-            else ("_forward_mlp", _LayerMlp)
-        )
+        name, wrapper = self._part
         for region in self._regions:
             layer = region.program.layer
             setattr(layer, name, wrapper(self, region, getattr(layer, name)))
@@ -415,14 +429,12 @@ class VisionGraphs(GraphedModule):
         bucket = self._chosen_bucket(batch) if self._may_time() else None
         if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
             self._fallbacks["eager_is_faster"] += 1
-            region.sinks.clear()
+            region.clear()
             return None
         if not self._check_is_due():
             return self._timed_replay(batch, bucket)
         check = ReplayCheck(
             self._run_eager,
-            region.aliases,
-            region.sinks,
             self.options.check_tolerance,
             self.options.check_action == "stop",
             self.checks,
@@ -431,7 +443,7 @@ class VisionGraphs(GraphedModule):
         outputs = region.run(batch, check)
         if outputs is not None:
             self._checked_step = self._step
-            check.compare_outputs(outputs)
+            check.compare_outputs(outputs, region.sources.current)
         return outputs
 
     def _timed_replay(self, batch: EncoderBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:

@@ -160,14 +160,14 @@ class Training:
         from bridge_cg_plugin.graphs.slot import Lease
 
         (region,), marks = self.graphs._regions, self.marks
-        (slot,) = region._slots
-        for (bucket, mode), recording in slot.recordings.items():
+        source = region.sources.current
+        for (_, _, mode), recorded in source.recordings.items():
             if mode.gradients:
-                slot.recordings[bucket, mode] = Marked(recording, marks)
+                recorded.recording = Marked(recorded.recording, marks)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(region.program, "load", marks.around(region.program.load)))
             stack.enter_context(mock.patch.object(Lease, "check", marks.before(Lease.check)))
-            stack.enter_context(mock.patch.object(region.sinks, "hand_over", marks.around(region.sinks.hand_over)))
+            stack.enter_context(mock.patch.object(source.sinks, "hand_over", marks.around(source.sinks.hand_over)))
             yield
 
     def step(self, batch: tower.Batch, idle: bool) -> list[list[float]]:

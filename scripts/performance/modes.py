@@ -66,7 +66,7 @@ class Plugin:
         )
         helper = self._helper = new_helper(model, options)
         for region in helper.graphs._regions:
-            region.sinks._reduction = grads
+            region.sources.current.sinks._reduction = grads
         try:
             if options.attention not in ("auto", helper.graphs.attention):
                 raise RuntimeError(f"attention={options.attention} cannot be had: {helper.graphs.attention} is called")

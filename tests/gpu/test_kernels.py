@@ -158,7 +158,7 @@ def test_fast_kernels_take_additions_and_sums_along(tower_module, model, grads, 
         for made in calls:
             made.clear()
         helper = graphs_of(buckets=(784,), kernels=kernels, slots=1)
-        backwards = sum(mode.gradients for _, mode in helper.graphs._regions[0]._slots[0].recordings)
+        backwards = sum(mode.gradients for _, _, mode in helper.graphs._regions[0].sources.current.recordings)
         found[kernels] = [len(made) / backwards for made in calls]
         helper.delete_cuda_graphs()
     # Mergers' norms call the function by another name, which is not counted.

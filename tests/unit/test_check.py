@@ -96,7 +96,8 @@ def test_a_wrong_replay_stops_training_when_asked_to():
 
 def test_a_wrong_gradient_alone_is_found(monkeypatch):
     with graphs_on(new_tower(), **STRICT) as graphs:
-        for recording in graphs._regions[0]._slots[0].recordings.values():
+        for recorded in graphs._regions[0].sources.current.recordings.values():
+            recording = recorded.recording
             backward = recording.backward
 
             def wrong(backward=backward):

@@ -60,11 +60,10 @@ def replaying(rows, awaited: bool = False, layers: int = 3, capacity: int | None
     batch = make_batch(rows, model)
     with graphs_on(model, buckets=(capacity or batch.tokens,)) as graphs:
         (region,) = graphs._regions
-        region.sinks._reduction = grads
-        (slot,) = region._slots
-        for (bucket, mode), recording in slot.recordings.items():
+        region.sources.current.sinks._reduction = grads
+        for (_, _, mode), recorded in region.sources.current.recordings.items():
             if mode.gradients:
-                slot.recordings[bucket, mode] = Marked(recording, Marks())
+                recorded.recording = Marked(recorded.recording, Marks())
         with graphs.step():
             for _ in range(3):
                 step(model, batch)

@@ -63,7 +63,7 @@ def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, token
 
 def stores(region):
     """Return the stores of a region's recordings."""
-    found = (r._body.activations for slot in region._slots for r in slot.recordings.values())
+    found = (r.recording._body.activations for r in region.sources.current.recordings.values())
     return [store for store in found if isinstance(store, ActivationStore)]
 
 

@@ -138,7 +138,7 @@ def ramp_up(stages, late):
         if helper.graphs is not None:
             statistics = helper.graphs.statistics()
             region = helper.graphs._regions[0]
-            recordings = [len(slot.recordings) for slot in region._slots]
+            recordings = len(region.sources.current.recordings)
             left.append((region.free_slots(), recordings, statistics.memory_bytes, dict(statistics.fallbacks)))
     return sizes, left, helper.graphs and helper.graphs.statistics().replays
 

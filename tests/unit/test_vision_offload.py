@@ -59,7 +59,7 @@ def test_a_memory_target_is_kept(share, capsys):
     target = target_of(share)
     with graphs_on(tower, memory_target_gb=target, **SETTINGS) as graphs:
         outputs, gradients = results(tower, ROWS)
-        (store,) = [r._body.activations for s in graphs._regions[0]._slots for r in s.recordings.values()]
+        (store,) = [r.recording._body.activations for r in graphs._regions[0].sources.current.recordings.values()]
         assert 0 < store.peak_of_last <= target * 2**30
     assert all(map(torch.equal, outputs, expected[0]))
     assert all(map(torch.equal, gradients, expected[1]))

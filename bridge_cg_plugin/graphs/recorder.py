@@ -1,0 +1,133 @@
+"""Recording a region's buckets into slots."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from .activations import Offloading
+from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from .executor import Executor
+from .program import Bucket, RegionProgram
+from .recording import Mode, RegionBody
+from .slot import SharedInputs, Slot
+from .source import Recorded, Source
+from .statistics import RegionStatistics
+
+# Entered around everything that is recorded.
+Around = Callable[[], AbstractContextManager[None]]
+
+
+class Recorder:
+    """Makes slots and fills them with recordings.
+
+    Args:
+        program: The piece of the model.
+        executor: Makes the recordings.
+        buckets: All that may be recorded.
+        statistics: Memory is counted there.
+        passing: Entered around every pass of the model's own forward and backward.
+        around: Entered around everything that is recorded.
+        shared: Static inputs that the region has in common with others.
+        offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
+        has_side_work: Whether a bucket's recordings have a side stream; see `SideWork`.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        executor: Executor,
+        buckets: Sequence[Bucket],
+        statistics: RegionStatistics,
+        passing: Around,
+        around: Around,
+        shared: SharedInputs | None,
+        offloading: Offloading | None,
+        has_side_work: Callable[[Bucket], bool],
+    ) -> None:
+        self._program, self._executor, self._statistics = program, executor, statistics
+        self._buckets = sorted(buckets, reverse=True)
+        self._passing, self._around, self._shared = passing, around, shared
+        self._offloading, self._has_side_work = offloading, has_side_work
+
+    def slot(self, index: int) -> Slot:
+        """Return a slot with static inputs for every bucket and no recordings."""
+        slot = Slot(index, self._executor.device, self._executor.new_pool(), self._shared)
+        with as_capture_error("static inputs"):
+            for bucket in self._buckets:
+                slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
+        return slot
+
+    def accepted_slot(self, index: int, source: Source, modes: Callable[[Bucket], Sequence[Mode]]) -> Slot:
+        """Record every bucket in a slot, again for as long as its activations take more memory than they may.
+
+        What a pool loses between its blocks is known only once all buckets share it.
+        """
+        while True:
+            slot = self.slot(index)
+            taken = {}
+            for bucket in self._buckets:
+                before = self._executor.pool_bytes(slot.pool)
+                for mode in modes(bucket):
+                    self._record(source, slot, bucket, mode)
+                taken[bucket] = self._executor.pool_bytes(slot.pool) - before
+            total = self._executor.pool_bytes(slot.pool) + slot.arena.nbytes
+            if self._offloading is None or self._offloading.accepts(total):
+                for bucket, nbytes in taken.items():
+                    self._statistics.buckets[bucket].memory += nbytes
+                return slot
+            source.forget(slot)
+
+    def add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
+        """Record one more bucket in a slot that no microbatch holds.
+
+        Raises:
+            CaptureError: It failed; the slot's other recordings stay.
+        """
+        before = self._executor.pool_bytes(slot.pool)
+        with torch.inference_mode(False):
+            self._record(source, slot, bucket, mode)
+        self._statistics.buckets[bucket].memory += self._executor.pool_bytes(slot.pool) - before
+
+    def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
+        body = self._body(source, slot, bucket, mode)
+        made: tuple[Tensor, ...] = ()
+
+        def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            nonlocal made
+            made = tuple(
+                slot.arena.view(f"output_gradient:{i}", tuple(o.shape), o.dtype).zero_() for i, o in enumerate(outputs)
+            )
+            return made
+
+        with self._around(), as_capture_error(f"bucket {bucket}"):
+            self._program.load_example(slot.buffers[bucket], bucket)
+            self._executor.warm_up(body, output_gradients)
+            if self._offloading is not None and mode.gradients:
+                body.activations = self._offloading.prepare(self._executor, body, slot.index)
+            recording = self._executor.record(body, slot.pool)
+        source.recordings[slot.index, bucket, mode] = Recorded(recording, made)
+
+    def _body(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> RegionBody:
+        """Return the work; modules that are in another mode than is recorded are switched while it runs."""
+        if mode.gradients:
+            source.sinks.prepare()
+        sinks = source.sinks if mode.gradients else None
+        switched = mode.training if isinstance(mode.training, bool) else None
+        side = self._executor.side_work() if self._has_side_work(bucket) else None
+        buffers = slot.buffers[bucket]
+        return RegionBody(self._program, buffers, bucket, source.aliases, sinks, switched, side, self._passing)
+
+
+@contextmanager
+def as_capture_error(what: str) -> Iterator[None]:
+    """Raise what goes wrong inside as a `CaptureError` that says what was made."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryInCapture(first_line(error)) from error
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__} in {what}: {error}") from error

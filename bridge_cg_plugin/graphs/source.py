@@ -1,0 +1,100 @@
+"""What recordings were made from: if it does not hold any more, they compute something else than the model."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .gradients import GradientSinks, ParameterHooks, Reduction
+from .modules import every_module
+from .parameters import ParameterAliases
+from .program import Bucket, RegionProgram
+from .recording import Mode, Recording
+from .slot import Slot
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return what autocast casts to in this thread; None without autocast."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+# How a model differs from what it was when its watch began: places and what stands for their values.
+State = frozenset[tuple[Hashable, Hashable]]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A recording and the buffers that its backward reads."""
+
+    recording: Recording
+    output_gradients: tuple[Tensor, ...]
+
+
+class Source:
+    """What recordings were made from, and these recordings.
+
+    Args:
+        program: The piece of the model.
+        state: The state of its modules.
+        autocast: What autocast casts to; None without it.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+        hooks: The region's hooks on parameters.
+        held: Objects whose identity the state names; kept alive, so that no other object takes it.
+        lasting: Whether it was asked for before, so that what is missing is recorded at once.
+
+    Attributes:
+        aliases: Stand-ins for the parameters.
+        sinks: Where parameter gradients go.
+        recordings: By the slot's number, bucket and mode.
+        failed: Why a bucket could not be captured in a mode.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        state: State,
+        autocast: torch.dtype | None,
+        reduction: Reduction | None,
+        hooks: ParameterHooks,
+        held: Sequence[object] = (),
+        lasting: bool = False,
+    ) -> None:
+        self.state, self.autocast, self._held = state, autocast, tuple(held)
+        self.lasting = lasting
+        self.aliases = ParameterAliases(program.modules())
+        self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
+        self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
+        self.failed: dict[tuple[Bucket, Mode], str] = {}
+        self._reads = _Memory((*self.aliases.originals, *_tensors_of(every_module(program.modules()))))
+        self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the recordings in a slot."""
+        self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
+
+    def moved(self, gradients: bool) -> bool:
+        """Whether memory lies elsewhere now that recordings read or, with gradients, write."""
+        return self._reads.moved() or (gradients and (self.sinks.replaced() or self._writes.moved()))
+
+
+class _Memory:
+    """Where tensors lie when the object is made."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._addresses = self._look()
+
+    def _look(self) -> list[int]:
+        # Hundreds of tensors, before every replay: no line of Python for each.
+        return list(map(Tensor.data_ptr, self._tensors))
+
+    def moved(self) -> bool:
+        return self._look() != self._addresses
+
+
+def _tensors_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Return the tensors, besides parameters and activations, that modules hold."""
+    for module in modules:
+        yield from (b for b in module._buffers.values() if b is not None)
+        yield from (v for v in vars(module).values() if isinstance(v, Tensor) and not v.requires_grad)

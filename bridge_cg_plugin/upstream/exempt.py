@@ -1,0 +1,26 @@
+"""What upstream changes of a model while it trains without changing what the model computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..graphs.model_watch import Exempt
+
+# A schedule tells layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor.
+BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor"))
+# Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait.
+OWN_HOOKS = (
+    "megatron.bridge.peft.lora_layers",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.transformer.moe.shared_experts",
+)
+
+
+def own_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook is upstream's own."""
+    function = getattr(hook, "func", hook)  # of a partial
+    return getattr(function, "__module__", None) in OWN_HOOKS
+
+
+EXEMPT = Exempt(BOOKKEEPING, own_hook)

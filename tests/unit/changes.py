@@ -1,0 +1,387 @@
+"""A small model that changes in every way that a user's model may, beside its twin that runs eager."""
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from bridge_cg_plugin.graphs.graphed_module import GraphedModule
+from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.region import Region
+
+from ..tape import TapeExecutor
+
+WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
+
+
+class Scaled(nn.Module):
+    """A layer that reads an attribute, a buffer, its config and its mode."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config, self.gain = config, 1.0
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale * self.gain * self.config.power
+        self.last_mean = hidden.detach().mean()  # as statistics that a forward leaves behind
+        return x + self.second(hidden if self.training else 0.5 * hidden)
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank addition that can be switched off."""
+
+    def __init__(self, base: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.base, self.enabled = base, True
+        generator = torch.Generator().manual_seed(seed)
+        self.down = nn.Parameter(torch.randn(2, WIDTH, generator=generator))
+        self.up = nn.Parameter(torch.randn(WIDTH, 2, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y + nn.functional.linear(nn.functional.linear(x, self.down), self.up) if self.enabled else y
+
+
+class Model(nn.Module):
+    """Layers, most of whose parameters have a `main_grad` in one flat buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        config = SimpleNamespace(power=1.0)
+        self.layers = nn.ModuleList(Scaled(config) for _ in range(LAYERS))
+        followed = [p for n, p in self.named_parameters() if not n.endswith("second.bias")]
+        self.flat = torch.zeros(sum(p.numel() for p in followed))
+        self.nodes = []
+        for parameter, part in zip(followed, self.flat.split([p.numel() for p in followed]), strict=True):
+            parameter.main_grad = part.view_as(parameter)
+            parameter.grad_added_to_main_grad = False
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(_accumulates(parameter))
+            self.nodes.append(node)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _accumulates(parameter: nn.Parameter) -> Callable[..., None]:
+    def accumulate(*unused: object) -> None:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return accumulate
+
+
+class Program:
+    """The whole model as a region."""
+
+    name = "changing"
+
+    def __init__(self, model: Model, forward: Callable[[Tensor], Tensor]) -> None:
+        self._model, self._forward = model, forward
+
+    def modules(self):
+        return (self._model,)
+
+    def input_specs(self, bucket):
+        return {"x": TensorSpec((bucket.tokens, WIDTH), torch.float32, differentiable=True)}
+
+    def size(self, batch):
+        return len(batch)
+
+    def refuse(self, batch, bucket):
+        return None
+
+    def load(self, buffers, batch):
+        buffers["x"][: len(batch)].copy_(batch.detach())
+        buffers["x"][len(batch) :].zero_()
+
+    def load_example(self, buffers, bucket):
+        buffers["x"].zero_()
+
+    def forward(self, buffers, bucket):
+        return (self._forward(buffers["x"]),)
+
+    def recording(self):
+        return nullcontext()
+
+    def output_rows(self, batch):
+        return (len(batch),)
+
+    def differentiable_inputs(self, batch):
+        return (batch,)
+
+
+class Graphs(GraphedModule):
+    """The model on graphs."""
+
+    title, noun, group, out_of_memory_remedy = "graphs", "model", "toy", ""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, TapeExecutor(), strict=True, before_replay=None)
+
+    def _record(self) -> None:
+        program = Program(self.model, self._eager_forward)
+        region = Region(program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._watch, strict=True)
+        region.capture()
+        self._regions = [region]
+
+    def _recorded(self) -> None: ...
+
+    def _warmup_microbatches(self) -> int:
+        return 0
+
+    def _notes(self) -> dict[str, str]:
+        return {}
+
+    def _forward(self, x: Tensor) -> Tensor:
+        outputs = self._regions[0].run(x)
+        if outputs is None:
+            self._note_eager()
+            return self._eager_forward(x)
+        return outputs[0]
+
+
+class Twins:
+    """A model on graphs and its twin, changed alike by `change` and run alike by `microbatch`.
+
+    Args:
+        seed: Decides weights and every choice.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.models = [Model(seed), Model(seed)]
+        self.graphs = Graphs(self.models[1])
+        self.graphs.capture()
+        self.in_flight: list[tuple[Tensor, Tensor]] = []
+        self.autocast = False
+        self._undo: list[Callable[[], None]] = []
+        self._held: list[Tensor] = []
+        self.seen: tuple[list, list] = ([], [])
+
+    def each(self, change: Callable[[Model], Callable[[], None] | None]) -> None:
+        """Change both models; what the change returns undoes it later."""
+        undone = [change(model) for model in self.models]
+        if undone[0] is not None:
+            self._undo.append(lambda: [undo() for undo in undone])
+
+    def undo(self) -> None:
+        """Take one of the changes back."""
+        if self._undo:
+            self._undo.pop(self.random.randrange(len(self._undo)))()
+
+    def microbatch(self, backward: bool = True, gradients: bool = True) -> None:
+        """Run a microbatch on both and compare outputs; its backward follows now or later."""
+        # bf16 products of other than a bucket's own rows round otherwise.
+        rows = self.random.choice(CAPACITIES) if self.autocast else self.random.randint(1, 10)
+        seed = self.random.random()
+        found = []
+        for model in self.models:
+            generator = torch.Generator().manual_seed(int(seed * 1e9))
+            x = torch.randn(rows, WIDTH, generator=generator, requires_grad=self.wants_input_gradient(seed))
+            with ExitStack() as stack:
+                stack.enter_context(torch.set_grad_enabled(gradients))
+                if self.autocast:
+                    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+                y = model(x)
+            found.append((x, y))
+        (expected_x, expected), (x, actual) = found
+        self.compare("outputs", actual, expected)
+        assert actual.requires_grad == expected.requires_grad
+        if actual.requires_grad:
+            self.in_flight.append(((expected_x, expected), (x, actual)))
+        if backward:
+            self.finish()
+
+    @staticmethod
+    def wants_input_gradient(seed: float) -> bool:
+        return seed < 0.5
+
+    def finish(self) -> None:
+        """Run the backwards to come, in any order, and compare every gradient."""
+        while self.in_flight:
+            pair = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
+            for _, y in pair:
+                (y.float() * torch.linspace(0.5, 1.5, y.numel()).view(y.shape)).sum().backward()
+            (expected_x, _), (x, _) = pair
+            self.compare("input gradient", x.grad, expected_x.grad)
+            self.compare_gradients()
+
+    def compare_gradients(self) -> None:
+        expected, actual = (dict(model.named_parameters()) for model in self.models)
+        for name, parameter in expected.items():
+            self.compare(f"{name}.grad", actual[name].grad, parameter.grad)
+            main = getattr(parameter, "main_grad", None)
+            self.compare(f"{name}.main_grad", getattr(actual[name], "main_grad", None), main)
+        assert len(self.seen[0]) == len(self.seen[1]), "hooks fired another number of times"
+        for number, (theirs, ours) in enumerate(zip(*self.seen, strict=True)):
+            self.compare(f"what hook {number} saw", ours, theirs)
+
+    def compare(self, what: str, actual: Tensor | None, expected: Tensor | None) -> None:
+        assert (actual is None) == (expected is None), f"{what}: {actual} where eager has {expected}"
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}", rtol=1e-4, atol=1e-5)
+
+    def close(self) -> None:
+        self.graphs.detach()
+
+    # What may happen between microbatches; `idle` ones only while no backward is to come.
+
+    def adapters_switched(self) -> None:
+        on = self.random.random() < 0.5
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, Adapter):
+                    module.enabled = on
+
+    def adapter_added(self) -> None:
+        layer, seed = self.random.randrange(LAYERS), self.random.randrange(1000)
+
+        def add(model: Model):
+            base = model.layers[layer].first
+            if isinstance(base, Adapter):
+                return None
+            model.layers[layer].first = Adapter(base, seed)
+            return lambda: setattr(model.layers[layer], "first", base)
+
+        self.each(add)
+
+    def attribute_set(self) -> None:
+        layer, gain = self.random.randrange(LAYERS), self.random.choice([0.5, 1.0, 2.0])
+        for model in self.models:
+            model.layers[layer].gain = gain
+
+    def config_set(self) -> None:
+        power = self.random.choice([1.0, 1.5])
+        for model in self.models:
+            model.layers[0].config.power = power
+
+    def mode_set(self) -> None:
+        part, training = self.random.choice(["", "layers.0", "layers.1"]), self.random.random() < 0.6
+        for model in self.models:
+            model.get_submodule(part).train(training)
+
+    def buffer_replaced(self) -> None:
+        layer, value = self.random.randrange(LAYERS), self.random.choice([1.0, 3.0])
+        for model in self.models:
+            model.layers[layer].scale = torch.full((WIDTH,), value)
+
+    def frozen(self) -> None:
+        name, wanted = self.random.choice([n for n, _ in self.models[0].named_parameters()]), self.random.random() < 0.5
+        for model in self.models:
+            model.get_parameter(name).requires_grad_(wanted)
+
+    def forward_hook(self) -> None:
+        part, kind = self.random.choice(["layers.0", "layers.1.second"]), self.random.randrange(2)
+
+        def put(model: Model):
+            module = model.get_submodule(part)
+            if kind:
+                return module.register_forward_hook(lambda m, a, y: 1.5 * y).remove
+            return module.register_forward_pre_hook(lambda m, a: (0.5 * a[0],)).remove
+
+        self.each(put)
+
+    def parameter_hook(self) -> None:
+        name, after = self.random.choice(["layers.0.second.weight", "layers.1.second.bias"]), self.random.random() < 0.3
+        seen = dict(zip(self.models, self.seen, strict=True))
+
+        def put(model: Model):
+            parameter = model.get_parameter(name)
+            if after:
+                kept = seen[model]
+                return parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone())).remove
+            return parameter.register_hook(lambda g: (seen[model].append(g.clone()), 0.5 * g)[1]).remove
+
+        self.each(put)
+
+    def gradient_memory_moved(self) -> None:
+        for model in self.models:
+            storage = model.flat.untyped_storage()
+            kept, size = model.flat.clone(), storage.nbytes()
+            storage.resize_(0)
+            self._held = [*self._held[-8:], torch.full_like(kept, 7.0)]
+            storage.resize_(size)
+            model.flat.copy_(kept)
+
+    def parameter_memory_moved(self) -> None:
+        name = self.random.choice([n for n, _ in self.models[0].named_parameters()])
+
+        def move(model: Model):
+            parameter = model.get_parameter(name)
+            before, parameter.data = parameter.data, parameter.data.clone()
+
+            def back() -> None:
+                before.copy_(parameter.data)
+                parameter.data = before
+
+            return back
+
+        self.each(move)
+
+    def main_grad_replaced(self) -> None:
+        for model in self.models:
+            parameter = model.layers[0].second.weight
+            parameter.main_grad = parameter.main_grad.clone()
+
+    def weights_loaded(self) -> None:
+        seed = self.random.randrange(1000)
+        for model in self.models:
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in model.layers[0].parameters():
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+    def optimizer_step(self) -> None:
+        for model in self.models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    gradient = getattr(parameter, "main_grad", parameter.grad)
+                    if gradient is not None:
+                        parameter.sub_(1e-3 * gradient)
+                        gradient.zero_()
+
+    def autocast_switched(self) -> None:
+        self.autocast = not self.autocast
+
+    ANY_TIME = (
+        adapters_switched,
+        adapter_added,
+        attribute_set,
+        config_set,
+        mode_set,
+        buffer_replaced,
+        forward_hook,
+        autocast_switched,
+    )
+    IDLE = (
+        frozen,
+        parameter_hook,
+        gradient_memory_moved,
+        parameter_memory_moved,
+        main_grad_replaced,
+        weights_loaded,
+        optimizer_step,
+    )
+
+    def random_sequence(self, length: int) -> None:
+        """Change the models and run microbatches, at random."""
+        for _ in range(length):
+            if not self.in_flight and self.random.random() < 0.3:
+                self.undo()
+            if self.random.random() < 0.5:
+                changes = (*self.ANY_TIME, *(() if self.in_flight else self.IDLE))
+                self.random.choice(changes)(self)
+            for _ in range(self.random.randint(1, 3)):
+                backward, gradients = self.random.random() < 0.7, self.random.random() < 0.75
+                self.microbatch(backward, gradients)
+        self.finish()
