@@ -23,6 +23,9 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 LEFT_BY_HOOKS = frozenset(("_is_full_backward_hook",))
 # Values that are the same where they are equal. Any other value is the same only where it is the same object.
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, MethodType)
+# Modules that compute nothing of their own; PEFT makes new ones of the same modules whenever it walks a model.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+COMPARED = (*PLAIN, *CONTAINERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ class ModelWatch:
         return not table.plain_only or all(v is None or isinstance(v, PLAIN[:-1]) for v in (old, now))
 
     def _modes(self) -> bool | tuple[bool, ...]:
-        modes = tuple(module.training for module in self._tree)
+        modes = tuple(module.training for module in self._tree if type(module) not in CONTAINERS)
         return modes[0] if len(set(modes)) == 1 else modes
 
     def _find_foreign_hook(self) -> str | None:
@@ -245,12 +248,18 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
 
 def same(old: Any, now: Any) -> bool:
     """Whether two values of an attribute are the same, without comparing tensors or other objects by value."""
-    return old is now or (type(old) is type(now) and isinstance(old, PLAIN) and old == now)
+    if old is now:
+        return True
+    return type(old) is type(now) and isinstance(old, COMPARED) and token(old) == token(now)
 
 
 def token(value: Any) -> Hashable:
     """Return what stands for a value in a state: itself where it is plain, its identity otherwise."""
-    return (type(value), value) if isinstance(value, PLAIN) else id(value)
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if type(value) in CONTAINERS:
+        return type(value), tuple((name, id(module)) for name, module in value._modules.items())
+    return id(value)
 
 
 def _word(value: Any) -> str:

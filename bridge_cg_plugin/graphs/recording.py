@@ -95,6 +95,7 @@ class RegionBody:
         self.output_gradients: tuple[Tensor, ...] = ()
         self.bucket = bucket
         self.activations: Activations | None = None
+        self._device_type = next(iter(buffers.values())).device.type
         self._live: tuple[tuple[Tensor, ...], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -105,7 +106,7 @@ class RegionBody:
         handed = () if self._sinks is None else self._sinks.handed
         with (
             torch.set_grad_enabled(self._sinks is not None),
-            _no_autocast_cache(),
+            _own_autocast_cache(),
             self._passing(),
             self._aliases.active(handed) as aliases,
             training_mode(self._program.modules(), self._training),
@@ -115,8 +116,9 @@ class RegionBody:
         ):
             if self._sinks is not None:
                 for name in self._differentiable:
-                    buffers[name] = buffers[name].detach().requires_grad_()
-                    leaves.append(buffers[name])
+                    leaves.append(buffers[name].detach().requires_grad_())
+                    # No leaf, as what an earlier module returns: autocast keeps the casts of leaves.
+                    buffers[name] = leaves[-1].view_as(leaves[-1])
             outputs = self._program.forward(buffers, self._bucket)
         self._live = (outputs, leaves, aliases)
         return tuple(output.detach() for output in outputs)
@@ -127,7 +129,14 @@ class RegionBody:
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
-        with self._passing(), self._sinks.attached(aliases), self._beside(), self._program.recording(), restoring:
+        with (
+            torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
+            self._passing(),
+            self._sinks.attached(aliases),
+            self._beside(),
+            self._program.recording(),
+            restoring,
+        ):
             found = self._differentiated(pairs, targets)
         gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
         return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
@@ -183,14 +192,13 @@ class RegionBody:
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Cast weights in every pass: a cast that autocast remembers would be recorded as a constant."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+def _own_autocast_cache() -> Iterator[None]:
+    """Keep weights that autocast casts for one pass: one from an earlier pass would be recorded as a constant."""
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -99,7 +99,6 @@ class Sources:
             if source.state == state and source.autocast == autocast:
                 found = self._as_recorded(source, gradients, idle)
                 if found is not None:
-                    self._found_at = self._watch.generation, autocast
                     return found
         return self._ask(state, autocast)
 
@@ -121,8 +120,12 @@ class Sources:
                 return "memory_moved"
             source = self._instead_of(source)
         self._looked = self._looks_once and gradients
-        self.current = source
+        self._choose(source)
         return source
+
+    def _choose(self, source: Source) -> None:
+        self.current = source
+        self._found_at = self._watch.generation, source.autocast
 
     def _instead_of(self, stale: Source) -> Source:
         """Return a source like one whose memory was moved, without recordings."""
@@ -165,8 +168,7 @@ class Sources:
         self._adopted += 1
         fresh = self._new()
         self._all = [*self._all[-MOST_SOURCES + 1 :], fresh]
-        self.current = fresh
-        self._found_at = self._watch.generation, autocast
+        self._choose(fresh)
         announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
         return fresh
 
@@ -188,7 +190,7 @@ class Sources:
 
     def _warn(self, what: str, text: str, lasts: bool = True) -> None:
         """Say something once."""
-        if what not in self._warned and len(self._warned) < MOST_ADOPTED:
+        if what not in self._warned and (not lasts or len(self._warned) < MOST_ADOPTED):
             self._warned.add(what)
             after = "graphs of its own are captured if this lasts" if lasts else "eager from now on"
             warn(f"{self._program.name}: {text}; microbatches run eager, {after}")

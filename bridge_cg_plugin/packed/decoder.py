@@ -320,8 +320,9 @@ class PackedGraphs(GraphedModule):
     def _replaced(self) -> list[tuple[nn.Module, str]]:
         """See `GraphedModule`."""
         parts = [part for part in self.family.parts(self.modules) if part.attribute]
-        calls = [(call.owner, call.attribute) for part in parts for call in (part, *part.followers)]
-        return [*super()._replaced(), *calls]
+        calls = [(part.owner, part.attribute) for part in parts]
+        followers = [(follower.owner, follower.attribute) for part in parts for follower in part.followers]
+        return [*super()._replaced(), *calls, *followers]
 
     def _install(self, part: DecoderPart, region: Region) -> None:
         followers = [_FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in part.followers]

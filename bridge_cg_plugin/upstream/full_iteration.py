@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
+from .attention_statistics import refuse_statistics
 from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
 from .exempt import EXEMPT
@@ -109,7 +110,12 @@ def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
 
 @contextmanager
 def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let upstream's modules run inside a graph: no device reads, features of images as dense tensors."""
+    """Let upstream's modules run inside a graph: no device reads, features of images as dense tensors.
+
+    Raises:
+        CaptureError: Somebody reads statistics that a replay does not leave.
+    """
+    refuse_statistics(modules)
     forget_attention_selection()
     with ExitStack() as stack:
         stack.enter_context(replaced(language_model.decoder, DEEPSTACK, _add_dense))

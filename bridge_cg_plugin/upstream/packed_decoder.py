@@ -18,6 +18,7 @@ from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
 from ..packed.program import RecordedPack
 from .activations import known_activations
+from .attention_statistics import refuse_statistics
 from .layer_kernels import kernels_available
 from .packed_experts import CapturedExperts
 from .packed_layers import (
@@ -189,7 +190,12 @@ class TransformerBlockFamily:
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does."""
+        """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does.
+
+        Raises:
+            CaptureError: Somebody reads statistics that a replay does not leave.
+        """
+        refuse_statistics(modules)
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(accumulating(modules))

@@ -10,10 +10,13 @@ from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from .adapter import RecordingKernels
 from .batch import VisionBatch
+from .guard import guarded_shape, write_guarded
 
 
 class GridProgram:
     """A region program without its `forward`. Buckets have the limits (frames, tokens of the largest frame).
+
+    A `forward` passes something that every output depends on through `guard.poisoned`.
 
     Args:
         model: The vision model; has `patch_embed.proj` and `config`.
@@ -40,7 +43,7 @@ class GridProgram:
         dtype = self.model.patch_embed.proj.weight.dtype
         return {
             "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
-            "grid": TensorSpec((bucket.limits[0], 3), torch.int64),
+            "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
 
     def size(self, batch: VisionBatch) -> int:
@@ -58,20 +61,17 @@ class GridProgram:
 
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
-        tokens, images = batch.tokens, len(batch.rows)
-        write_rows(buffers["pixels"], batch.pixels.reshape(tokens, -1))
-        grid = batch.grid.reshape(images, 3)
+        write_rows(buffers["pixels"], batch.pixels.reshape(batch.tokens, -1))
+        grid = batch.grid.reshape(len(batch.rows), 3)
         if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
             grid = grid.pin_memory()
-        write_rows(buffers["grid"], grid)
+        write_guarded(buffers["grid"], grid, batch.rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
+        image = (1, self.merge, min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
         buffers["pixels"].zero_()
-        buffers["grid"].zero_()
-        buffers["grid"][0].fill_(self.merge)
-        buffers["grid"][0, 0].fill_(1)
-        buffers["grid"][0, 2].fill_(min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
+        write_guarded(buffers["grid"], torch.tensor([image]), (image,))
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

@@ -15,6 +15,7 @@ from .batch import VisionBatch, check_batch
 from .calls import returns_an_object
 from .grid_program import GridProgram
 from .grids import HostGrids
+from .guard import images, poisoned
 from .kernels.packed_attention import PackedSegments
 from .layout import segment_offsets
 from .windows import most_windows, permuted, window_offsets, window_order
@@ -37,13 +38,13 @@ class Qwen25VLEncoder(GridProgram):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: embeddings `[tokens / merge**2, width]`."""
-        model, grid = self.model, buffers["grid"]
+        model, grid = self.model, images(buffers["grid"])
         frames, windows = self._segments(grid, bucket)
         cells = bucket.tokens // self.merge**2
         order = window_order(grid, cells, self.merge, self._side)
         hidden = model.patch_embed(buffers["pixels"])
         hidden = permuted(hidden.view(cells, -1), order.order, order.place).view(bucket.tokens, -1)
-        angles = model.rotary_pos_emb(order.positions)
+        angles = poisoned(model.rotary_pos_emb(order.positions), buffers["grid"])
         angles = torch.cat((angles, angles), dim=-1)
         rotation = angles.cos(), angles.sin()
         for index, block in enumerate(model.blocks):

@@ -15,6 +15,7 @@ from .adapter import EncoderCall, MovableImages, PackSegments, RecordingKernels
 from .batch import VisionBatch, check_batch
 from .grid_program import GridProgram
 from .grids import HostGrids
+from .guard import images, poisoned
 from .layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from .position_embedding import embeddings, learned, scatter
 
@@ -60,8 +61,9 @@ class Qwen3VLEncoder(GridProgram):
         """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
         model = self.model
         _, largest = bucket.limits
-        grid, table = buffers["grid"], model.pos_embed.weight
-        locating = ahead(lambda: self._located(grid, bucket), grid, table)
+        guarded, table = buffers["grid"], model.pos_embed.weight
+        grid = images(guarded)
+        locating = ahead(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
         trains = torch.is_grad_enabled() and table.requires_grad
         places = beside(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
@@ -76,12 +78,12 @@ class Qwen3VLEncoder(GridProgram):
         )
         return model.merger(hidden), *deepstack
 
-    def _located(self, grid: Tensor, bucket: Bucket) -> "_Located":
+    def _located(self, grid: Tensor, guarded: Tensor, bucket: Bucket) -> "_Located":
         positions = token_positions(grid, bucket.tokens, self.merge)
         return _Located(
             positions,
             segment_offsets(grid, bucket.limits[0]),
-            rotary_angles(positions, self._inverse_frequencies()),
+            rotary_angles(positions, poisoned(self._inverse_frequencies(), guarded)),
             embeddings(self.model.pos_embed.weight, positions),
         )
 

@@ -1,6 +1,7 @@
 """A small model that changes in every way that a user's model may, beside its twin that runs eager."""
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ class Model(nn.Module):
             parameter.main_grad = part.view_as(parameter)
             parameter.grad_added_to_main_grad = False
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(_accumulates(parameter))
+            node.register_hook(accumulates(parameter))
             self.nodes.append(node)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +72,9 @@ class Model(nn.Module):
         return x
 
 
-def _accumulates(parameter: nn.Parameter) -> Callable[..., None]:
+def accumulates(parameter: nn.Parameter) -> Callable[..., None]:
+    """Return a hook for a parameter's node that moves gradients to `main_grad` as data parallelism does."""
+
     def accumulate(*unused: object) -> None:
         if parameter.grad is not None and not parameter.grad_added_to_main_grad:
             parameter.main_grad.add_(parameter.grad)
@@ -166,7 +169,8 @@ class Twins:
         self.autocast = False
         self._undo: list[Callable[[], None]] = []
         self._held: list[Tensor] = []
-        self.seen: tuple[list, list] = ([], [])
+        # By parameter: hooks of several parameters may fire in another order.
+        self.seen: tuple[dict, dict] = (defaultdict(list), defaultdict(list))
 
     def each(self, change: Callable[[Model], Callable[[], None] | None]) -> None:
         """Change both models; what the change returns undoes it later."""
@@ -192,7 +196,7 @@ class Twins:
                 stack.enter_context(torch.set_grad_enabled(gradients))
                 if self.autocast:
                     stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-                y = model(x)
+                y = model(x * 1.0)  # what a model before this one returns is no leaf
             found.append((x, y))
         (expected_x, expected), (x, actual) = found
         self.compare("outputs", actual, expected)
@@ -222,9 +226,10 @@ class Twins:
             self.compare(f"{name}.grad", actual[name].grad, parameter.grad)
             main = getattr(parameter, "main_grad", None)
             self.compare(f"{name}.main_grad", getattr(actual[name], "main_grad", None), main)
-        assert len(self.seen[0]) == len(self.seen[1]), "hooks fired another number of times"
-        for number, (theirs, ours) in enumerate(zip(*self.seen, strict=True)):
-            self.compare(f"what hook {number} saw", ours, theirs)
+        assert {name: len(seen) for name, seen in self.seen[0].items()} == {n: len(s) for n, s in self.seen[1].items()}
+        for name, theirs in self.seen[0].items():
+            for expected_seen, seen in zip(theirs, self.seen[1][name], strict=True):
+                self.compare(f"what a hook of {name} saw", seen, expected_seen)
 
     def compare(self, what: str, actual: Tensor | None, expected: Tensor | None) -> None:
         assert (actual is None) == (expected is None), f"{what}: {actual} where eager has {expected}"
@@ -297,10 +302,12 @@ class Twins:
 
         def put(model: Model):
             parameter = model.get_parameter(name)
+            if not parameter.requires_grad:
+                return None
             if after:
-                kept = seen[model]
+                kept = seen[model][name]
                 return parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.clone())).remove
-            return parameter.register_hook(lambda g: (seen[model].append(g.clone()), 0.5 * g)[1]).remove
+            return parameter.register_hook(lambda g: (seen[model][name].append(g.clone()), 0.5 * g)[1]).remove
 
         self.each(put)
 

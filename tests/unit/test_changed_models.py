@@ -1,8 +1,18 @@
 """A model that changes under its graphs: every microbatch equals eager, on graphs again where the change lasts."""
 
-import pytest
+from contextlib import ExitStack
 
-from .changes import Twins
+import pytest
+import torch
+from megatron.bridge.peft.lora import LoRA
+
+from bridge_cg_plugin.graphs.errors import ReplayError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+
+from ..tape import TapeExecutor
+from . import packs
+from .changes import Twins, accumulates
+from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -19,3 +29,225 @@ def test_any_sequence_of_changes_equals_eager(block):
         fallbacks += statistics.fallbacks.total()
         twins.close()
     assert replays > fallbacks, "most microbatches should be replayed"
+
+
+@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
+def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_own(executor):
+    tower, lora = with_adapters()
+    pixels, grid = draw([[1, 4, 4], [1, 2, 6]])
+    tower.eval()
+    with torch.no_grad():
+        on = tower(pixels, grid)[0]
+        with lora.disable_adapter(tower):
+            off = tower(pixels, grid)[0]
+    assert (on - off).norm() > 0.1
+    tower.train()
+    with graphs_on(tower, executor=executor()) as graphs:
+        tower.eval()
+        for _ in range(3):
+            with torch.no_grad():
+                assert_close([tower(pixels, grid)[0]], [on])
+                with lora.disable_adapter(tower):
+                    assert_close([tower(pixels, grid)[0]], [off])
+        statistics = graphs.statistics()
+        assert statistics.fallbacks == {"model_changed": 1} and statistics.replays == 5
+
+
+def test_adapters_added_to_a_frozen_tower_after_capture():
+    tower = new_tower().requires_grad_(False)
+    pixels, grid = draw([[1, 4, 4]])
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        assert not tower(pixels, grid)[0].requires_grad
+        with_adapters(tower)
+        for _ in range(3):
+            actual = results(tower, [[1, 4, 4]])
+            with graphs.paused():
+                expected = results(tower, [[1, 4, 4]])
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+        assert graphs.statistics().fallbacks == {"model_changed": 1}
+
+
+def test_a_forward_hook_on_a_layer_runs_eager_while_it_is_there(caplog):
+    tower, seen = new_tower(), []
+    pixels, grid = draw([[1, 4, 4]])
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        handle = tower.decoder.layers[1].register_forward_hook(lambda *_: seen.append(1))
+        for _ in range(3):
+            tower(pixels, grid)
+        assert len(seen) == 3 and graphs.statistics().fallbacks == {"forward_hooks": 3}
+        handle.remove()
+        tower(pixels, grid)
+        assert len(seen) == 3 and graphs.statistics().replays == 1
+    assert [r.message.count("decoder.layers.1") for r in caplog.records if "hook" in r.message] == [1]
+
+
+def test_the_towers_own_hooks_run_around_replays():
+    tower, seen = new_tower(), []
+    tower.register_forward_hook(lambda *_: seen.append(1))
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        for _ in range(2):
+            tower(*draw([[1, 4, 4]]))
+        assert len(seen) == 2 == graphs.statistics().replays
+
+
+def test_gradient_buffers_that_are_freed_and_taken_again_get_the_gradient():
+    """As megatron-core's `DDP.offload_grad_buffers` and `restore_grad_buffers`."""
+    tower, reference = new_tower(), new_tower()
+    flat = with_main_grads(tower)
+    expected = with_main_grads(reference)
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        canaries = []
+        for step in range(4):
+            for model in (tower, reference):
+                loss_of(forward(model, [[1, 4, 4]], seed=step)).backward()
+            assert_close([flat], [expected])
+            storage = flat.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            canaries.append(torch.full_like(expected, 3.0))
+            storage.resize_(size)
+            flat.zero_(), expected.zero_()
+        assert all((canary == 3.0).all() for canary in canaries)
+        assert graphs.statistics().replays == 4 and not graphs.statistics().fallbacks
+
+
+def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_written():
+    tower = new_tower()
+    flat = with_main_grads(tower)
+    with graphs_on(tower, executor=TapeExecutor()):
+        outputs = forward(tower, [[1, 4, 4]])
+        storage = flat.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        canary = torch.zeros(size // 4)
+        storage.resize_(size)
+        with pytest.raises(ReplayError, match="between the forward and the backward"):
+            loss_of(outputs).backward()
+        assert not canary.any()
+
+
+def test_a_tower_unfrozen_after_capture_is_trained_on_graphs_again():
+    tower, reference = new_tower().requires_grad_(False), new_tower()
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        tower.requires_grad_(True)
+        for seed in range(3):
+            actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+        assert graphs.statistics().fallbacks == {"parameters_changed": 1} and graphs.statistics().replays == 2
+
+
+@pytest.mark.parametrize("around_capture", [False, True])
+def test_autocast_outside_is_part_of_what_is_recorded(around_capture):
+    # Without gradients: megatron-core's own layers on a CPU do not differentiate what autocast has cast.
+    tower, (pixels, grid) = new_tower().requires_grad_(False), draw([[1, 4, 4], [1, 6, 8]])
+    with ExitStack() as stack:
+        if around_capture:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        graphs = stack.enter_context(graphs_on(tower, buckets=(64,), executor=TapeExecutor()))
+        for autocast in (True, False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                outputs = tower(pixels, grid)[0]
+                with graphs.paused():
+                    expected = tower(pixels, grid)[0]
+            assert_close([outputs.detach()], [expected.detach()])
+            del outputs, expected
+            with torch.no_grad():
+                for parameter in tower.parameters():
+                    parameter.mul_(1.1)
+        assert graphs.statistics().fallbacks == {"autocast_changed": 1} and graphs.statistics().replays == 4
+
+
+def test_gradients_without_main_grad_lie_in_memory_that_all_recordings_share():
+    tower = new_tower()
+    with graphs_on(tower, slots=2) as graphs:
+        (source,) = graphs._regions[0].sources
+        kept = {id(g) for r in source.recordings.values() if r.recording._body.has_backward for g in returned(r)}
+        weights = sum(p.nbytes for p in tower.parameters())
+        assert len(kept) == sum(1 for _ in tower.parameters())
+        assert graphs.statistics().gradient_bytes == weights
+
+
+def test_a_model_that_changes_all_the_time_ends_eager_and_says_so_once(caplog):
+    tower = new_tower()
+    with graphs_on(tower, buckets=(32,), evaluation=False, executor=TapeExecutor()) as graphs:
+        for number in range(60):
+            tower.decoder.layers[0].note = number // 3
+            tower(*draw([[1, 4, 4]]))
+        tower.decoder.layers[0].note = 1
+        tower(*draw([[1, 4, 4]]))
+    assert sum("changes all the time" in record.message for record in caplog.records) == 1
+    assert len(list(graphs._regions)) == 0
+
+
+def test_packed_layers_with_adapters_switched_off_equal_eager():
+    model = packs.new_model()
+    lora = LoRA(target_modules=["linear_qkv", "linear_proj"], dim=4, alpha=8)
+    model = lora(model, training=True)
+    widen(model)
+    batch = packs.pack((120, 150))
+    model.eval()
+    with torch.no_grad():
+        on = model(**batch)
+        with lora.disable_adapter(model):
+            off = model(**batch)
+    assert (on - off).norm() > 0.1
+    for modules in ([], ["attn"]):
+        model.train()
+        with packs.graphs_on(
+            model, packs.pack((100, 150, 50)), executor=TapeExecutor(), cuda_graph_modules=modules
+        ) as graphs:
+            model.eval()
+            for _ in range(3):
+                with torch.no_grad():
+                    assert_close([model(**batch)], [on], 1e-4)
+                    with lora.disable_adapter(model):
+                        assert_close([model(**batch)], [off], 1e-4)
+            assert graphs.statistics().fallbacks == {"model_changed": 1}
+
+
+@pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
+def test_statistics_that_attention_leaves_in_attributes_keep_the_decoder_eager(field, caplog):
+    model = packs.new_model(**{field: True})
+    batch = packs.pack((120, 150))
+    with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_packed_strict=False) as graphs:
+        model(**batch)
+        assert graphs.failure and field in graphs.failure
+        assert graphs.statistics().fallbacks == {"capture_failed": 1}
+    assert sum(field in record.message for record in caplog.records) == 1
+
+
+def with_adapters(tower=None):
+    """Return a tower whose adapters are far from zero, and what put them there."""
+    lora = LoRA(target_modules=["linear_proj", "linear_fc2"], dim=4, alpha=8)
+    tower = lora(new_tower() if tower is None else tower, training=True)
+    widen(tower)
+    return tower, lora
+
+
+def widen(model) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_out" in name:
+                parameter.normal_(std=0.3)
+
+
+def with_main_grads(model) -> torch.Tensor:
+    """Give every parameter a `main_grad` in one buffer, which a hook adds to as data parallelism does."""
+    flat, start = torch.zeros(sum(p.numel() for p in model.parameters())), 0
+    model.nodes = []
+    for parameter in model.parameters():
+        parameter.main_grad = flat[start : start + parameter.numel()].view_as(parameter)
+        parameter.grad_added_to_main_grad = False
+        start += parameter.numel()
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(accumulates(parameter))
+        model.nodes.append(node)
+    return flat
+
+
+def returned(recorded):
+    """Return the gradients that a recording hands to autograd."""
+    recorded.recording.forward()
+    return [g for g in recorded.recording.backward().parameters if g is not None]
