@@ -4,15 +4,18 @@ Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a t
 has mended it: then upstream/deepstack.py, its option and its warning can go.
 """
 
+import copy
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from torch import distributed
 
 import bridge_cg_plugin
@@ -28,6 +31,7 @@ from ..unit.towers import assert_close, graphs_on, split_dim
 # Images and the tokens behind them: lengths are even, and images lie across the middle or on one side of it.
 BATCHES = (([(4, 4)], 12), ([(4, 8), (4, 4)], 11), ([(8, 8)], 12))
 EQUAL, APART = 1e-5, 0.25
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 STEPS, RATE = 6, 1e-3
 
 
@@ -40,16 +44,33 @@ def part(name, whole, dim, rank, ranks):
     return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
 
-def new_model(sequence_parallel, deepstack=True, adapters=False, allreduce=False, graphs=False):
+def expert_layers():
+    spec = copy.deepcopy(get_gpt_layer_local_spec(num_experts=EXPERTS["num_moe_experts"], moe_grouped_gemm=False))
+    spec.submodules.self_attention.submodules.core_attention = vlm.CausalAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = vlm.Norm
+    return spec
+
+
+@contextmanager
+def on_cpu():
+    """Let the whole model run on a CPU, routers and megatron-core's random states included."""
+    tracker = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext())
+    with vlm.on_cpu(), tracker, mock.patch.object(moe_utils, "te_general_gemm", None):
+        yield
+
+
+def new_model(sequence_parallel, *, experts=False, deepstack=True, adapters=False, allreduce=False, graphs=False):
     """Build the model with weights that depend on their names alone, adapters' in the encoder too."""
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    model = vlm.build(
-        graphs=graphs,
-        deepstack=deepstack,
-        tensor_model_parallel_size=ranks,
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_fusion=False,
-    )
+    with mock.patch.object(vlm, "language_layers", expert_layers) if experts else nullcontext():
+        model = vlm.build(
+            graphs=graphs,
+            deepstack=deepstack,
+            tensor_model_parallel_size=ranks,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=False,
+            **(EXPERTS if experts else {}),
+        )
     setattr(model.config, ALLREDUCE, allreduce)
     if adapters:
         model = LoRA(dim=4, alpha=4, target_modules=[f"vision_model.*{layer}" for layer in ENCODER_LAYERS])(model)
@@ -126,37 +147,63 @@ def losses(model):
     return found
 
 
-def on_ranks(ranks):
-    """Return losses and gradients of each way to train the model on so many ranks."""
+def on_one_rank():
+    """Return losses and gradients of one rank, by what is trained."""
     bridge_cg_plugin.deactivate()
-    found, sequence_parallel = {}, ranks > 1
-    with vlm.on_cpu(), mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()):
-        if not bridge_release().startswith("0.4"):
-            found["no deepstack"] = gradients(new_model(sequence_parallel, deepstack=False))
-        found["no sequence parallelism"] = gradients(new_model(False))
-        found["adapters"] = gradients(new_model(sequence_parallel, adapters=True))
-        found["steps as released"] = losses(new_model(sequence_parallel))
-        found["two sequences"] = gradients(new_model(False), [microbatch_of_two()])
-        if ranks == 1:
-            found["scheduled"] = scheduled_gradients(new_model(False), graphs=False)
-            return found
-        found["as released"] = gradients(new_model(sequence_parallel))
+    with on_cpu():
+        found = {
+            "dense": gradients(new_model(False)),
+            "two sequences": gradients(new_model(False), [microbatch_of_two()]),
+            "experts": gradients(new_model(False, experts=True)),
+            "adapters": gradients(new_model(False, adapters=True)),
+            "a step of Bridge's": scheduled_gradients(new_model(False), graphs=False),
+            "steps": losses(new_model(False)),
+        }
+        return found | without_deepstack(False)
+
+
+def on_two_ranks():
+    """Return losses and gradients of one of two ranks, by how the model is trained."""
+    bridge_cg_plugin.deactivate()
+    with on_cpu():
+        found = {
+            "no sequence parallelism": gradients(new_model(False)),
+            "as released": gradients(new_model(True)),
+            "as released, experts": gradients(new_model(True, experts=True)),
+            "as released, adapters": gradients(new_model(True, adapters=True)),
+            "as released, steps": losses(new_model(True)),
+            **without_deepstack(True),
+        }
         bridge_cg_plugin.activate()
-        found["option off"] = gradients(new_model(sequence_parallel))
-        found["graphs"] = replayed(new_model(sequence_parallel))
+        found["option off"] = gradients(new_model(True))
+        found["option off, graphs"] = replayed(new_model(True))
         found["option without effect"] = gradients(new_model(False, allreduce=True))
-        found["option on"] = gradients(new_model(sequence_parallel, allreduce=True))
-        model = new_model(sequence_parallel, allreduce=True)
-        found["option on, two sequences"] = gradients(model, [microbatch_of_two()])
-        found["option on, graphs"] = replayed(new_model(sequence_parallel, allreduce=True))
-        found["option on, adapters"] = gradients(new_model(sequence_parallel, allreduce=True, adapters=True))
-        found["option on, steps"] = losses(new_model(sequence_parallel, allreduce=True))
-        model = new_model(sequence_parallel, allreduce=True, graphs=True)
-        found["option on, language model on graphs"] = scheduled_gradients(model, graphs=True)
-        model = new_model(sequence_parallel, allreduce=True)
-        bridge_cg_plugin.deactivate()
-        found["option on, plugin off"] = gradients(model)
-    return found
+        return found | with_the_option()
+
+
+def with_the_option():
+    """Return the same with the option, and at last of such a model after the plugin was switched off."""
+    found = {
+        "option on": gradients(new_model(True, allreduce=True)),
+        "option on, two sequences": gradients(new_model(True, allreduce=True), [microbatch_of_two()]),
+        "option on, experts": gradients(new_model(True, allreduce=True, experts=True)),
+        "option on, adapters": gradients(new_model(True, allreduce=True, adapters=True)),
+        "option on, graphs": replayed(new_model(True, allreduce=True)),
+        "option on, language model on graphs": scheduled_gradients(
+            new_model(True, allreduce=True, graphs=True), graphs=True
+        ),
+        "option on, steps": losses(new_model(True, allreduce=True)),
+    }
+    model = new_model(True, allreduce=True)
+    bridge_cg_plugin.deactivate()
+    return found | {"option on, plugin off": gradients(model)}
+
+
+def without_deepstack(sequence_parallel):
+    """Return the same of a model without deepstack, where the release can build one."""
+    if bridge_release().startswith("0.4"):
+        return {}
+    return {"no deepstack": gradients(new_model(sequence_parallel, deepstack=False))}
 
 
 def replayed(model):
@@ -170,13 +217,13 @@ def replayed(model):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    (found,) = run_ranks(1, on_ranks, tmp_path_factory.mktemp("one"), 1)
+    (found,) = run_ranks(1, on_one_rank, tmp_path_factory.mktemp("one"))
     return found
 
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    return run_ranks(2, on_ranks, tmp_path_factory.mktemp("two"), 2, tensor_model_parallel_size=2)
+    return run_ranks(2, on_two_ranks, tmp_path_factory.mktemp("two"), tensor_model_parallel_size=2)
 
 
 def distances(halves, way, expected):
@@ -200,8 +247,13 @@ def feeds_deepstack(name):
     return name.startswith("vision_model.") and not name.startswith("vision_model.merger.")
 
 
-def test_as_released_the_tower_and_deepstacks_mergers_have_other_gradients_than_on_one_rank(whole, halves):
-    found = distances(halves, "as released", whole["no sequence parallelism"])
+@pytest.mark.parametrize(
+    "way, expected", [("as released", "dense"), ("as released, experts", "experts"), ("option off, graphs", "dense")]
+)
+def test_as_released_the_tower_and_deepstacks_mergers_have_other_gradients_than_on_one_rank(
+    whole, halves, way, expected
+):
+    found = distances(halves, way, whole[expected])
     assert above(found, EQUAL).keys() == above(found, APART).keys() == {name for name in found if feeds_deepstack(name)}
 
 
@@ -215,7 +267,7 @@ def test_as_released_ranks_disagree_on_a_bias_that_all_of_them_have(halves):
 
 
 def test_as_released_adapters_in_the_tower_and_deepstacks_mergers_have_other_gradients(whole, halves):
-    found = distances(halves, "adapters", whole["adapters"])
+    found = distances(halves, "as released, adapters", whole["adapters"])
     assert {name.partition(".adapter.")[1] for name in found} == {".adapter."}
     assert above(found, EQUAL).keys() == above(found, APART).keys() == {name for name in found if feeds_deepstack(name)}
 
@@ -227,19 +279,21 @@ def test_default_targets_of_adapters_are_layers_of_the_tower():
 @pytest.mark.parametrize(
     "way, expected",
     [
-        ("option on", "no sequence parallelism"),
+        ("option on", "dense"),
         ("option on, two sequences", "two sequences"),
-        ("option on, graphs", "no sequence parallelism"),
-        ("option on, language model on graphs", "scheduled"),
+        ("option on, experts", "experts"),
         ("option on, adapters", "adapters"),
-        ("option without effect", "no sequence parallelism"),
+        ("option on, graphs", "dense"),
+        ("option on, language model on graphs", "a step of Bridge's"),
     ],
 )
 def test_with_the_option_all_gradients_are_those_of_one_rank(whole, halves, way, expected):
     assert above(distances(halves, way, whole[expected]), EQUAL) == {}
 
 
-@pytest.mark.parametrize("way", ["option on", "option on, graphs", "option on, language model on graphs"])
+@pytest.mark.parametrize(
+    "way", ["option on", "option on, experts", "option on, graphs", "option on, language model on graphs"]
+)
 def test_with_the_option_ranks_agree_on_what_all_of_them_have(halves, way):
     first, second = (half[way][1] for half in halves)
     shared = {name for name, (_, dim) in first.items() if dim is None}
@@ -249,18 +303,25 @@ def test_with_the_option_ranks_agree_on_what_all_of_them_have(halves, way):
 
 
 def test_with_the_option_losses_are_those_of_one_rank(whole, halves):
-    expected = whole["steps as released"]
+    expected = whole["steps"]
     assert expected[-1] < 0.9 * expected[0]
     for half in halves:
         assert half["option on, steps"] == pytest.approx(expected, rel=1e-6)
-        assert half["steps as released"][1:] != pytest.approx(expected[1:], rel=1e-4)
+        assert half["as released, steps"][1:] != pytest.approx(expected[1:], rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["no sequence parallelism", "no deepstack"])
-def test_what_is_right_as_released(whole, halves, way):
-    if way not in whole:
+@pytest.mark.parametrize(
+    "way, expected",
+    [
+        ("no sequence parallelism", "dense"),
+        ("option without effect", "dense"),
+        ("no deepstack", "no deepstack"),
+    ],
+)
+def test_what_is_right_as_released(whole, halves, way, expected):
+    if expected not in whole:
         pytest.skip("Bridge 0.4 builds no Qwen3.5-VL with this release of transformers")
-    assert above(distances(halves, way, whole[way]), EQUAL) == {}
+    assert above(distances(halves, way, whole[expected]), EQUAL) == {}
 
 
 @pytest.mark.parametrize("way", ["option off", "option on, plugin off"])
@@ -273,7 +334,7 @@ def test_without_option_or_plugin_gradients_are_upstreams_to_the_bit(halves, way
 
 def test_graphs_give_what_eager_gives(halves):
     for half in halves:
-        for eager_way, way in [("as released", "graphs"), ("option on", "option on, graphs")]:
+        for eager_way, way in [("as released", "option off, graphs"), ("option on", "option on, graphs")]:
             (loss, eager), (replayed_loss, replayed) = half[eager_way], half[way]
             assert replayed_loss == pytest.approx(loss, rel=EQUAL)
             assert_close([gradient for gradient, _ in replayed.values()], [eager[name][0] for name in replayed], EQUAL)
