@@ -28,7 +28,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("qwen3_vl", "deepstack"),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("qwen3_vl",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("language_offload",),
     "megatron.bridge.recipes": ("recipe_names",),

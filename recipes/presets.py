@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import status
-from ..options import PROVIDER_FIELDS
+from ..options import PROVIDER_FIELDS, facts_of, normalize
+from ..options.deepstack import ALLREDUCE, splits_deepstack
 from .gpus import GPUS, Gpu
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
@@ -131,6 +132,8 @@ def set_graph_fields(config: Any, gpu: Gpu) -> None:
     for option, value in values.items():
         setattr(model, PROVIDER_FIELDS[option], value)
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
+    if splits_deepstack(facts_of(normalize(config)[1])):
+        setattr(model, ALLREDUCE, True)
     if model.recompute_granularity == "full":
         _recompute_experts_only(model)
 

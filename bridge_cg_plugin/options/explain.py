@@ -11,7 +11,7 @@ from .migration import MIGRATIONS, module_names
 from .offload import CORE_FIELDS, OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions
 from .releases import RELEASES
-from .vision import PROVIDER_FIELDS, VisionGraphOptions
+from .vision import PROVIDER_FIELDS, WITHOUT_GRAPHS, VisionGraphOptions
 
 _PARTS = {
     CudaGraphModule.attn: "attention",
@@ -75,7 +75,8 @@ def _language_model(every: GraphOptions) -> str:
 
 def _vision(options: VisionGraphOptions) -> str:
     if not options.enabled:
-        return "no graphs"
+        graph_options = [name for name in PROVIDER_FIELDS if name not in WITHOUT_GRAPHS]
+        return "; ".join(["no graphs", *_further(options, PROVIDER_FIELDS, graph_options)])
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
     buckets = _buckets(options.buckets, options.max_seq_length)
     said = ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS)

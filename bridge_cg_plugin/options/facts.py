@@ -54,7 +54,6 @@ class Facts:
         offload_in_graphs: Whether megatron-core can offload inside the graphs that it captures.
         sequence_parallel: Whether tensor-parallel ranks are told to divide sequences; with experts they do anyway.
         deepstack: Whether layers of the language model take features of the vision encoder.
-        adapters: Whether adapters are trained and the weights of the model are not.
         encoder_trained: Whether anything of the vision encoder and its mergers is trained.
         by_hand: Fields that a person wrote.
     """
@@ -88,7 +87,6 @@ class Facts:
     offload_in_graphs: bool | None = None
     sequence_parallel: bool | None = None
     deepstack: bool | None = None
-    adapters: bool | None = None
     encoder_trained: bool | None = None
     by_hand: frozenset[str] = frozenset()
 
@@ -136,7 +134,6 @@ def facts_of(written: Written) -> Facts:
         offload_in_graphs=None if written.model is None else hasattr(written.model, CAME_WITH_OFFLOAD_IN_GRAPHS),
         sequence_parallel=_flag(settings, "sequence_parallel"),
         deepstack=_deepstack(written.model),
-        adapters="target_modules" in settings,
         encoder_trained=_encoder_trained(settings),
         by_hand=written.by_hand,
     )

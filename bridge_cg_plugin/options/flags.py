@@ -117,6 +117,11 @@ FLAGS = (
     _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),
     _vision("check_tolerance", "X", "largest relative difference that the check accepts"),
     _vision("check_action", "ACTION", "when the check fails: warn or stop"),
+    _vision(
+        "deepstack_gradient_allreduce",
+        "BOOL",
+        "under sequence parallelism, gradients of deepstack features are summed over the tensor-parallel ranks",
+    ),
     Flag(
         name="max_packed_seqs",
         field=PACKED_FIELDS["max_packed_seqs"],

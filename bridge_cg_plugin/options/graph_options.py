@@ -82,7 +82,7 @@ def options_of(written: Written) -> GraphOptions:
     if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
         names = ",".join(vision.modules)
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
-    if vision.enabled:
+    if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts_of(written))
     options = GraphOptions(
         language_model=language_model,

@@ -1,4 +1,4 @@
-"""Options of vision-encoder graphs: their fields on a model provider, defaults and validation."""
+"""Options of the vision encoder and its graphs: their fields on a model provider, defaults and validation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ STREAMS = ("auto", "1", "2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionGraphOptions:
-    """Vision-encoder CUDA graphs, typed and checked.
+    """Options of the vision encoder, nearly all of its CUDA graphs, typed and checked.
 
     Attributes:
         impl: "none" or "transformer_engine" (upstream's name for "captured by the helper that the train loop drives").
@@ -78,6 +78,8 @@ class VisionGraphOptions:
         check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
         check_tolerance: Largest relative L2 difference the check accepts, of outputs and of any gradient.
         check_action: "warn" or "stop" when the check fails.
+        deepstack_gradient_allreduce: Whether the gradients of Qwen3-VL's deepstack features are summed over the
+            tensor-parallel ranks under sequence parallelism, eager and on graphs. Upstream leaves them partial.
     """
 
     impl: Literal["none", "transformer_engine"] = "none"
@@ -106,6 +108,7 @@ class VisionGraphOptions:
     check_interval: int = 0
     check_tolerance: float = 0.05
     check_action: Literal["warn", "stop"] = "warn"
+    deepstack_gradient_allreduce: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -123,6 +126,8 @@ class VisionGraphOptions:
         return moves_activations(self)
 
 
+# Options that have an effect without graphs too.
+WITHOUT_GRAPHS = ("deepstack_gradient_allreduce",)
 # Option -> field of a model provider. The first and the third are upstream's own.
 PROVIDER_FIELDS: dict[str, str] = {
     "impl": "vision_cuda_graph_impl",
@@ -131,8 +136,9 @@ PROVIDER_FIELDS: dict[str, str] = {
     **{
         f.name: f"vision_cuda_graph_{f.name}"
         for f in fields(VisionGraphOptions)
-        if f.name not in ("impl", "modules", "max_seq_length")
+        if f.name not in ("impl", "modules", "max_seq_length", *WITHOUT_GRAPHS)
     },
+    **{name: f"vision_{name}" for name in WITHOUT_GRAPHS},
 }
 
 # Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
@@ -216,6 +222,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "check_interval": whole_number(0),
     "check_tolerance": positive_number,
     "check_action": _one_of(CHECK_ACTIONS),
+    "deepstack_gradient_allreduce": parse_flag,
 }
 
 

@@ -16,6 +16,7 @@ from ..options import (
     check_options,
     facts_of,
 )
+from ..options.deepstack import splits_deepstack
 from ..options.graph_options import options_of, warn_once
 from ..options.language_model import IMPL, LanguageModelGraphOptions
 from ..options.migration import SWITCHES
@@ -23,6 +24,8 @@ from ..options.offload import SHARED_FIELDS
 from ..options.releases import field_values
 from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..plugin import broken_seams
+from .deepstack import SEAM_NAMES as DEEPSTACK_SEAMS
+from .deepstack import check_deepstack_seams
 from .environment import check_offloading, check_process
 from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
 from .graph_fields import describe_release
@@ -49,7 +52,7 @@ def check_seams(options: GraphOptions, images: bool = False, tower: bool = False
     Raises:
         DriftError: Names the seams, the release and what was found.
     """
-    broken = broken_seams()
+    broken = {name: reason for name, reason in broken_seams().items() if name not in DEEPSTACK_SEAMS}
     if not tower:
         broken = {name: reason for name, reason in broken.items() if name not in TOWER_SEAMS}
     asked = f"{PROVIDER_FIELDS['impl']}={options.vision.impl}"
@@ -85,6 +88,8 @@ def check_training_config(config: Any) -> None:
     """
     written = _without_idle_fields(collect(config))
     options = options_of(written)
+    if options.vision.deepstack_gradient_allreduce and splits_deepstack(facts_of(written)):
+        check_deepstack_seams()
     if not (options.enabled or options.packed.enabled or options.offload.parts):
         return
     if options.vision.enabled:

@@ -1,24 +1,27 @@
-"""What upstream makes of deepstack's gradients under tensor parallelism with sequence parallelism: every rank its own.
+"""Deepstack's gradients under tensor parallelism with sequence parallelism: as released, and summed over the ranks.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it, and docs/parallel.md need not tell of it any more; the warning in options/deepstack.py goes with it.
+has mended it: then upstream/deepstack.py, its option and its warning can go.
 """
 
+import copy
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as modelling
 from megatron.bridge.peft.lora import LoRA
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from torch import distributed
 
 import bridge_cg_plugin
+from bridge_cg_plugin.options.deepstack import ALLREDUCE
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
+from bridge_cg_plugin.upstream.full_iteration import CURRENT
 from bridge_cg_plugin.upstream.patches import bridge_release
 from tests.ranks import run_ranks
 
@@ -28,6 +31,8 @@ from ..unit.towers import assert_close, graphs_on, split_dim
 # Images and the tokens behind them: lengths are even, and images lie across the middle or on one side of it.
 BATCHES = (([(4, 4)], 12), ([(4, 8), (4, 4)], 11), ([(8, 8)], 12))
 EQUAL, APART = 1e-5, 0.25
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+STEPS, RATE = 6, 1e-3
 
 
 def part(name, whole, dim, rank, ranks):
@@ -39,16 +44,34 @@ def part(name, whole, dim, rank, ranks):
     return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
 
-def new_model(sequence_parallel, deepstack=True, adapters=False):
+def expert_layers():
+    spec = copy.deepcopy(get_gpt_layer_local_spec(num_experts=EXPERTS["num_moe_experts"], moe_grouped_gemm=False))
+    spec.submodules.self_attention.submodules.core_attention = vlm.CausalAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = vlm.Norm
+    return spec
+
+
+@contextmanager
+def on_cpu():
+    """Let the whole model run on a CPU, routers and megatron-core's random states included."""
+    tracker = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext())
+    with vlm.on_cpu(), tracker, mock.patch.object(moe_utils, "te_general_gemm", None):
+        yield
+
+
+def new_model(sequence_parallel, *, experts=False, deepstack=True, adapters=False, allreduce=False, graphs=False):
     """Build the model with weights that depend on their names alone, adapters' in the encoder too."""
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    model = vlm.build(
-        graphs=False,
-        deepstack=deepstack,
-        tensor_model_parallel_size=ranks,
-        sequence_parallel=sequence_parallel,
-        gradient_accumulation_fusion=False,
-    )
+    with mock.patch.object(vlm, "language_layers", expert_layers) if experts else nullcontext():
+        model = vlm.build(
+            graphs=graphs,
+            deepstack=deepstack,
+            tensor_model_parallel_size=ranks,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=False,
+            **(EXPERTS if experts else {}),
+        )
+    setattr(model.config, ALLREDUCE, allreduce)
     if adapters:
         model = LoRA(dim=4, alpha=4, target_modules=[f"vision_model.*{layer}" for layer in ENCODER_LAYERS])(model)
     for name, parameter in model.named_parameters():
@@ -61,66 +84,146 @@ def new_model(sequence_parallel, deepstack=True, adapters=False):
     return model
 
 
-def gradients(model):
+def microbatches():
+    """Return microbatches of one sequence each."""
+    return [vlm.sample(images, seed, text) for seed, (images, text) in enumerate(BATCHES)]
+
+
+def microbatch_of_two():
+    """Return a microbatch of two sequences of one length, whose images lie elsewhere."""
+    one, two = (vlm.sample(images, 7, 11) for images in ([(4, 4), (8, 8)], [(8, 8), (4, 4)]))
+    for name in ("tokens", "labels", "loss_mask"):
+        one[name] = torch.cat([one[name], two[name]])
+    for name in ("pixel_values", "image_grid_thw"):
+        both = [getattr(batch["visual_inputs"], name) for batch in (one, two)]
+        setattr(one["visual_inputs"], name, torch.cat(both))
+    return one
+
+
+def gradients(model, batches=None):
     """Return the loss of all batches, and each gradient with the dimension in which ranks split it."""
     model.zero_grad()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     total = 0.0
-    for seed, (images, text) in enumerate(BATCHES):
-        batch = vlm.sample(images, seed, text)
+    for batch in batches or microbatches():
         inputs = batch["visual_inputs"].normalized_for_model()
         found = model(batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"], **inputs)
         losses = found[0] if isinstance(found, tuple) else found
         loss = (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum()
         loss.backward()
         total += loss.item()
+    return total, finalized(model, "grad")
+
+
+def finalized(model, attribute):
+    """Return each gradient with the dimension in which ranks split it, as megatron-core finalizes them."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in trained.values():
-        if getattr(parameter, "sequence_parallel", False):  # megatron-core does it when gradients are finalized
-            distributed.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
-    return total, {n: (p.grad.clone(), split_dim(p)) for n, p in trained.items()}
+        if getattr(parameter, "sequence_parallel", False):
+            group = parallel_state.get_tensor_model_parallel_group()
+            distributed.all_reduce(getattr(parameter, attribute), group=group)
+    return {name: (getattr(p, attribute).clone(), split_dim(p)) for name, p in trained.items()}
 
 
-def summed(split):
-    """Return `split_deepstack_embs` that adds up the ranks' gradients of the features in backward."""
+def scheduled_gradients(model, graphs):
+    """Return the same of a step of Bridge's, with the language model on graphs that a step before captured or not."""
+    trainer = vlm.Trainer(model, graphs)
+    for _ in range(1 + graphs):
+        reports, _ = trainer.step(microbatches())
+    if graphs:
+        assert (CURRENT.graphs.replayed_steps, dict(CURRENT.graphs.statistics().fallbacks)) == (1, {})
+        CURRENT.end()
+    return sum(report[0].item() for report in reports), finalized(model, "main_grad")
 
-    def split_summed(masks, features, **sizes):
-        return split(masks, [copy_to_tensor_model_parallel_region(feature) for feature in features], **sizes)
 
-    return split_summed
+def losses(model):
+    """Return the losses of steps that train the model by plain gradient descent."""
+    found = []
+    for _ in range(STEPS):
+        loss, _ = gradients(model)
+        found.append(loss)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    return found
 
 
-def on_ranks(ranks):
-    """Return losses and gradients of each way to train the model on so many ranks."""
+def on_one_rank():
+    """Return losses and gradients of one rank, by what is trained."""
     bridge_cg_plugin.deactivate()
-    found, sequence_parallel = {}, ranks > 1
-    with vlm.on_cpu(), mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()):
-        if not bridge_release().startswith("0.4"):
-            found["no deepstack"] = gradients(new_model(sequence_parallel, deepstack=False))
-        found["no sequence parallelism"] = gradients(new_model(False))
-        found["adapters"] = gradients(new_model(sequence_parallel, adapters=True))
-        if ranks == 1:
-            return found
-        model = new_model(sequence_parallel)
-        found["as released"] = gradients(model)
-        with mock.patch.object(modelling, "split_deepstack_embs", summed(modelling.split_deepstack_embs)):
-            found["summed"] = gradients(model)
+    with on_cpu():
+        found = {
+            "dense": gradients(new_model(False)),
+            "two sequences": gradients(new_model(False), [microbatch_of_two()]),
+            "experts": gradients(new_model(False, experts=True)),
+            "adapters": gradients(new_model(False, adapters=True)),
+            "a step of Bridge's": scheduled_gradients(new_model(False), graphs=False),
+            "steps": losses(new_model(False)),
+        }
+        return found | without_deepstack(False)
+
+
+def on_two_ranks():
+    """Return losses and gradients of one of two ranks, by how the model is trained."""
+    bridge_cg_plugin.deactivate()
+    with on_cpu():
+        found = {
+            "no sequence parallelism": gradients(new_model(False)),
+            "as released": gradients(new_model(True)),
+            "as released, experts": gradients(new_model(True, experts=True)),
+            "as released, adapters": gradients(new_model(True, adapters=True)),
+            "as released, steps": losses(new_model(True)),
+            **without_deepstack(True),
+        }
         bridge_cg_plugin.activate()
-        with graphs_on(model.vision_model) as graphs:
-            found["graphs"] = gradients(model)
-            counted = graphs.statistics()
-        assert (counted.replays, dict(counted.fallbacks)) == (len(BATCHES), {})
+        found["option off"] = gradients(new_model(True))
+        found["option off, graphs"] = replayed(new_model(True))
+        found["option without effect"] = gradients(new_model(False, allreduce=True))
+        return found | with_the_option()
+
+
+def with_the_option():
+    """Return the same with the option, and at last of such a model after the plugin was switched off."""
+    found = {
+        "option on": gradients(new_model(True, allreduce=True)),
+        "option on, two sequences": gradients(new_model(True, allreduce=True), [microbatch_of_two()]),
+        "option on, experts": gradients(new_model(True, allreduce=True, experts=True)),
+        "option on, adapters": gradients(new_model(True, allreduce=True, adapters=True)),
+        "option on, graphs": replayed(new_model(True, allreduce=True)),
+        "option on, language model on graphs": scheduled_gradients(
+            new_model(True, allreduce=True, graphs=True), graphs=True
+        ),
+        "option on, steps": losses(new_model(True, allreduce=True)),
+    }
+    model = new_model(True, allreduce=True)
+    bridge_cg_plugin.deactivate()
+    return found | {"option on, plugin off": gradients(model)}
+
+
+def without_deepstack(sequence_parallel):
+    """Return the same of a model without deepstack, where the release can build one."""
+    if bridge_release().startswith("0.4"):
+        return {}
+    return {"no deepstack": gradients(new_model(sequence_parallel, deepstack=False))}
+
+
+def replayed(model):
+    """Return losses and gradients of a model whose encoder is on graphs."""
+    with graphs_on(model.vision_model) as graphs:
+        found = gradients(model)
+        counted = graphs.statistics()
+    assert (counted.replays, dict(counted.fallbacks)) == (len(BATCHES), {})
     return found
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    (found,) = run_ranks(1, on_ranks, tmp_path_factory.mktemp("one"), 1)
+    (found,) = run_ranks(1, on_one_rank, tmp_path_factory.mktemp("one"))
     return found
 
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    return run_ranks(2, on_ranks, tmp_path_factory.mktemp("two"), 2, tensor_model_parallel_size=2)
+    return run_ranks(2, on_two_ranks, tmp_path_factory.mktemp("two"), tensor_model_parallel_size=2)
 
 
 def distances(halves, way, expected):
@@ -144,8 +247,13 @@ def feeds_deepstack(name):
     return name.startswith("vision_model.") and not name.startswith("vision_model.merger.")
 
 
-def test_as_released_the_tower_and_deepstacks_mergers_have_other_gradients_than_on_one_rank(whole, halves):
-    found = distances(halves, "as released", whole["no sequence parallelism"])
+@pytest.mark.parametrize(
+    "way, expected", [("as released", "dense"), ("as released, experts", "experts"), ("option off, graphs", "dense")]
+)
+def test_as_released_the_tower_and_deepstacks_mergers_have_other_gradients_than_on_one_rank(
+    whole, halves, way, expected
+):
+    found = distances(halves, way, whole[expected])
     assert above(found, EQUAL).keys() == above(found, APART).keys() == {name for name in found if feeds_deepstack(name)}
 
 
@@ -159,7 +267,7 @@ def test_as_released_ranks_disagree_on_a_bias_that_all_of_them_have(halves):
 
 
 def test_as_released_adapters_in_the_tower_and_deepstacks_mergers_have_other_gradients(whole, halves):
-    found = distances(halves, "adapters", whole["adapters"])
+    found = distances(halves, "as released, adapters", whole["adapters"])
     assert {name.partition(".adapter.")[1] for name in found} == {".adapter."}
     assert above(found, EQUAL).keys() == above(found, APART).keys() == {name for name in found if feeds_deepstack(name)}
 
@@ -168,19 +276,65 @@ def test_default_targets_of_adapters_are_layers_of_the_tower():
     assert set(LoRA().target_modules) == set(ENCODER_LAYERS)
 
 
-def test_summed_over_the_ranks_all_gradients_are_those_of_one(whole, halves):
-    assert above(distances(halves, "summed", whole["no sequence parallelism"]), EQUAL) == {}
+@pytest.mark.parametrize(
+    "way, expected",
+    [
+        ("option on", "dense"),
+        ("option on, two sequences", "two sequences"),
+        ("option on, experts", "experts"),
+        ("option on, adapters", "adapters"),
+        ("option on, graphs", "dense"),
+        ("option on, language model on graphs", "a step of Bridge's"),
+    ],
+)
+def test_with_the_option_all_gradients_are_those_of_one_rank(whole, halves, way, expected):
+    assert above(distances(halves, way, whole[expected]), EQUAL) == {}
 
 
-@pytest.mark.parametrize("way", ["no sequence parallelism", "no deepstack"])
-def test_what_is_right_as_released(whole, halves, way):
-    if way not in whole:
+@pytest.mark.parametrize(
+    "way", ["option on", "option on, experts", "option on, graphs", "option on, language model on graphs"]
+)
+def test_with_the_option_ranks_agree_on_what_all_of_them_have(halves, way):
+    first, second = (half[way][1] for half in halves)
+    shared = {name for name, (_, dim) in first.items() if dim is None}
+    mergers = {f"vision_model.decoder.deepstack_merger_list.{i}.linear_fc2.bias" for i in range(2)}
+    assert mergers < shared
+    assert {name for name in shared if not first[name][0].equal(second[name][0])} == set()
+
+
+def test_with_the_option_losses_are_those_of_one_rank(whole, halves):
+    expected = whole["steps"]
+    assert expected[-1] < 0.9 * expected[0]
+    for half in halves:
+        assert half["option on, steps"] == pytest.approx(expected, rel=1e-6)
+        assert half["as released, steps"][1:] != pytest.approx(expected[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "way, expected",
+    [
+        ("no sequence parallelism", "dense"),
+        ("option without effect", "dense"),
+        ("no deepstack", "no deepstack"),
+    ],
+)
+def test_what_is_right_as_released(whole, halves, way, expected):
+    if expected not in whole:
         pytest.skip("Bridge 0.4 builds no Qwen3.5-VL with this release of transformers")
-    assert above(distances(halves, way, whole[way]), EQUAL) == {}
+    assert above(distances(halves, way, whole[expected]), EQUAL) == {}
+
+
+@pytest.mark.parametrize("way", ["option off", "option on, plugin off"])
+def test_without_option_or_plugin_gradients_are_upstreams_to_the_bit(halves, way):
+    for half in halves:
+        (loss, released), (found_loss, found) = half["as released"], half[way]
+        assert found_loss == loss
+        assert {name for name in released if not found[name][0].equal(released[name][0])} == set()
 
 
 def test_graphs_give_what_eager_gives(halves):
     for half in halves:
-        (loss, eager), (replayed_loss, replayed) = half["as released"], half["graphs"]
-        assert replayed_loss == pytest.approx(loss, rel=EQUAL)
-        assert_close([gradient for gradient, _ in replayed.values()], [eager[name][0] for name in replayed], EQUAL)
+        for eager_way, way in [("as released", "option off, graphs"), ("option on", "option on, graphs")]:
+            (loss, eager), (replayed_loss, replayed) = half[eager_way], half[way]
+            assert replayed_loss == pytest.approx(loss, rel=EQUAL)
+            assert_close([gradient for gradient, _ in replayed.values()], [eager[name][0] for name in replayed], EQUAL)

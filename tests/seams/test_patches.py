@@ -7,6 +7,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream import (
     batches,
+    deepstack,
     full_iteration,
     language_model,
     language_offload,
@@ -38,6 +39,7 @@ GROUPS = (
     pack_indices,
     batches,
     provider_fields,
+    deepstack,
     qwen3_vl,
     performance,
     virtual_stages,

@@ -44,6 +44,7 @@ VALUES = {
     "check_interval": 7,
     "check_tolerance": 0.25,
     "check_action": "stop",
+    "deepstack_gradient_allreduce": True,
 }
 FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items()}
 OPTIONS = VisionGraphOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()})

@@ -5,6 +5,7 @@ import inspect
 import os
 import pickle
 import re
+import warnings
 from enum import Enum
 from pathlib import Path
 from types import FunctionType
@@ -33,8 +34,8 @@ GRAPH_FIELDS = {
 RECOMPUTE_FIELDS = {
     f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules", "modules[0]")
 }
-# Bridge's own recipes of these train the encoder or its mergers by wrong gradients: experts and tensor parallelism.
-WRONG_GRADIENTS = {
+# Of these Bridge's own recipes have sequence parallelism and train the encoder or its mergers with wrong gradients.
+SUMMED = {
     f"{model}_vision_graphs_{gpu}_{variant}_config"
     for model, variant in [
         ("qwen3_vl_30b_a3b", "pretrain_mock"),
@@ -124,7 +125,7 @@ def test_the_presets_are_these():
 @every_preset
 def test_it_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
     before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
-    allowed = set(GRAPH_FIELDS)
+    allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if preset.name in SUMMED else set())
     if before.model.recompute_granularity == "full":
         allowed |= RECOMPUTE_FIELDS
     differing = changed(before, after)
@@ -195,24 +196,32 @@ def test_it_is_explained(bridge, preset):
         in said
     )
     assert "language model: no graphs" in said and "packed sequences: no graphs" in said
-    assert said.count("warning: ") == (preset.name in WRONG_GRADIENTS)
+    assert ("vision_deepstack_gradient_allreduce=True" in said) == (preset.name in SUMMED)
+    assert "warning: " not in said
 
 
-def test_presets_of_wrong_gradients_say_so(bridge):
-    found = {name: normalize(getattr(bridge, name)())[0].warnings for name in RECIPES}
-    assert {name for name, warnings in found.items() if warnings} == WRONG_GRADIENTS
-    assert all("with mixture of experts" in text for name in WRONG_GRADIENTS for text in found[name])
-    assert not any(name.startswith(("qwen3_vl_8b", "qwen35_vl_")) for name in WRONG_GRADIENTS)
+def test_without_the_option_its_presets_say_that_gradients_are_wrong(bridge):
+    off = "model.vision_deepstack_gradient_allreduce=false"
+    found = {name: normalize(getattr(bridge, name)(), off)[0].warnings for name in RECIPES}
+    assert {name for name, warnings in found.items() if warnings} == SUMMED
+    assert all("with mixture of experts" in text for name in SUMMED for text in found[name])
+    assert not any(name.startswith(("qwen3_vl_8b", "qwen35_vl_")) for name in SUMMED)
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(WRONG_GRADIENTS) if "_h200_" in name])
-def test_a_launch_warns_of_wrong_gradients_and_bridge_then_divides_sequences(bridge, name):
+@pytest.mark.parametrize("allreduce", [True, False])
+@pytest.mark.parametrize("name", [name for name in sorted(SUMMED) if "_h200_" in name])
+def test_a_launch_without_the_option_warns_of_wrong_gradients_and_bridge_then_divides_sequences(
+    bridge, name, allreduce
+):
     config = getattr(bridge, name)()
+    config.model.vision_deepstack_gradient_allreduce = allreduce
     _warned.clear()
-    with pytest.warns(GraphOptionWarning, match="wrong gradients") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         launched(config, gpus_of(bridge, name.replace("_vision_graphs_h200", "").replace("sft_mock", "sft")))
     assert config.model.sequence_parallel
-    assert len([w for w in caught if issubclass(w.category, GraphOptionWarning)]) == 1
+    given = [str(w.message) for w in caught if issubclass(w.category, GraphOptionWarning)]
+    assert len(given) == (not allreduce) and all("wrong gradients" in text for text in given)
 
 
 @every_h200_preset

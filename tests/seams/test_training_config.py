@@ -5,7 +5,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import language_model, states, train_loop, training_config
+from bridge_cg_plugin.upstream import deepstack, language_model, states, train_loop, training_config
 from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.graph_fields import read_options
 from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
@@ -294,6 +294,23 @@ def test_full_iteration_of_a_release_that_moved_a_part_it_needs(config, monkeypa
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
     with pytest.raises(DriftError, match=f"cuda_graph_impl=full_iteration needs .*{name}: moved"):
         check_training_config(config)
+
+
+@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
+@pytest.mark.parametrize("name", deepstack.SEAM_NAMES)
+def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch, name, impl):
+    config.model.vision_cuda_graph_impl = impl
+    config.model.tensor_model_parallel_size = 2
+    config.model.vision_deepstack_gradient_allreduce = True
+    for module in (deepstack, training_config):
+        monkeypatch.setattr(module, "broken_seams", lambda: {name: "moved"})
+    monkeypatch.setattr(training_config, "warn_once", lambda options: None)
+    check_training_config(config)  # without sequence parallelism the option has no effect
+    config.model.sequence_parallel = True
+    with pytest.raises(DriftError, match=f"vision_deepstack_gradient_allreduce=true needs .*{name}: moved"):
+        check_training_config(config)
+    config.model.vision_deepstack_gradient_allreduce = False
+    check_training_config(config)
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,23 @@ def warned(*sources):
 def test_the_warning_names_the_options_and_what_to_write():
     (text,) = warned(config())
     assert text.startswith("tensor_model_parallel_size=2 with sequence_parallel=true: ")
-    assert "wrong gradients" in text and "eager as on graphs" in text
-    assert "Write sequence_parallel=false, or freeze_vision_model=true and freeze_vision_projection=true" in text
+    assert "wrong gradients" in text and "eager and on graphs" in text
+    assert "Write vision_deepstack_gradient_allreduce=true" in text
 
 
 def test_experts_switch_sequence_parallelism_on():
     for flag in (False, None, True):
         (text,) = warned(experts(sequence_parallel=flag))
         assert text.startswith("tensor_model_parallel_size=2 with mixture of experts, where ")
-        assert "Write tensor_model_parallel_size=1 with expert_model_parallel_size and pipeline" in text
-        assert "sequence_parallel=false" not in text
+
+
+@pytest.mark.parametrize("make", [config, experts])
+def test_what_the_warning_names_takes_it_away(make):
+    (text,) = warned(make())
+    told = re.search(r"Write (\S+);", text)[1]
+    assert warned(make(), [told]) == warned(make(), [f"model.{told}"]) == ()
+    assert warned(make(vision_deepstack_gradient_allreduce=True)) == ()
+    assert len(warned(make(vision_deepstack_gradient_allreduce=False))) == 1
 
 
 def test_where_to_read_is_a_heading():
@@ -123,15 +130,12 @@ def test_words_decide_last():
 
 def test_adapters_are_in_the_encoder_too_whatever_is_frozen():
     for frozen in (False, True):
-        (text,) = warned(adapters(freeze_vision_model=frozen, freeze_vision_projection=frozen))
-        assert "freeze_vision" not in text
-        assert text.partition("Write ")[2].startswith("sequence_parallel=false, or peft.target_modules=")
+        assert len(warned(adapters(freeze_vision_model=frozen, freeze_vision_projection=frozen))) == 1
 
 
-def test_the_targets_that_the_warning_names_warn_of_nothing():
-    (text,) = warned(adapters())
-    told = re.search(r"(peft\.target_modules=\S+) ", text)[1]
-    assert warned(adapters(), [told]) == ()
+def test_targets_of_the_language_model_alone_warn_of_nothing():
+    assert len(warned(adapters())) == 1
+    assert warned(adapters(), ["peft.target_modules=language_model.*.linear_qkv"]) == ()
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,14 @@ def test_explain_prints_it(monkeypatch, capsys):
     assert text == as_json(graph_options(config()))["warnings"][0] and text in in_words(graph_options(config()))
     assert main(["explain", "some_config", "sequence_parallel=false"]) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
+def test_explain_prints_the_option(impl):
+    option = "vision_deepstack_gradient_allreduce"
+    without, on = (graph_options(config(), f"vision_cuda_graph_impl={impl} {option}={v}") for v in ("false", "true"))
+    assert f"; {option}=True" in in_words(on) and f"; {option}" not in in_words(without)
+    assert as_json(on)["vision"]["deepstack_gradient_allreduce"] is True
 
 
 def test_it_is_warned_of_once():

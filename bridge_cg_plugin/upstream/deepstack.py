@@ -1,0 +1,94 @@
+"""The sum over tensor-parallel ranks that upstream leaves out of the backward of Qwen3-VL's deepstack features.
+
+Under sequence parallelism every rank has a part of the tokens. Bridge cuts the features of images accordingly, by a
+slice of what every rank computed in full. The gradient of a slice is zero for the rows of other ranks, so each rank
+trains the encoder with a part of the gradient. The sum over the ranks is put between the encoder and the slice, which
+is outside all graphs, of the encoder and of the language model.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ..options.deepstack import ALLREDUCE
+from ..options.values import is_unset, parse_flag
+from ..plugin import broken_seams
+from .patches import DriftError, Patch, bridge_release
+from .registry import seam
+from .replaced import replaced
+
+FORWARD, SPLIT = seam("deepstack_forward"), seam("deepstack_split")
+SEAM_NAMES = (FORWARD.name, SPLIT.name)
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The identity; its backward sums the gradient over the ranks of a group, in the gradient's dtype.
+
+    A row's gradient comes from one rank and is zero on all others, so the sum is exact in any dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, features: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return features.view_as(features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def check_deepstack_seams() -> None:
+    """Refuse the option where upstream does not look as the repair relies on.
+
+    Raises:
+        DriftError: Names the seams, the release and what was found.
+    """
+    broken = broken_seams()
+    found = "; ".join(f"{name}: {broken[name]}" for name in SEAM_NAMES if name in broken)
+    if found:
+        raise DriftError(
+            f"{ALLREDUCE}=true needs parts of upstream that do not fit in megatron-bridge {bridge_release()} "
+            f"({found}). Set {ALLREDUCE}=false, which trains with upstream's gradients, or use a release of the "
+            "version table."
+        )
+
+
+def _summing(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a model whose configuration has the option split features whose gradients are summed."""
+
+    @functools.wraps(old)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_wanted(self.config) and self.config.sequence_parallel):
+            return old(self, *args, **kwargs)
+        owner = sys.modules[SPLIT.module]
+        split = _with_sums(getattr(owner, SPLIT.target), self.pg_collection.tp)
+        with replaced(owner, SPLIT.target, split):
+            return old(self, *args, **kwargs)
+
+    return forward
+
+
+def _wanted(config: Any) -> bool:
+    value = getattr(config, ALLREDUCE, None)
+    return not is_unset(value) and parse_flag(ALLREDUCE, value)
+
+
+def _with_sums(split: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    @functools.wraps(split)
+    def split_deepstack_embs(visual_pos_masks: Any, deepstack_visual_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+        if deepstack_visual_embeds is not None:
+            deepstack_visual_embeds = [_SumOfGradients.apply(features, group) for features in deepstack_visual_embeds]
+        return split(visual_pos_masks, deepstack_visual_embeds, *args, **kwargs)
+
+    return split_deepstack_embs
+
+
+PATCHES = (Patch(FORWARD, _summing),)

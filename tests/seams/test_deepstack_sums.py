@@ -1,0 +1,140 @@
+"""The patch that sums gradients of deepstack features: when it acts, what it leaves alone, what upstream may change."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import deepstack
+from bridge_cg_plugin.upstream.seams import drift
+from bridge_cg_plugin.upstream.source import SourceReader
+from examples.photographs.tower import start_single_process
+
+SIZES = {"tp_size": 2, "tp_rank": 1, "sequence_parallel": True}
+MASK = torch.tensor([[True, True, False, True]])
+
+
+@pytest.fixture
+def modelling(active):
+    return importlib.import_module(deepstack.SPLIT.module)
+
+
+@pytest.fixture
+def group():
+    start_single_process()
+    return distributed.group.WORLD
+
+
+def model(group=None, **config):
+    fields = {"sequence_parallel": True, "vision_deepstack_gradient_allreduce": True, **config}
+    return SimpleNamespace(config=SimpleNamespace(**fields), pg_collection=SimpleNamespace(tp=group))
+
+
+def called(modelling, of):
+    """Return what a model's forward finds under the name of upstream's split."""
+    return deepstack._summing(lambda self: modelling.split_deepstack_embs)(of)
+
+
+@pytest.mark.parametrize("value", [True, "true", 1])
+def test_a_forward_with_the_option_splits_features_whose_gradients_are_summed(modelling, value):
+    before = modelling.split_deepstack_embs
+    found = called(modelling, model(vision_deepstack_gradient_allreduce=value))
+    assert found is not before and found.__wrapped__ is before
+    assert modelling.split_deepstack_embs is before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequence_parallel": False},
+        *({"vision_deepstack_gradient_allreduce": value} for value in (False, "false", None)),
+    ],
+    ids=str,
+)
+def test_any_other_forward_is_upstreams(modelling, change):
+    assert called(modelling, model(**change)) is modelling.split_deepstack_embs
+
+
+def test_a_configuration_without_the_field_is_upstreams(modelling):
+    of = model()
+    del of.config.vision_deepstack_gradient_allreduce
+    assert called(modelling, of) is modelling.split_deepstack_embs
+
+
+def test_a_value_that_is_none_is_refused(modelling):
+    with pytest.raises(OptionError, match="vision_deepstack_gradient_allreduce='maybe'"):
+        called(modelling, model(vision_deepstack_gradient_allreduce="maybe"))
+
+
+def test_the_split_comes_back_after_an_error(modelling):
+    before = modelling.split_deepstack_embs
+
+    def fails(self):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        deepstack._summing(fails)(model())
+    assert modelling.split_deepstack_embs is before
+
+
+def test_deactivate_gives_upstreams_forward_back(modelling):
+    held = modelling.Qwen3VLModel.forward
+    bridge_cg_plugin.deactivate()
+    released = modelling.Qwen3VLModel.forward
+    assert released is not held and released is held.__wrapped__
+    bridge_cg_plugin.activate()
+    assert modelling.Qwen3VLModel.forward is not released
+
+
+def test_a_microbatch_without_images_has_nothing_to_sum(modelling, group):
+    assert called(modelling, model(group))(None, None, **SIZES) == (None, None)
+
+
+def test_outputs_are_upstreams_and_gradients_reach_every_row(modelling, group, monkeypatch):
+    sums = []
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor, group: sums.append((tensor.add_(1), group)))
+    features = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    expected = modelling.split_deepstack_embs(MASK, features, **SIZES)
+    mask, local = called(modelling, model(group))(MASK, features, **SIZES)
+    assert mask.equal(expected[0]) and all(a.equal(b) for a, b in zip(local, expected[1], strict=True))
+    sum(part.sum() for part in local).backward()
+    assert [used is group for _, used in sums] == [True, True]
+    for feature in features:  # of rank 1 the last row is its own; the stand-in for other ranks adds one to each
+        assert feature.grad.equal(torch.tensor([1.0, 1.0, 2.0])[:, None].expand(3, 4))
+
+
+def test_a_gradient_that_others_hold_is_not_changed(group, monkeypatch):
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor, group: tensor.add_(1))
+    features = torch.randn(3, 4, requires_grad=True)
+    given = torch.ones(4, 3).t()
+    deepstack._SumOfGradients.apply(features, group).backward(given)
+    assert features.grad.eq(2).all() and given.eq(1).all()
+
+
+def test_frozen_features_and_evaluation_reduce_nothing(modelling, group, monkeypatch):
+    monkeypatch.setattr(distributed, "all_reduce", None)
+    split = called(modelling, model(group))
+    assert not any(part.requires_grad for part in split(MASK, [torch.randn(3, 4)], **SIZES)[1])
+    with torch.no_grad():
+        assert not any(part.requires_grad for part in split(MASK, [torch.randn(3, 4, requires_grad=True)], **SIZES)[1])
+
+
+@pytest.mark.parametrize(
+    "seam, slices, reduces",
+    [
+        (deepstack.FORWARD, "= deepstack_feature_lists", "= [reduced(f) for f in deepstack_feature_lists]"),
+        (deepstack.SPLIT, "in deepstack_visual_embeds:", "in map(reduced, deepstack_visual_embeds):"),
+        (deepstack.SPLIT, "deepstack_visual_embed[tp_slice]", "reduced(deepstack_visual_embed)[tp_slice]"),
+        (deepstack.SPLIT, "torch.cat(tmp_slice_tensor, dim=0)", "gathered(torch.cat(tmp_slice_tensor, dim=0))"),
+    ],
+)
+def test_a_release_that_sums_the_gradients_itself_is_drift(seam, slices, reduces):
+    found = SourceReader().find(seam)
+    assert slices in found.code and drift(seam, found) == []
+    (reason,) = drift(seam, replace(found, code=found.code.replace(slices, reduces)))
+    assert "no longer contains" in reason
