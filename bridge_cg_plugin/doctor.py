@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plugin
+from .upstream.environment import STALL_MINUTES
 
 PACKAGES = (
     "torch",
@@ -24,6 +25,7 @@ GROUP = "torch.backends"
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
+    STALL_MINUTES,
     TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
