@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .upstream.features import feature_states
 from .upstream.patches import bridge_release
 from .upstream.registry import SEAMS
 from .upstream.releases import is_known
@@ -29,14 +30,16 @@ class Audit:
         versions: "bridge" and "core" -> version, as far as the files say.
         known: Whether the plugin was checked against this series of releases.
         fits: Names of seams that are as expected.
-        drift: Seam -> what differs, and what the plugin wants there.
+        drift: Seam -> what differs, what the plugin wants there, and the features that do not work without it.
+        features: Feature -> its state, the drifted seams that it needs, and the classes of model providers concerned.
         not_compared: Seam -> why it could not be compared.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
     known: bool = False
     fits: list[str] = field(default_factory=list)
-    drift: dict[str, dict[str, str]] = field(default_factory=dict)
+    drift: dict[str, dict[str, Any]] = field(default_factory=dict)
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
     not_compared: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,11 +68,12 @@ def audit(sources: Sequence[str]) -> Audit:
     for seam in SEAMS:
         state, reason = compare(seam, reader, release)
         if state == "broken":
-            found.drift[seam.name] = {"found": reason, "wanted": seam.purpose}
+            found.drift[seam.name] = {"found": reason, "wanted": seam.purpose, "features": list(seam.features)}
         elif state == "off" or reason:
             found.not_compared[seam.name] = reason
         else:
             found.fits.append(seam.name)
+    found.features = {feature.value: asdict(state) for feature, state in feature_states(found.drift).items()}
     if not found.fits and not found.drift:
         raise AuditError(f"{', '.join(sources)}: no module of Bridge or megatron-core is in there")
     return found
@@ -105,7 +109,11 @@ def render(found: Audit) -> str:
     versions = ", ".join(f"megatron-{name} {version}" for name, version in sorted(found.versions.items()))
     lines = [f"{versions or 'unknown versions'}{'' if found.known else ' (not in the version table)'}"]
     for name, difference in sorted(found.drift.items()):
-        lines += [f"  drift  {name}: {difference['found']}", f"         wanted: {difference['wanted']}"]
+        lines += [
+            f"  drift  {name}: {difference['found']}",
+            f"         wanted: {difference['wanted']}",
+            f"         without it: {', '.join(difference['features'])}",
+        ]
     lines += [f"  -      {name}: {reason}" for name, reason in sorted(found.not_compared.items())]
     lines.append(f"{len(found.fits)} seams fit, {len(found.drift)} drifted, {len(found.not_compared)} not compared")
     return "\n".join(lines)

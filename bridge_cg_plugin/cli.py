@@ -4,7 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+from .answers import Tell, answer_alone
 from .planner import command as planner
 from .report import command as reports
 
@@ -34,17 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (doctor, audit, explain, report):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
-    if args.command == "explain":
-        return run_explain(_words(arguments), args.json)
-    if rest:
+    if rest and args.command != "explain":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    alone = args.json or args.command == "explain"  # building a recipe prints
+    with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:
+        return _run(args, arguments, tell)
+
+
+def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) -> int:
+    if args.command == "explain":
+        return run_explain(_words(arguments), args.json, tell)
     if args.command == "report":
-        return reports.run_report(args)
+        return reports.run_report(args, tell)
     if args.command == "plan":
-        return planner.run(args)
+        return planner.run(args, tell)
     if args.command == "audit":
-        return run_audit(args.sources, args.json)
-    return run_doctor(args.json, not args.no_gpu)
+        return run_audit(args.sources, args.json, tell)
+    return run_doctor(args.json, not args.no_gpu, tell)
 
 
 def _words(arguments: Sequence[str] | None) -> list[str]:
@@ -52,16 +60,16 @@ def _words(arguments: Sequence[str] | None) -> list[str]:
     return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
 
 
-def run_doctor(as_json: bool, wants_gpu: bool = True) -> int:
+def run_doctor(as_json: bool, wants_gpu: bool, tell: Tell) -> int:
     """Print the findings; returns 1 if there are problems, else 0."""
     from .doctor import diagnose, render
 
     found = diagnose(wants_gpu)
-    print(json.dumps(found.as_dict()) if as_json else render(found))
+    tell(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.problems else 0
 
 
-def run_audit(sources: Sequence[str], as_json: bool) -> int:
+def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
     """Print the drift; returns 1 if there is any, 2 if a source cannot be read, else 0."""
     from .audit import AuditError, audit, render
 
@@ -70,35 +78,27 @@ def run_audit(sources: Sequence[str], as_json: bool) -> int:
     except AuditError as error:
         print(f"bridge-cg audit: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict()) if as_json else render(found))
+    tell(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.drift else 0
 
 
-def run_explain(words: Sequence[str], as_json: bool) -> int:
+def run_explain(words: Sequence[str], as_json: bool, tell: Tell) -> int:
     """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0."""
     from .options import OptionError, check_options, facts_of, normalize
     from .options.explain import as_json as plain
     from .options.explain import in_words
     from .options.sources import is_word
+    from .upstream.recipes import build_recipe
 
     try:
-        recipes = [_recipe(name) for name in words[:1] if not is_word(name)]
+        recipes = [build_recipe(name) for name in words[:1] if not is_word(name)]
         options, written = normalize(*recipes, list(words[len(recipes) :]))
         check_options(options, facts_of(written))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(plain(options)) if as_json else in_words(options))
+    tell(json.dumps(plain(options)) if as_json else in_words(options))
     return 0
-
-
-def _recipe(name: str) -> object:
-    import contextlib
-
-    from .upstream.recipes import build_recipe
-
-    with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
-        return build_recipe(name)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plugin
+from .upstream.environment import STALL_MINUTES
 
 PACKAGES = (
     "torch",
@@ -24,6 +25,7 @@ GROUP = "torch.backends"
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
+    STALL_MINUTES,
     TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
@@ -61,7 +63,9 @@ class Diagnosis:
         known_release: Whether the plugin was checked against this series of megatron-bridge.
         entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
-        seams: Seam -> state ("active", "native", "broken", "off", "waiting"), reason, purpose and place.
+        features: Feature -> state ("ready", "partly", "not available"), the broken seams that it needs, and the classes
+            of model providers that it does not work for where it works for others.
+        seams: Seam -> state ("active", "native", "broken", "off", "waiting"), reason, purpose, place and features.
         gpu: Facts of the GPU, its driver and libraries; None without one.
         environment: Variables that matter for graphs and are set.
         problems: What is wrong, each with what to do.
@@ -71,7 +75,8 @@ class Diagnosis:
     known_release: bool = False
     entry_points: list[str] = field(default_factory=list)
     active: bool = False
-    seams: dict[str, dict[str, str]] = field(default_factory=dict)
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seams: dict[str, dict[str, Any]] = field(default_factory=dict)
     gpu: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -129,6 +134,7 @@ def _look_at_autoload(found: Diagnosis) -> None:
 
 
 def _look_at_seams(found: Diagnosis) -> None:
+    from .upstream.features import feature_states, features_of
     from .upstream.registry import SEAMS
     from .upstream.releases import RELEASES, is_known
 
@@ -140,19 +146,27 @@ def _look_at_seams(found: Diagnosis) -> None:
                 found.problems.append(Problem(f"{name} does not import: {error}", "install what is missing"))
     states = plugin.seam_states()
     found.seams = {
-        name: {"state": s.state, "reason": s.reason, "purpose": s.seam.purpose, "place": s.seam.place}
+        name: {
+            "state": s.state,
+            "reason": s.reason,
+            "purpose": s.seam.purpose,
+            "place": s.seam.place,
+            "features": list(s.seam.features),
+        }
         for name, s in states.items()
     }
+    broken = {name: s for name, s in states.items() if s.state == "broken"}
+    found.features = {feature.value: asdict(state) for feature, state in feature_states(broken).items()}
     release = found.versions["megatron-bridge"]
     found.known_release = is_known(release or "")
     table = ", ".join(r.bridge for r in RELEASES)
     found.problems += [
         Problem(
             f"seam {name} does not fit megatron-bridge {release}: {s.reason}",
-            f"vision graphs are refused there; use a release of the version table ({table}), or port the seam",
+            f"not available: {features_of(s.seam)}. Runs that ask for one of these are refused, others train; "
+            f"use a release of the version table ({table}), or port the seam",
         )
-        for name, s in states.items()
-        if s.state == "broken"
+        for name, s in broken.items()
     ]
 
 
@@ -207,6 +221,16 @@ def _look_at_environment(found: Diagnosis) -> None:
         found.problems.append(Problem(what, remedy))
 
 
+def _features(found: Diagnosis) -> list[str]:
+    """Return a line for each feature: whether it works, and what stands in its way."""
+    lines = ["features"]
+    for name, feature in found.features.items():
+        models = f" (not for {', '.join(feature['models'])})" if feature["models"] else ""
+        because = f": seam {', '.join(feature['seams'])}" if feature["seams"] else ""
+        lines.append(f"  {feature['state']:13} {name}{models}{because}")
+    return lines
+
+
 def render(found: Diagnosis) -> str:
     """Return the findings as text."""
     lines = ["versions"]
@@ -214,6 +238,7 @@ def render(found: Diagnosis) -> str:
     if not found.known_release:
         lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
+    lines += _features(found)
     lines.append("seams")
     for name, seam in sorted(found.seams.items()):
         lines.append(f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}")

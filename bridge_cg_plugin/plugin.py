@@ -107,7 +107,12 @@ def seam_states() -> dict[str, Any]:
 
 
 def broken_seams() -> dict[str, str]:
-    """Return the seams that do not fit the installed release, with what was found."""
+    """Return the seams that do not fit, with what was found.
+
+    Patched anew first is what somebody replaced since, as any function of upstream's would be.
+    """
+    if _on:
+        activate()
     return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
 
 
@@ -120,11 +125,17 @@ def _patch_module(module: ModuleType) -> None:
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             for patch in patches:
                 if patch.module == module.__name__:
+                    before = patch.state, patch.reason
                     patch.apply(module)
-                    level = logging.ERROR if patch.state == "broken" else logging.DEBUG
-                    LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
+                    if (patch.state, patch.reason) != before:
+                        _log(patch)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
+
+
+def _log(patch: Any) -> None:
+    level = logging.ERROR if patch.state == "broken" else logging.DEBUG
+    LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
 
 
 def _loaded_patches() -> list[Any]:

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from ..answers import Tell
 from .cost import DEFAULTS, CostModel, load_cost_model
 from .errors import PlanError
 from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
@@ -36,8 +37,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Make and print a plan; returns 2 for input that is refused, else 0."""
+def run(arguments: argparse.Namespace, tell: Tell) -> int:
+    """Make a plan and print it, its JSON by `tell`; returns 2 for input that is refused, else 0."""
     try:
         plan: PackedPlan | VisionPlan
         if arguments.kind == "packed":
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.max_memory_gb,
             )
         if arguments.json:
-            print(json.dumps(as_json(plan)))
+            tell(json.dumps(as_json(plan)))
         else:
             print_plan(plan)
     except PlanError as error:

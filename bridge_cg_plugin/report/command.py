@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..answers import Tell
 from ..options import OptionError
 from .page import Page, make_page
 from .render import to_html, to_json, to_markdown, to_terminal
@@ -34,29 +35,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run_report(args: Namespace) -> int:
-    """Write what was asked for and print the page, or its JSON; returns 2 for input that is refused, else 0."""
+def run_report(args: Namespace, tell: Tell) -> int:
+    """Write what was asked for and print the page, its JSON by `tell`; returns 2 for input that is refused, else 0."""
     try:
         if args.peak_tflops is not None and not args.peak_tflops > 0:
             raise OptionError("peak-tflops", args.peak_tflops, "a number above 0", "An H100 or H200 has 989.4.")
         page = make_page(read_runs(args.runs, args.peak_tflops), args.title or ", ".join(map(_name, args.runs)))
         write_page(page, html=args.html, markdown=args.markdown)
-        print_page(page, args.json)
+        if args.json:
+            tell(to_json(page).removesuffix("\n"))
+        else:
+            print_page(page)
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def print_page(page: Page, as_json: bool = False) -> None:
-    """Print a page to the terminal, or as JSON.
+def print_page(page: Page) -> None:
+    """Print a page to the terminal.
 
     Raises:
         OptionError: rich is not installed.
     """
-    if as_json:
-        print(to_json(page), end="")
-        return
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:

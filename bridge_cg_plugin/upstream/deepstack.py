@@ -17,13 +17,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..options.deepstack import ALLREDUCE
 from ..options.values import is_unset, parse_flag
-from ..plugin import broken_seams
-from .patches import DriftError, Patch, bridge_release
+from .patches import Patch
 from .registry import seam
 from .replaced import replaced
 
 FORWARD, SPLIT = seam("deepstack_forward"), seam("deepstack_split")
-SEAM_NAMES = (FORWARD.name, SPLIT.name)
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -43,22 +41,6 @@ class _SumOfGradients(torch.autograd.Function):
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
         return total, None
-
-
-def check_deepstack_seams() -> None:
-    """Refuse the option where upstream does not look as the repair relies on.
-
-    Raises:
-        DriftError: Names the seams, the release and what was found.
-    """
-    broken = broken_seams()
-    found = "; ".join(f"{name}: {broken[name]}" for name in SEAM_NAMES if name in broken)
-    if found:
-        raise DriftError(
-            f"{ALLREDUCE}=true needs parts of upstream that do not fit in megatron-bridge {bridge_release()} "
-            f"({found}). Set {ALLREDUCE}=false, which trains with upstream's gradients, or use a release of the "
-            "version table."
-        )
 
 
 def _summing(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Environment variables of NCCL, PyTorch and Transformer Engine that decide whether graphs and offloading can work."""
 
+import math
 import os
 import sys
 
@@ -7,14 +8,17 @@ from ..options import OptionError
 from .registry.engine import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
+STALL_MINUTES = "BRIDGE_CG_STALL_MINUTES"
 
 
 def check_process() -> None:
     """Check the environment variables that decide whether capture can work.
 
     Raises:
-        OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later.
+        OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
+            variable of the plugin's has a value that is none.
     """
+    stall_minutes()
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if (
         "expandable_segments:true" in allocator.replace(" ", "").lower()
@@ -43,3 +47,26 @@ def check_offloading() -> None:
             "1 before Transformer Engine is imported, where megatron-core offloads activations",
             f"Export {WEIGHTS_STAY}=1 for every process.",
         )
+
+
+def stall_minutes() -> float | None:
+    """Return after how many minutes a replay that has not ended ends the process; 0 is never, None says nothing.
+
+    Raises:
+        OptionError: The variable holds something else.
+    """
+    value = os.environ.get(STALL_MINUTES, "").strip()
+    if not value:
+        return None
+    try:
+        minutes = float(value)
+    except ValueError:
+        minutes = -1.0
+    if not (math.isfinite(minutes) and minutes >= 0):
+        raise OptionError(
+            STALL_MINUTES,
+            value,
+            "minutes that a replay may wait for another rank, or 0 to keep the process",
+            "Correct it, or unset it for the run's dist.distributed_timeout_minutes.",
+        )
+    return minutes

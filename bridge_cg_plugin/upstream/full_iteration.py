@@ -20,7 +20,6 @@ from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
 from .exempt import EXEMPT
 from .graph_helper import default_executor
-from .language_model import LENGTH_PATCH
 from .patches import Patch
 from .process_groups import tensor_group
 from .qwen3_vl import holders
@@ -32,15 +31,6 @@ from .transformer_engine import forget_attention_selection, fused_accumulation
 
 WRAPPER_PATCH = "full_iteration"
 DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
-SEAM_NAMES = (
-    WRAPPER_PATCH,
-    "full_iteration_wrapper",
-    "deepstack_addition",
-    "language_model_forward",
-    "language_model_parts",
-    "random_states",
-    LENGTH_PATCH,
-)
 
 
 class CurrentGraphs:

@@ -20,7 +20,6 @@ from .registry.language_model import STEP
 
 ROTARY_PATCH = "language_model_rotary"
 LENGTH_PATCH = "language_model_length"
-PATCH_NAMES = (ROTARY_PATCH, LENGTH_PATCH)
 
 
 def rotary_stand_in(config: Any, seq_length: int, micro_batch_size: int, device: Any) -> torch.Tensor:

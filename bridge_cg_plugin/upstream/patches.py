@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from .seams import Found, Seam, drift
+from .seams import Found, Kind, Seam, drift
 
 _ABSENT = object()
 
@@ -98,18 +98,20 @@ class Patch(AtSeam):
         Where something took the plugin's place since (a reload, another plugin), it is applied on what is there now.
         """
         try:
-            owner, old = self._locate(module)
-            if self._resumes(owner):
-                return
-            if old is _ABSENT:
-                self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
-                return
-            self._check(old)
-            if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
-                self.state, self.reason = "native", "this release needs no patch here"
-                return
+            self._apply(module)
         except DriftError as error:
             self.state, self.reason = "broken", str(error)
+
+    def _apply(self, module: ModuleType) -> None:
+        owner, old = self._locate(module)
+        if self._resumes(owner):
+            return
+        if old is _ABSENT:
+            self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
+            return
+        self._check(old)
+        if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
+            self.state, self.reason = "native", "this release needs no patch here"
             return
         installed = _Installed(owner, vars(owner).get(self._attribute, _ABSENT))
         installed.made = _switched(installed, old, self.make(old))
@@ -186,7 +188,7 @@ class Patch(AtSeam):
         owner: Any = module
         for part in filter(None, path.split(".")):
             owner = getattr(owner, part, _ABSENT)
-        old = getattr(owner, attribute, _ABSENT)
+        old = getattr(owner, attribute, _ABSENT) if _defines(owner, attribute) else _ABSENT
         if old is _ABSENT and self.seam.expected_in(bridge_release()):
             raise DriftError("; ".join(drift(self.seam, None)))
         return owner, old
@@ -197,17 +199,23 @@ class Patch(AtSeam):
             raise DriftError("; ".join(differences))
 
 
+def _defines(owner: Any, attribute: str) -> bool:
+    """Whether an owner has an attribute of its own; a class answers with those of its metaclass, too."""
+    return not inspect.isclass(owner) or any(attribute in vars(base) for base in owner.__mro__)
+
+
 def _describe(value: Any) -> Found:
     """Return what a live object is."""
     attributes = frozenset(dir(value)) if inspect.isclass(value) else None
     if not callable(value):
         return Found("value")
+    kind: Kind = "class" if inspect.isclass(value) else "function"
     try:
         signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
-        parameters = tuple(signature.parameters)
     except (ValueError, TypeError):
-        parameters = None
-    return Found("class" if inspect.isclass(value) else "function", parameters, attributes)
+        return Found(kind, None, attributes)
+    takes_more = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+    return Found(kind, tuple(signature.parameters), attributes, takes_more=takes_more)
 
 
 def _switched(installed: _Installed, old: Any, made: Any) -> Any:

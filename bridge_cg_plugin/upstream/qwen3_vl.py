@@ -133,7 +133,9 @@ def _no() -> bool:
 
 
 def _may_pad(old: Callable[..., Any]) -> bool:
-    return PADDING_SWITCH in getattr(getattr(old, "__code__", None), "co_names", ())
+    """Whether a forward may pad; one that is not upstream's own may call it."""
+    calls_switch = PADDING_SWITCH in getattr(getattr(old, "__code__", None), "co_names", ())
+    return calls_switch or getattr(old, "__module__", "") != seam("vision_padding").module
 
 
 def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:

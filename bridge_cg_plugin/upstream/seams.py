@@ -1,12 +1,47 @@
 """What a seam is: one place where the plugin touches upstream, and what it expects to find there."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from .releases import RELEASES, minor
 
 Kind = Literal["function", "class", "value", "module"]
 Touch = Literal["replaced", "extended", "instance", "called", "read", "declared"]
+
+
+class Feature(StrEnum):
+    """What the plugin does for a run or a person. A seam serves some of them; `features` says what asks for each."""
+
+    OPTIONS = "options of a model's provider"
+    VISION = "vision graphs"
+    VISION_QWEN3_VL = "vision graphs of Qwen3-VL and Qwen3.5-VL"
+    VISION_QWEN25_VL = "vision graphs of Qwen2.5-VL"
+    VISION_GEMMA3 = "vision graphs of Gemma 3"
+    DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
+    LAYER_PARTS = "vision graphs of parts of layers"
+    FAST_KERNELS = "fast kernels"
+    STREAMS = "two streams"
+    OFFLOAD_IN_GRAPHS = "offloading and recompute in graphs"
+    CORE_OFFLOAD = "offloading by megatron-core"
+    LANGUAGE_MODEL = "language-model graphs"
+    MULTIMODAL_ROTARY = "language-model graphs with multimodal rotary embedding"
+    FULL_ITERATION = "full iteration of a model that takes images"
+    PACKED = "packed sequences"
+    PACKED_ATTENTION = "packed sequences of attention models"
+    PACKED_QWEN3_VL = "packed sequences of Qwen3-VL"
+    PACKED_HYBRIDS = "packed sequences of hybrids"
+    PACKED_EXPERTS = "packed sequences with experts"
+    PIPELINES = "interleaved pipelines of Qwen3-VL"
+    REPORTS = "figures in logs"
+    RECIPES = "names of presets"
+    PERFORMANCE = "flags of performance scripts"
+    PLANNER = "planner"
+    SCRIPTS = "example scripts"
+
+
+# Whatever the plugin captures.
+GRAPHS = (Feature.VISION, Feature.PACKED, Feature.FULL_ITERATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +56,8 @@ class Seam:
         touch: "replaced" or "extended" by a patch, replaced on an "instance" or for a while, "called", "read", or
             only "declared".
         purpose: What the plugin wants there, in a few words.
+        features: What does not work without it.
+        models: Classes of model providers that it concerns; every one where empty.
         undo: How it is undone.
         parameters: Parameters that a function, or a class's constructor, must take.
         attributes: Fields, methods and instance attributes that a class must have, inherited ones included.
@@ -36,6 +73,8 @@ class Seam:
     kind: Kind
     touch: Touch
     purpose: str
+    features: tuple[Feature, ...] = ()
+    models: tuple[str, ...] = ()
     undo: str = "nothing to undo"
     parameters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
@@ -61,6 +100,8 @@ class Found:
     Attributes:
         kind: What it is.
         parameters: Of the function or the class's constructor; None where they cannot be known.
+        takes_more: Whether a live object takes arguments that it does not name. Of a source this is not asked: what
+            upstream's own function does not name it may drop.
         attributes: Of the class; None where a base cannot be read and they cannot be known.
         code: The body, as `ast.unparse` writes it.
     """
@@ -69,6 +110,7 @@ class Found:
     parameters: tuple[str, ...] | None = None
     attributes: frozenset[str] | None = None
     code: str = ""
+    takes_more: bool = False
 
 
 def drift(seam: Seam, found: Found | None) -> list[str]:
@@ -79,7 +121,7 @@ def drift(seam: Seam, found: Found | None) -> list[str]:
         return [f"{seam.place} is a {found.kind}, not a {seam.kind}"]
     differences = []
     lost = [p for p in seam.parameters if found.parameters is not None and p not in found.parameters]
-    if lost and found.parameters is not None:
+    if lost and found.parameters is not None and not found.takes_more:
         differences.append(f"{seam.place} no longer takes {', '.join(lost)}; it takes {', '.join(found.parameters)}")
     gone = [a for a in seam.attributes if found.attributes is not None and a not in found.attributes]
     if gone:

@@ -5,8 +5,6 @@ not know the collectives inside a replayed graph at all: a rank that waits in on
 would wait for ever.
 """
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +14,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ..announce import warn
+from .environment import stall_minutes
+from .stall_end import Stall, act, warn_beside
 
 # Part of the time-out after which a rank says that it may be waiting, before NCCL ends it.
 WARN_AFTER = 0.5
 # A look every so many seconds, or more often where the time-out is short.
 LOOK_S, LOOKS = 5.0, 40
-ENDED = 1  # exit status of a rank that was ended here
+# Of the time between two looks so many intervals count at most: the rest of it this process did not run.
+COUNTED = 2
 
 
 class Mark(Protocol):
@@ -43,28 +43,65 @@ class _Since:
     began: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A replay and the mark behind it, which is never recorded again."""
+
+    replay: str
+    mark: Mark
+
+
+def replay_limit_s(timeout_s: float) -> float:
+    """Return after how many seconds a replay counts as one that waits for ever.
+
+    Args:
+        timeout_s: The time-out of the run's process groups.
+
+    Raises:
+        OptionError: The environment says something that is no time.
+    """
+    minutes = stall_minutes()
+    return 60.0 * minutes if minutes else timeout_s
+
+
 class StallWatch:
     """Watches, from a thread of its own, a rank's steps and the replays that hold collectives.
 
+    A launch makes a mark of its own and puts it in place together with its name, so a look that overlaps with launches
+    sees one of them whole. A launch's time is counted look by look, from the first that saw it.
+
     Args:
-        end: Ends this process; called with the reason.
+        end: Called once for a replay that waits for ever, from the watch's thread.
         clock: Seconds.
         mark: Makes a mark in the device's work.
+        allowed: Time-out of the process groups -> seconds that a replay may take.
+        tell: Writes a warning; it must not wait for a lock.
     """
 
     def __init__(
         self,
-        end: Callable[[str], None],
+        end: Callable[[Stall], None],
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], Mark] = torch.cuda.Event,
+        allowed: Callable[[float], float] = replay_limit_s,
+        tell: Callable[[str], None] = warn_beside,
     ) -> None:
         self._end, self._clock, self._make_mark = end, clock, mark
-        self._limit_s = 0.0
+        self._allowed, self._tell = allowed, tell
+        self._limit_s = self._replay_limit_s = 0.0
         self._doing: _Since | None = None
-        self._replay: _Since | None = None
-        self._mark: Mark | None = None
+        self._launch: _Launch | None = None
         self._warned = False
         self._thread: threading.Thread | None = None
+        # Of the watch's thread alone.
+        self._seen: _Launch | None = None
+        self._waited_s = self._looked = 0.0
+        self._settled = False
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two looks."""
+        return min(LOOK_S, self._limit_s / LOOKS, self._replay_limit_s / LOOKS)
 
     @contextmanager
     def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
@@ -74,8 +111,12 @@ class StallWatch:
             doing: What that is, for messages.
             limit_s: The time-out of the run's process groups in seconds; None is that of the last time, and where
                 there was none nothing is watched.
+
+        Raises:
+            OptionError: The environment gives replays a time that is none.
         """
-        self._limit_s = self._limit_s if limit_s is None else limit_s
+        if limit_s is not None:
+            self._limit_s, self._replay_limit_s = limit_s, self._allowed(limit_s)
         if not self._limit_s:
             yield
             return
@@ -90,43 +131,52 @@ class StallWatch:
 
     def launched(self, replay: str) -> None:
         """Note that a replay with collectives was launched on the current stream."""
-        if self._mark is None:
-            self._mark = self._make_mark()
-        self._mark.record()
-        self._replay = _Since(replay, self._clock())
+        mark = self._make_mark()
+        mark.record()
+        self._launch = _Launch(replay, mark)
 
     def look(self) -> None:
-        """End this rank if its last replay has not ended within the time-out; warn once of a step that lasts long."""
-        doing, replay, now = self._doing, self._replay, self._clock()
+        """Tell of the last replay once if it waits for ever; warn once of a step that lasts long."""
+        doing, now = self._doing, self._clock()
+        self._count(self._launch, now)
         if doing is None:
             return
-        if replay is not None and now - replay.began > self._limit_s and not self._mark.query():
-            self._end(
-                f"this rank ends in {doing.what}: the {replay.what} has not ended for {self._limit_s:.0f} s; another "
-                "rank that shares these layers did not come to its reductions"
-            )
+        stalled = self._stalled()
+        if stalled is not None:
+            self._settled = True
+            self._end(Stall(doing.what, stalled.replay, self._replay_limit_s))
         elif now - doing.began > WARN_AFTER * self._limit_s and not self._warned:
             self._warned = True
-            warn(
+            self._tell(
                 f"this rank has been in {doing.what} for {now - doing.began:.0f} s; if it waits for another rank, it "
                 f"ends once a collective has waited for {self._limit_s:.0f} s"
             )
 
+    def _count(self, launch: _Launch | None, now: float) -> None:
+        """Add to the last launch's time what passed since the look before."""
+        passed_s, self._looked = now - self._looked, now
+        if launch is self._seen:
+            self._waited_s += min(passed_s, COUNTED * self.interval_s)
+        else:
+            self._seen, self._waited_s, self._settled = launch, 0.0, False
+
+    def _stalled(self) -> _Launch | None:
+        """Return the launch that was seen if it has not ended within its time; the device is asked once then."""
+        if self._seen is None or self._settled or self._waited_s <= self._replay_limit_s:
+            return None
+        try:
+            self._settled = self._seen.mark.query()
+        except RuntimeError:  # the device failed, which the training thread is told too
+            self._settled = True
+        return None if self._settled else self._seen
+
     def _watch(self) -> None:
         while True:
-            time.sleep(min(LOOK_S, self._limit_s / LOOKS))
+            time.sleep(self.interval_s)
             self.look()
 
 
-def _end_process(reason: str) -> None:
-    """End this process at once: its main thread waits for the device and cannot raise."""
-    warn(reason)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(ENDED)
-
-
-STALLS = StallWatch(_end_process)
+STALLS = StallWatch(act)
 
 
 def timeout_s(config: Any) -> float:

@@ -58,6 +58,8 @@ def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str)
     if patch is None or patch.state == "off":
         return SeamState(seam, "broken", f"the plugin failed to replace {seam.place}; the log says why")
     patch.look()
+    if patch.state == "active" and state == "broken":  # behind what was patched, upstream's own is not as expected
+        return SeamState(seam, state, reason)
     return SeamState(seam, patch.state, patch.reason)
 
 

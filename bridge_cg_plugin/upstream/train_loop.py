@@ -1,13 +1,13 @@
 """Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from ..graphs.report import metrics_of_ranks
+from .arguments import arguments_of
 from .failures import named_failure, several_ranks
 from .full_iteration import CURRENT
 from .graph_helper import active_helpers, asks_for_graphs, unwrapped
@@ -29,7 +29,7 @@ def drives_vision_graphs() -> bool:
 
 
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
-    argument = _argument(old)
+    argument = arguments_of(seam("train_step"), old)
 
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
-    argument = _argument(old)
+    argument = arguments_of(seam("train_log"), old)
 
     @functools.wraps(old)
     def training_log(*args: Any, **kwargs: Any) -> Any:
@@ -76,16 +76,6 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return training_log
-
-
-def _argument(function: Callable[..., Any]) -> Callable[[str, tuple, dict], Any]:
-    """Return a lookup of an argument by its name, however the caller passed it; None where it did not."""
-    order = {name: index for index, name in enumerate(inspect.signature(function).parameters)}
-
-    def find(name: str, args: tuple, kwargs: dict) -> Any:
-        return kwargs[name] if name in kwargs else args[order[name]] if order[name] < len(args) else None
-
-    return find
 
 
 def write_metrics(state: Any, values: dict[str, float]) -> None:

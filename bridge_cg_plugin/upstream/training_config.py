@@ -4,77 +4,58 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ..announce import warn
 from ..options import (
     OFFLOAD_FIELDS,
     PACKED_FIELDS,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
-    CudaGraphModule,
     Facts,
     GraphOptions,
     OptionError,
     check_options,
     facts_of,
 )
-from ..options.deepstack import splits_deepstack
 from ..options.graph_options import options_of, warn_once
-from ..options.language_model import IMPL, LanguageModelGraphOptions
+from ..options.language_model import IMPL
 from ..options.migration import SWITCHES
 from ..options.offload import SHARED_FIELDS
 from ..options.releases import field_values
 from ..options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..plugin import broken_seams
-from .deepstack import SEAM_NAMES as DEEPSTACK_SEAMS
-from .deepstack import check_deepstack_seams
 from .environment import check_offloading, check_process
-from .full_iteration import SEAM_NAMES as FULL_ITERATION_SEAMS
+from .features import Wish, features_of, refusal
 from .graph_fields import describe_release
-from .language_model import PATCH_NAMES
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
-from .registry.hugging_face import SEAM_NAMES as TOWER_SEAMS
-from .registry.hybrid import SEAMS as HYBRID_SEAMS
-from .registry.packed import SEAMS as PACKED_SEAMS
+from .releases import RELEASES
 
 # Options of a region that the shared one of offloading sets.
 REGION = ("offload", "offload_min_bytes")
 
 
-def check_seams(options: GraphOptions, images: bool = False, tower: bool = False, mamba: bool = False) -> None:
-    """Refuse graphs where upstream does not look as the plugin relies on for them.
+_told: set[str] = set()
+
+
+def check_seams(wish: Wish) -> None:
+    """Refuse a configuration that asks for features whose seams are broken; log the other broken seams once.
 
     Args:
-        options: The options.
-        images: Whether the model takes images through Bridge's Qwen3-VL step.
-        tower: Whether its vision tower is Hugging Face's module.
-        mamba: Whether it has Mamba layers.
+        wish: What the configuration asks for.
 
     Raises:
-        DriftError: Names the seams, the release and what was found.
+        DriftError: Names the seams, the features, the release and what to do.
     """
-    broken = {name: reason for name, reason in broken_seams().items() if name not in DEEPSTACK_SEAMS}
-    if not tower:
-        broken = {name: reason for name, reason in broken.items() if name not in TOWER_SEAMS}
-    asked = f"{PROVIDER_FIELDS['impl']}={options.vision.impl}"
-    if not options.vision.enabled:
-        asked = f"{IMPL}={options.language_model.impl}"
-        needed = _needed(options.language_model, images)
-        if options.packed.enabled:
-            needed = tuple(entry.name for entry in (*PACKED_SEAMS, *(HYBRID_SEAMS if mamba else ())))
-        broken = {name: broken[name] for name in needed if name in broken}
-    if broken:
-        found = "; ".join(f"{name}: {reason}" for name, reason in broken.items())
-        raise DriftError(
-            f"{asked} needs parts of upstream that do not fit in megatron-bridge "
-            f"{bridge_release()} ({found}). Set {asked.partition('=')[0]}=none or use a release of the version table."
+    broken = broken_seams()
+    reason = refusal(wish, broken, bridge_release(), (release.bridge for release in RELEASES))
+    if reason:
+        raise DriftError(reason)
+    for name in broken.keys() - _told:
+        _told.add(name)
+        warn(
+            f"seam {name} does not fit megatron-bridge {bridge_release()}: {broken[name]}. This run asks for none of: "
+            f"{features_of(seam(name))}"
         )
-
-
-def _needed(language_model: LanguageModelGraphOptions, images: bool) -> tuple[str, ...]:
-    """Return the seams that language-model graphs depend on."""
-    if language_model.impl == "full_iteration" and images:
-        return FULL_ITERATION_SEAMS
-    return PATCH_NAMES if language_model.captures(CudaGraphModule.attn) else ()
 
 
 def check_training_config(config: Any) -> None:
@@ -88,14 +69,14 @@ def check_training_config(config: Any) -> None:
     """
     written = _without_idle_fields(collect(config))
     options = options_of(written)
-    if options.vision.deepstack_gradient_allreduce and splits_deepstack(facts_of(written)):
-        check_deepstack_seams()
+    if options.vision.deepstack_gradient_allreduce:  # acts without graphs as well
+        check_seams(Wish(options, facts_of(written), config.model))
     if not (options.enabled or options.packed.enabled or options.offload.parts):
         return
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
-    check_seams(options, bool(facts.images), bool(facts.hugging_face_tower), bool(facts.mamba))
+    check_seams(Wish(options, facts, config.model))
     check_options(options, facts, harmless=False)
     warn_once(options)
     if options.offload.parts:

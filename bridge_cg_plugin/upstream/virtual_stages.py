@@ -5,32 +5,33 @@ of Qwen3-VL can be built. Qwen3.5-VL's providers pass it on.
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from .arguments import arguments_of
 from .patches import Patch
 from .registry import seam
 from .registry.models import DROPS_STAGE, MODEL_OF_PROVIDER
 from .replaced import replaced
+from .seams import Seam
 
 STAGE = "vp_stage"
 
 
-def _tells_stage(module: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _tells_stage(entry: Seam) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return what makes a module's `provide` build the model of the virtual stage that it was asked for."""
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(old)
+        argument = arguments_of(entry, old)
 
         @functools.wraps(old)
         def provide(*args: Any, **kwargs: Any) -> Any:
-            stage = signature.bind(*args, **kwargs).arguments.get(STAGE)
+            stage = argument(STAGE, args, kwargs)
             if stage is None:
                 return old(*args, **kwargs)
-            owner = sys.modules[module]
+            owner = sys.modules[entry.module]
             model = getattr(owner, MODEL_OF_PROVIDER)
             with replaced(owner, MODEL_OF_PROVIDER, functools.partial(model, **{STAGE: stage})):
                 return old(*args, **kwargs)
@@ -47,5 +48,6 @@ def _drops_stage(old: Callable[..., Any]) -> bool:
 
 
 PATCHES = tuple(
-    Patch(seam(f"{provider}.provide"), _tells_stage(module), needed=_drops_stage) for module, provider in DROPS_STAGE
+    Patch(entry, _tells_stage(entry), needed=_drops_stage)
+    for entry in (seam(f"{provider}.provide") for _, provider in DROPS_STAGE)
 )

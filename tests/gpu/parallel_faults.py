@@ -90,14 +90,23 @@ TIMEOUT_MINUTES = 0.5
 
 
 def second_rank_stops() -> None:
-    """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers."""
+    """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers.
+
+    NCCL's watchdog waits for longer than the plugin's grace before it ends a rank.
+    """
     from examples.photographs import training
 
-    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"  # a minute for what is written to a file at the end
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "60000")
     training.DistributedInitConfig = functools.partial(
         training.DistributedInitConfig, distributed_timeout_minutes=TIMEOUT_MINUTES
     )
     _second_rank_does(lambda: time.sleep(3600))
+
+
+def second_rank_stops_before_a_collective() -> None:
+    """The same, with peers that NCCL's watchdog ends soon after its time-out."""
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
+    second_rank_stops()
 
 
 def second_rank_is_killed() -> None:

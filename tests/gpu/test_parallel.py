@@ -172,14 +172,15 @@ def stopped(fault, *words):
 
 @pytest.mark.parametrize("run", [stopped("second_rank_stops", *TP2)], ids=["TP2"])
 def test_a_replay_that_waits_for_a_rank_ends_within_the_time_out(trained, run):
-    with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status 1") as caught:
+    with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status 124") as caught:
         trained(run)
     said = caught.value.written
     assert "[rank 0] this rank ends in step 6, with graphs: the replay of the" in said
     assert "has not ended for 30 s" in said
+    assert "most recent call first" in said[: said.index("this rank ends")]
 
 
-@pytest.mark.parametrize("run", [stopped("second_rank_stops", *DP2)], ids=["DP2"])
+@pytest.mark.parametrize("run", [stopped("second_rank_stops_before_a_collective", *DP2)], ids=["DP2"])
 def test_nccls_time_out_is_preceded_by_rank_and_step(trained, run):
     with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status -6") as caught:
         trained(run)

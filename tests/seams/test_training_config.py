@@ -114,33 +114,42 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
 
 
 @pytest.fixture
-def renamed(active, monkeypatch):
-    """Bridge's training_log with a renamed parameter; the plugin is switched on again over it."""
-    patch, module = next(p for p in train_loop.PATCHES if p.name == "train_log"), active[TRAIN]
+def renamed(active, monkeypatch, request):
+    """A function of Bridge's train loop with a renamed parameter; the plugin is switched on again over it."""
+    patch, module = next(p for p in train_loop.PATCHES if p.name == request.param), active[TRAIN]
 
-    def training_log(losses, global_state):
+    def upstreams(losses, chunks, global_state):
         return "upstream's"
 
     bridge_cg_plugin.deactivate()
     with monkeypatch.context() as changed:
-        changed.setattr(module, "training_log", training_log)
+        changed.setattr(module, patch.target, upstreams)
         bridge_cg_plugin.activate()
         yield patch
-        assert module.training_log is training_log
+        assert getattr(module, patch.target) is upstreams
     bridge_cg_plugin.deactivate()
     bridge_cg_plugin.activate()
     assert patch.state == "active"
 
 
+@pytest.mark.parametrize("renamed", ["train_step"], indirect=True)
 def test_a_renamed_parameter_stops_training_with_vision_graphs_only(renamed, config):
     assert renamed.state == "broken"
     with pytest.raises(DriftError) as caught:
         config.validate()
     message = str(caught.value)
-    assert "train_log: " in message and "no longer takes loss_dict" in message
+    assert "train_step: " in message and "no longer takes model" in message
     assert f"megatron-bridge {bridge_release()}" in message
     config.model.vision_cuda_graph_impl = "none"
     check_training_config(config)
+
+
+@pytest.mark.parametrize("renamed", ["train_log"], indirect=True)
+def test_a_log_that_changed_costs_a_run_its_figures_only(renamed, config, caplog):
+    training_config._told.discard("train_log")
+    check_training_config(config)
+    assert renamed.state == "broken" and "no longer takes loss_dict" in renamed.reason
+    assert "seam train_log does not fit" in caplog.text and "asks for none of: figures in logs" in caplog.text
 
 
 def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,17 @@ def test_every_release_of_the_table_fits(release):
     assert later | {"performance_overrides"} <= set(found.not_compared)
     assert len(found.fits) + len(found.not_compared) == len(SEAMS)
     assert len(found.fits) >= 40
+
+
+def test_features_that_drift_takes_away_are_named(monkeypatch, capsys):
+    moved = [replace(s, target="Gone") if s.name == "siglip_forward" else s for s in SEAMS]
+    monkeypatch.setattr(auditing, "SEAMS", moved)
+    found = audit(["installed"])
+    assert list(found.drift) == ["siglip_forward"]
+    unavailable = {name: state["seams"] for name, state in found.features.items() if state["state"] != "ready"}
+    assert unavailable == {"vision graphs of Gemma 3": ("siglip_forward",)}
+    assert main(["audit"]) == 1
+    assert "without it: vision graphs of Gemma 3" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from bridge_cg_plugin.upstream.registry import SEAMS
 from bridge_cg_plugin.upstream.releases import NEWEST, OLDEST, RELEASES, is_known, minor
-from bridge_cg_plugin.upstream.seams import Found, Seam, drift
+from bridge_cg_plugin.upstream.seams import Feature, Found, Seam, drift
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,6 +124,13 @@ def test_every_seam_is_declared_in_full():
         replaces = seam.touch in ("replaced", "extended", "instance")
         assert (seam.undo == "nothing to undo") <= (not replaces), seam.name
         assert not seam.patched_by or replaces, seam.name
+        assert seam.features, seam.name
+
+
+def test_the_design_has_every_feature():
+    page = (ROOT / "docs/design.md").read_text().partition("| feature | asked for by |")[2].partition("\n\n")[0]
+    named = {name for row in page.splitlines()[2:] for name in re.split("[,;] ", row.split(" | ")[0].strip("| "))}
+    assert named == {feature.value for feature in Feature}
 
 
 def made_up(**changes):

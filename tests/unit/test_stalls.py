@@ -1,41 +1,86 @@
 """A rank that waits for another one: what it says, when it ends, and what does not end it."""
 
 import logging
+import os
+import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from bridge_cg_plugin.announce import warn
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recording import ToldRecording
-from bridge_cg_plugin.upstream.stalls import StallWatch
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream import stall_end
+from bridge_cg_plugin.upstream.environment import STALL_MINUTES, check_process
+from bridge_cg_plugin.upstream.stalls import StallWatch, replay_limit_s
 
 from .mixes import IMAGES
 from .towers import draw, graphs_on, new_tower, results
 
+ROOT = Path(__file__).resolve().parents[2]
+REPLAY = "replay of the forward of vision_encoder"
+
+
+class Device:
+    """Work in the order of its launch; a mark is passed once all work before it was done."""
+
+    def __init__(self):
+        self.launched = self.done = 0
+        self.queries = 0
+
+    def mark(self):
+        return Mark(self)
+
 
 class Mark:
-    def __init__(self):
-        self.passed, self.records = True, 0
+    """A CUDA event: recorded again, it stands for the later point."""
+
+    def __init__(self, device):
+        self.device, self.place = device, 0
 
     def record(self):
-        self.records += 1
+        self.device.launched += 1
+        self.place = self.device.launched
 
     def query(self):
-        return self.passed
+        self.device.queries += 1
+        return self.device.done >= self.place
 
 
 class Rank:
-    """A watch with a clock and a device of the test's own, whose thread does not look by itself."""
+    """A watch with a clock and a device of the test's own; its thread is the test, which looks as often."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, **settings):
         monkeypatch.setattr(StallWatch, "_watch", lambda self: None)
-        self.now, self.mark, self.ended = 0.0, Mark(), []
-        self.watch = StallWatch(self.ended.append, lambda: self.now, lambda: self.mark)
+        self.now, self.device, self.ended = 0.0, Device(), []
+        self.meanwhile = []  # what the training thread does while the watch reads the clock
+        self.watch = StallWatch(self.ended.append, self.clock, self.device.mark, tell=warn, **settings)
+
+    def clock(self):
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return self.now
+
+    def launch(self):
+        self.watch.launched(REPLAY)
+
+    def finish(self):
+        self.device.done = self.device.launched
 
     def look_at(self, now):
-        self.now = now
-        self.watch.look()
+        """Let time pass, with the looks of the thread, and look at the end of it."""
+        while self.now < now:
+            self.now = min(now, self.now + (self.watch.interval_s or 1.0))
+            self.watch.look()
+
+    def sleep(self, seconds):
+        """Let time pass without a look, as for a process that is stopped."""
+        self.now += seconds
 
 
 @pytest.fixture
@@ -46,25 +91,126 @@ def rank(monkeypatch):
 def test_a_replay_that_does_not_end_ends_the_rank(rank):
     with rank.watch.during("step 7, with graphs", 60):
         rank.now = 10
-        rank.watch.launched("replay of the forward of vision_encoder")
-        rank.mark.passed = False
+        rank.launch()
         rank.look_at(69)
         assert not rank.ended
-        rank.look_at(71)
-    (said,) = rank.ended
-    assert "this rank ends in step 7, with graphs: the replay of the forward of vision_encoder has not ended" in said
-    assert "60 s" in said
+        rank.look_at(75)
+        rank.look_at(200)
+    (stall,) = rank.ended
+    assert str(stall).startswith("step 7, with graphs: the replay of the forward of vision_encoder has not ended")
+    assert "60 s" in str(stall)
 
 
 def test_one_that_ended_or_goes_on_being_launched_does_not(rank):
     with rank.watch.during("step 1", 60):
-        rank.watch.launched("replay")
-        rank.look_at(100)  # ended
-        rank.mark.passed = False
-        rank.watch.launched("replay")
-        rank.look_at(150)
-    rank.look_at(500)  # outside a step nothing is known
-    assert not rank.ended and rank.mark.records == 2
+        rank.launch()
+        rank.finish()
+        rank.look_at(100)
+        for begin in range(100, 500, 50):
+            rank.launch()
+            rank.look_at(begin + 50)
+    rank.look_at(1000)  # outside a step nothing is known
+    assert not rank.ended and rank.device.launched == 9
+
+
+def test_a_replay_that_has_ended_is_asked_about_once(rank):
+    """A query from another thread would end a capture of upstream's, which checks all threads."""
+    with rank.watch.during("step 1", 60):
+        rank.launch()
+        rank.finish()
+        rank.look_at(59)
+        assert rank.device.queries == 0
+        rank.look_at(500)
+        assert rank.device.queries == 1
+
+
+def test_a_look_that_overlaps_with_a_launch_ends_nobody(rank):
+    with rank.watch.during("step 1", 600):
+        rank.launch()
+        rank.finish()
+    rank.look_at(900)  # a checkpoint or an evaluation of 15 minutes
+    with rank.watch.during("step 2", 600):
+        rank.meanwhile = [rank.launch]
+        rank.watch.look()
+        assert not rank.meanwhile and not rank.ended
+        rank.finish()
+
+
+def test_a_launch_while_the_mark_is_asked_ends_nobody(rank, monkeypatch):
+    query = Mark.query
+
+    def asked(mark):
+        if rank.device.launched == 1:
+            rank.launch()  # between the decision to ask and the answer
+        return query(mark)
+
+    monkeypatch.setattr(Mark, "query", asked)
+    with rank.watch.during("step 1", 60):
+        rank.launch()
+        rank.finish()
+        rank.look_at(100)
+        assert rank.device.launched == 2 and not rank.ended
+
+
+def test_a_process_that_was_stopped_is_not_ended_for_the_time(rank):
+    """Both ranks were stopped; the other one needs a moment before it comes to its reductions."""
+    with rank.watch.during("step 1", 60):
+        rank.launch()
+        rank.look_at(5)
+        rank.sleep(3600)
+        rank.look_at(rank.now + 10)
+        assert not rank.ended
+        rank.finish()
+        rank.look_at(rank.now + 500)
+    assert not rank.ended
+
+
+def test_a_device_that_failed_is_left_to_the_training_thread(rank, monkeypatch):
+    monkeypatch.setattr(Mark, "query", lambda mark: torch.cuda.current_device())
+    with rank.watch.during("step 1", 60):
+        rank.launch()
+        rank.look_at(500)
+    assert not rank.ended
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_interleaving_ends_a_rank_that_waits_and_no_other(monkeypatch, seed):
+    """Launches fall between any two things that a look does; replays take any time below the limit, or for ever."""
+    draw, limit = random.Random(seed), 60.0
+    rank = Rank(monkeypatch)
+    query = Mark.query
+
+    def asked(mark):
+        if draw.random() < 0.3 and rank.device.done == rank.device.launched:
+            rank.launch()
+            rank.finish()
+        return query(mark)
+
+    monkeypatch.setattr(Mark, "query", asked)
+    for step in range(20):
+        with rank.watch.during(f"step {step}", limit):
+            for _ in range(draw.randrange(4)):
+                if draw.random() < 0.5:
+                    rank.meanwhile = [rank.launch]
+                    rank.watch.look()
+                else:
+                    rank.launch()
+                rank.look_at(rank.now + draw.uniform(0, limit - 1))
+                rank.finish()
+            if draw.random() < 0.2:
+                rank.look_at(rank.now + draw.uniform(0, 5 * limit))
+        draw.choice((rank.sleep, lambda s: rank.look_at(rank.now + s)))(draw.uniform(0, 20 * limit))
+    assert not rank.ended
+    with rank.watch.during("the last step", limit):
+        rank.meanwhile = []
+        rank.launch()
+        begun = rank.now
+        rank.look_at(begun + limit - 1)
+        assert not rank.ended
+        monkeypatch.setattr(Mark, "query", query)
+        rank.look_at(begun + limit + 2 * rank.watch.interval_s)
+    (stall,) = rank.ended
+    assert stall.doing == "the last step"
 
 
 def test_a_long_step_is_named_once_before_the_time_out(rank, caplog):
@@ -77,27 +223,26 @@ def test_a_long_step_is_named_once_before_the_time_out(rank, caplog):
         with rank.watch.during("step 2", 60):
             rank.look_at(119)
     (record,) = caplog.records
-    assert record.getMessage().startswith("[rank 0] this rank has been in step 1 for 31 s")
+    assert record.getMessage().startswith("[rank 0] this rank has been in step 1 for 30 s")
     assert not rank.ended
 
 
 def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog):
     with rank.watch.during("capture"):
-        rank.look_at(1e6)
+        rank.look_at(1e3)
     assert rank.watch._thread is None
     with rank.watch.during("step 3", 60):
         pass
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
-        rank.look_at(1e6 + 31)
+        rank.look_at(1e3 + 31)
     assert "has been in capture for 31 s" in caplog.text
 
 
 def test_its_thread_looks_by_itself():
-    ended, mark = [], Mark()
-    watch = StallWatch(ended.append, mark=lambda: mark)
+    ended, device = [], Device()
+    watch = StallWatch(ended.append, mark=device.mark)
     with watch.during("step 1", 0.2):
         watch.launched("replay")
-        mark.passed = False
         end = time.monotonic() + 10
         while not ended and time.monotonic() < end:
             time.sleep(0.01)
@@ -119,3 +264,112 @@ def test_every_replay_tells(monkeypatch):
         with torch.no_grad():
             model.eval()(*draw(IMAGES))
         assert len(told) == 3 and graphs.statistics().replays == 2
+
+
+# The end
+
+
+SCRIPT = """
+import functools, logging, sys, threading, time
+from types import SimpleNamespace
+logging.basicConfig(stream=sys.stderr)
+from bridge_cg_plugin.upstream import stall_end
+from bridge_cg_plugin.upstream.stalls import StallWatch
+never = SimpleNamespace(record=lambda: None, query=lambda: False)
+watch = StallWatch(functools.partial(stall_end.act, grace_s=GRACE), mark=lambda: never)
+def other_threads_work():
+    time.sleep(60)
+threading.Thread(target=other_threads_work, daemon=True).start()
+def wait_for_the_device():
+    WAIT
+try:
+    with watch.during("step 3", 0.2):
+        watch.launched("replay of the forward of vision_encoder")
+        wait_for_the_device()
+finally:
+    print("training cleaned up", flush=True)
+    AFTER
+"""
+
+
+def ends(wait, grace="60", after="", **environment):
+    """Run a process whose replay never ends; returns it, ended."""
+    script = SCRIPT.replace("GRACE", grace).replace("WAIT", wait).replace("AFTER", after)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+PYTHON = "while True: time.sleep(0.01)"
+BLOCKED = "lock = threading.Lock(); lock.acquire(); lock.acquire()"
+
+
+def test_training_that_can_still_raise_ends_in_order():
+    done = ends(PYTHON)
+    assert done.returncode == 1 and done.stdout == "training cleaned up\n"
+    threads, reason, error = (
+        done.stderr.index(text) for text in ("in other_threads_work", "this rank ends in step 3", "StallError: step 3")
+    )
+    assert threads < reason < error
+    assert "in wait_for_the_device" in done.stderr[:reason]
+
+
+def test_a_process_that_is_still_there_after_the_grace_is_ended():
+    begun = time.monotonic()
+    done = ends(BLOCKED, grace="1")
+    assert done.returncode == stall_end.STALLED == 124
+    assert "in wait_for_the_device" in done.stderr and "this rank ends in step 3" in done.stderr
+    assert "training cleaned up" not in done.stdout and time.monotonic() - begun < 60
+
+
+def test_a_process_whose_logger_is_locked_is_ended_too():
+    """Whoever holds a logger's lock waits for the device: the message cannot be written, the end must come."""
+    done = ends(f"logging.getLogger().handlers[0].acquire(); {BLOCKED}", grace="1")
+    assert done.returncode == stall_end.STALLED
+    assert "in wait_for_the_device" in done.stderr
+
+
+def test_a_process_that_hangs_while_python_ends_is_ended_too():
+    """Threads of Python do not run any more then."""
+    hang = "import ctypes; ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))"
+    done = ends(PYTHON, grace="1", after=hang)
+    assert done.stdout == "training cleaned up\n" and done.returncode != 0
+
+
+def test_a_user_can_keep_the_process():
+    wait = "time.sleep(3); sys.exit(7)"
+    done = ends(wait, **{STALL_MINUTES: "0"})
+    assert done.returncode == 7 and "training cleaned up" in done.stdout
+    assert done.stderr.count("this rank waits in step 3") == 1 and f"{STALL_MINUTES}=0" in done.stderr
+    assert "in wait_for_the_device" in done.stderr
+
+
+@pytest.mark.parametrize("value, limit", [(None, 600.0), ("", 600.0), ("0", 600.0), ("2.5", 150.0), ("60", 3600.0)])
+def test_the_time_can_be_changed(monkeypatch, value, limit):
+    if value is None:
+        monkeypatch.delenv(STALL_MINUTES, raising=False)
+    else:
+        monkeypatch.setenv(STALL_MINUTES, value)
+    assert replay_limit_s(600.0) == limit
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_a_time_that_is_none_is_refused_before_training(monkeypatch, value):
+    monkeypatch.setenv(STALL_MINUTES, value)
+    with pytest.raises(OptionError, match=f"{STALL_MINUTES}.*{value}"):
+        check_process()
+
+
+def test_the_changed_time_is_that_of_replays_alone(monkeypatch, caplog):
+    rank = Rank(monkeypatch, allowed=lambda timeout_s: 10 * timeout_s)
+    with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("step 1", 60):
+        rank.launch()
+        rank.look_at(500)
+        assert not rank.ended
+        rank.look_at(650)
+    assert len(rank.ended) == 1
+    assert "has been in step 1 for 3" in caplog.text and "a collective has waited for 60 s" in caplog.text

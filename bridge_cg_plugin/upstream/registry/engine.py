@@ -1,6 +1,7 @@
 """Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
 
-from ..seams import Seam
+from ..seams import GRAPHS, Feature, Seam
+from .models import QWEN3_VL
 
 CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
@@ -26,6 +27,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the attention part of a layer replays a graph",
+        features=(Feature.LAYER_PARTS, Feature.PACKED),
         undo=DETACHED,
         parameters=("hidden_states", "attention_mask", "context", "rotary_pos_emb", "packed_seq_params"),
     ),
@@ -36,6 +38,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the MLP part of a layer replays a graph",
+        features=(Feature.LAYER_PARTS, Feature.PACKED),
         undo=DETACHED,
         parameters=("hidden_states",),
     ),
@@ -46,6 +49,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the modules whose parameters a layer's region owns",
+        features=(Feature.LAYER_PARTS, Feature.PACKED),
         attributes=("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "layer_number", "config"),
     ),
     Seam(
@@ -55,6 +59,7 @@ SEAMS = (
         kind="class",
         touch="instance",
         purpose="biases are added together with the residual while work is recorded",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RECORDED,
         attributes=("self_attn_bda", "mlp_bda"),
     ),
@@ -65,6 +70,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the bias is added together with the activation while work is recorded",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RECORDED,
         parameters=("hidden_states", "per_token_scale"),
     ),
@@ -75,6 +81,7 @@ SEAMS = (
         kind="class",
         touch="called",
         purpose="attention inside segments given by cu_seqlens",
+        features=(Feature.VISION_QWEN3_VL, Feature.PACKED),
         attributes=("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
     ),
     Seam(
@@ -84,6 +91,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="a replay waits for the parameters that eager's module hooks wait for",
+        features=GRAPHS,
         attributes=("param_to_bucket_group", "remove_forward_pre_hook_handles", "ddp_config"),
     ),
     Seam(
@@ -93,6 +101,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="waits for a bucket of parameters",
+        features=GRAPHS,
         parameters=("skip_next_bucket_dispatch",),
     ),
     Seam(
@@ -102,6 +111,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="tells the reduction of gradients; before the last microbatch it does nothing",
+        features=GRAPHS,
         parameters=("param", "force_all_reduce"),
         uses=("is_last_microbatch", "self.per_param_grad_ready_counts[param] += 1", "is_first_batch"),
     ),
@@ -112,6 +122,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="reductions start in one order on all ranks, whether they replay or not",
+        features=GRAPHS,
         undo=DETACHED,
         parameters=("force_all_reduce",),
     ),
@@ -122,6 +133,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a reduction that waits for another one's turn starts at the latest here",
+        features=GRAPHS,
         undo=DETACHED,
         parameters=("force_all_reduce",),
     ),
@@ -132,6 +144,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="a gradient that is in main_grad already is not added again; nothing else than the reduction needs it",
+        features=GRAPHS,
         uses=("grad_added_to_main_grad", "register_grad_ready", "force_all_reduce"),
     ),
     Seam(
@@ -141,6 +154,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="how parameters are gathered",
+        features=GRAPHS,
         attributes=("align_param_gather", "overlap_param_gather", "overlap_grad_reduce", "use_megatron_fsdp"),
     ),
     Seam(
@@ -150,6 +164,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="bounds the slots: how many microbatches a step has, and the largest one of a schedule of batch sizes",
+        features=(Feature.VISION, Feature.PACKED),
         uses=("_GLOBAL_NUM_MICROBATCHES_CALCULATOR.get()",),
     ),
     Seam(
@@ -159,6 +174,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="one segment attends unpacked while work is recorded",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RECORDED,
         parameters=("query", "key", "value", "attention_mask", "packed_seq_params"),
     ),
@@ -169,6 +185,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="attention of one segment",
+        features=(Feature.VISION_QWEN3_VL,),
         parameters=("qkv_format", "attn_mask_type", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
     ),
     Seam(
@@ -178,6 +195,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
+        features=(Feature.FAST_KERNELS,),
         undo=RECORDED,
         uses=("tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",),
     ),
@@ -188,6 +206,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="recompute of activations notes how the norm's and the product's outputs are made",
+        features=(Feature.OFFLOAD_IN_GRAPHS,),
         undo=RECORDED,
         uses=("ln_out, mu, rsigma = apply_normalization(", "reduce_scatter_out = general_gemm("),
     ),
@@ -198,6 +217,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="what it calls is the plugin's kernel, too",
+        features=(Feature.FAST_KERNELS,),
         undo=RECORDED,
         uses=("layernorm_bwd(dy, x, means, rstdevs, w,",),
     ),
@@ -209,6 +229,7 @@ SEAMS = (
             kind="class",
             touch="instance",
             purpose="weight gradients are added to main_grad inside the GEMM while work is recorded",
+            features=(Feature.VISION_QWEN3_VL, Feature.PACKED, Feature.FULL_ITERATION),
             undo=RECORDED,
             attributes=("fuse_wgrad_accumulation",),
         )
@@ -221,6 +242,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="weight gradients of two streams have a workspace each",
+        features=(Feature.STREAMS,),
         undo=RECORDED,
         parameters=("A", "B", "layout", "out", "bias", "accumulate", "grad", "ub", "extra_output"),
         uses=("get_cublas_workspace(A.device.index, ub is not None, False)",),
@@ -233,6 +255,7 @@ SEAMS = (
             kind="function",
             touch="replaced",
             purpose="weight gradients run on a stream of their own while work is recorded",
+            features=(Feature.STREAMS,),
             undo=RECORDED,
             uses=("dw, db, *_ = general_gemm(x, dy, **wgrad_gemm_kwargs)",),
         )
@@ -248,6 +271,7 @@ SEAMS = (
         kind="value",
         touch="read",
         purpose="a cached choice of kernel that would read the device during a capture is dropped",
+        features=(Feature.VISION_QWEN3_VL, Feature.PACKED, Feature.FULL_ITERATION),
         undo="Transformer Engine chooses again",
     ),
     Seam(
@@ -257,6 +281,7 @@ SEAMS = (
         kind="value",
         touch="read",
         purpose="whether Transformer Engine leaves weights on the device while megatron-core offloads",
+        features=(Feature.CORE_OFFLOAD,),
     ),
     Seam(
         name="offload_marks",
@@ -265,6 +290,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
+        features=(Feature.CORE_OFFLOAD,),
         parameters=("self", "tensor"),
     ),
     Seam(
@@ -274,6 +300,8 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="megatron-core's offloading is told that a microbatch of a language model begins",
+        features=(Feature.CORE_OFFLOAD,),
+        models=QWEN3_VL,
         parameters=("self",),
     ),
 )

@@ -1,6 +1,6 @@
 """Seams of models whose vision tower is Hugging Face's module: Qwen2.5-VL and Gemma 3."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 
 QWEN_VL = "megatron.bridge.models.qwen_vl"
 GEMMA_VL = "megatron.bridge.models.gemma_vl"
@@ -19,6 +19,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the tower is found as `visual`, and its merged embeddings are all that the model reads of its result",
+        features=(Feature.VISION_QWEN25_VL,),
         uses=("self.get_image_features(", ".pooler_output"),
     ),
     Seam(
@@ -28,6 +29,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the tower is found as `vision_tower`",
+        features=(Feature.VISION_GEMMA3,),
         uses=("self.vision_tower =",),
     ),
     Seam(
@@ -37,6 +39,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a whole encoder's microbatch replays a graph, computed as here",
+        features=(Feature.VISION_QWEN25_VL,),
         undo="the end of training and deactivate() take the instance's own forward off",
         parameters=("hidden_states", "grid_thw"),
         uses=(
@@ -56,6 +59,7 @@ SEAMS = (
         kind="class",
         touch="called",
         purpose="the parts that a recorded region runs in place of the encoder's forward",
+        features=(Feature.VISION_QWEN25_VL,),
         attributes=("patch_embed", "rotary_pos_emb", "blocks", "merger", "window_size", "patch_size"),
     ),
     Seam(
@@ -65,6 +69,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the layers, which hand `cu_seqlens` on to attention as they get it",
+        features=(Feature.VISION_QWEN25_VL,),
         parameters=("hidden_states", "cu_seqlens", "position_embeddings"),
         uses=("cu_seqlens=cu_seqlens",),
     ),
@@ -75,6 +80,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="attention takes windows as a tensor while work is recorded; upstream reads them on the host",
+        features=(Feature.VISION_QWEN25_VL,),
         undo="put back when the recording ends",
         parameters=("hidden_states", "cu_seqlens", "position_embeddings"),
         uses=("self.qkv(", "apply_rotary_pos_emb_vision(", "scaling=self.scaling", "self.proj("),
@@ -86,9 +92,9 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a whole encoder's microbatch replays a graph of this function",
+        features=(Feature.VISION_GEMMA3,),
         undo="the end of training and deactivate() take the instance's own forward off",
         parameters=("pixel_values", "interpolate_pos_encoding"),
         uses=("last_hidden_state=last_hidden_state", "pooler_output=pooler_output"),
     ),
 )
-SEAM_NAMES = tuple(entry.name for entry in SEAMS)

@@ -1,6 +1,6 @@
 """Seams of packed-sequence graphs of Mamba-Transformer hybrids."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 from .engine import CORE, DETACHED, RECORDED
 from .training import RESTORED
 
@@ -16,6 +16,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the layers of a packed microbatch of a hybrid replay a graph",
+        features=(Feature.PACKED_HYBRIDS,),
         undo=DETACHED,
         parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
         since=STACK_SINCE,
@@ -27,6 +28,7 @@ SEAMS = (
         kind="class",
         touch="instance",
         purpose="a later pipeline stage takes its input from here, also while it is recorded",
+        features=(Feature.PACKED_HYBRIDS,),
         undo=RECORDED,
         attributes=("layers", "pre_process", "input_tensor", "pg_collection"),
         since=STACK_SINCE,
@@ -38,6 +40,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a Mamba layer of a packed microbatch replays a graph",
+        features=(Feature.PACKED_HYBRIDS,),
         undo=DETACHED,
         parameters=("hidden_states", "packed_seq_params"),
         uses=("self.mixer(",),
@@ -49,6 +52,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="a state stays in its document by every token's number alone; parameters come from the mixer's helper",
+        features=(Feature.PACKED_HYBRIDS,),
         parameters=("zxBCdt", "packed_seq_params"),
         uses=(
             "packed_seq_params.seq_idx",
@@ -62,6 +66,7 @@ SEAMS = (
         kind="class",
         touch="instance",
         purpose="the mixer computes with what stands in for its parameters while work is recorded",
+        features=(Feature.PACKED_HYBRIDS,),
         undo=RECORDED,
         attributes=("dt_bias_cp1", "A_log_cp1", "D_cp1"),
     ),
@@ -72,6 +77,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="where packs are on graphs, a step finds every token's document without waiting for the device",
+        features=(Feature.PACKED_HYBRIDS,),
         undo=RESTORED,
         uses=("self.total_tokens", "self.seq_idx", "repeat_interleave"),
         patched_by="pack_indices",

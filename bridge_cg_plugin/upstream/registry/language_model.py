@@ -1,8 +1,8 @@
 """Seams of language-model graphs: per-layer inputs and the length of sequences."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 from .engine import CORE, LAYER, RECORDED
-from .models import BLOCK, MODELLING
+from .models import BLOCK, MODELLING, QWEN3_VL
 from .training import RESTORED, STEPS
 
 STEP = STEPS[0]
@@ -17,6 +17,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="per-layer graphs of a model with multimodal rotary embedding contain it",
+        features=(Feature.MULTIMODAL_ROTARY,),
         undo=RESTORED,
         parameters=("self", "seq_length", "micro_batch_size"),
         patched_by="language_model",
@@ -28,6 +29,8 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="sequences have the one length that language-model graphs replay",
+        features=(Feature.LANGUAGE_MODEL, Feature.FULL_ITERATION),
+        models=QWEN3_VL,
         undo=RESTORED,
         parameters=("data_iterator", "cfg"),
         patched_by="language_model",
@@ -40,6 +43,8 @@ SEAMS = (
             kind="function",
             touch="called",
             purpose="pads one tensor of a batch to that length",
+            features=(Feature.LANGUAGE_MODEL, Feature.FULL_ITERATION),
+            models=QWEN3_VL,
             parameters=("target_len", "max_cap"),
         )
         for target in ("pad_or_truncate_2d_to_len", "pad_or_truncate_attn_to_len", "pad_or_truncate_pos_to_len")
@@ -51,6 +56,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="a step of a model that takes images runs eager, its language model on graphs",
+        features=(Feature.FULL_ITERATION,),
         undo=RESTORED,
         parameters=("self",),
         uses=("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
@@ -63,6 +69,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the schedule that the wrapper holds, and its warm-up steps",
+        features=(Feature.FULL_ITERATION,),
         parameters=("forward_backward_func", "cuda_graph_warmup_steps"),
         attributes=("forward_backward_func", "cuda_graph_warmup_steps"),
     ),
@@ -73,6 +80,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a microbatch's language model replays a graph",
+        features=(Feature.FULL_ITERATION,),
         undo="the end of training and deactivate() take the instance's own forward off",
         parameters=("decoder_input", "position_ids", "labels", "visual_pos_masks", "deepstack_visual_embeds"),
     ),
@@ -83,6 +91,8 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="megatron-core's activation offloading is told that a microbatch begins, as in GPTModel.forward",
+        features=(Feature.CORE_OFFLOAD,),
+        models=QWEN3_VL,
         undo=RESTORED,
         parameters=("self",),
         patched_by="language_offload",
@@ -94,6 +104,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the modules whose parameters the language model's region owns",
+        features=(Feature.FULL_ITERATION,),
         attributes=("decoder", "embedding", "output_layer", "share_embeddings_and_output_weights"),
     ),
     Seam(
@@ -103,6 +114,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="features of images are added as dense tensors while work is recorded",
+        features=(Feature.FULL_ITERATION,),
         undo=RECORDED,
         parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
     ),
@@ -113,5 +125,6 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="a capture knows the generators that dropout draws from",
+        features=(Feature.PACKED, Feature.FULL_ITERATION),
     ),
 )

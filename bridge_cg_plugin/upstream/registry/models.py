@@ -1,6 +1,6 @@
 """Seams of Bridge's vision-language models: providers, and Qwen3-VL's vision model."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 from .hugging_face import QWEN_VL, TOWER_PROVIDERS
 from .training import RESTORED, VISION_LOOP
 
@@ -11,6 +11,7 @@ PROVIDERS = (
     (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
     *TOWER_PROVIDERS,
 )
+QWEN3_VL = tuple(provider for _, provider in PROVIDERS[:4])
 DROPS_STAGE = PROVIDERS[:2]  # do not tell their model which virtual pipeline stage it is
 MODEL_OF_PROVIDER = "Qwen3VLModel"
 MODELLING = f"{QWEN_VL}.modelling_qwen3_vl"
@@ -29,6 +30,8 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
             kind="function",
             touch="extended",
             purpose=OPTIONS,
+            features=(Feature.OPTIONS,),
+            models=(provider,),
             undo=RESTORED,
             patched_by="provider_fields",
         ),
@@ -39,6 +42,8 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
             kind="value",
             touch="extended",
             purpose=OPTIONS,
+            features=(Feature.OPTIONS,),
+            models=(provider,),
             undo=RESTORED,
             patched_by="provider_fields",
         ),
@@ -49,6 +54,8 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
             kind="class",
             touch="read",
             purpose="the vision encoder's configuration and what the check reads",
+            features=(Feature.VISION,),
+            models=(provider,),
             attributes=("vision_config", "provide", "cuda_graph_warmup_steps", "use_te_rng_tracker"),
         ),
     )
@@ -62,6 +69,8 @@ def _stage(module: str, provider: str) -> Seam:
         kind="function",
         touch="extended",
         purpose="an interleaved pipeline's model chunks know their virtual stage",
+        features=(Feature.PIPELINES,),
+        models=(provider,),
         undo=RESTORED,
         parameters=("pre_process", "post_process", "vp_stage"),
         uses=(f"{MODEL_OF_PROVIDER}(",),
@@ -79,6 +88,8 @@ SEAMS = (
         kind="class",
         touch="called",
         purpose="the model takes the virtual stage that it is of an interleaved pipeline",
+        features=(Feature.PIPELINES,),
+        models=tuple(provider for _, provider in DROPS_STAGE),
         parameters=("vp_stage",),
     ),
     Seam(
@@ -88,6 +99,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="the vision encoder's configuration says that it is on graphs",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("hf_config", "megatron_config"),
         patched_by="qwen3_vl",
@@ -99,6 +111,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="under sequence parallelism the gradients of deepstack features are summed over the ranks",
+        features=(Feature.DEEPSTACK_GRADIENTS,),
         undo=RESTORED,
         parameters=("self", "input_ids", "pixel_values"),
         uses=("deepstack_visual_embeds = deepstack_feature_lists", "tp_size=self.pg_collection.tp.size()"),
@@ -111,6 +124,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="a plain slice of the features, whose backward sums nothing; it gets features that do",
+        features=(Feature.DEEPSTACK_GRADIENTS,),
         undo="put back when the model's forward returns",
         parameters=("visual_pos_masks", "deepstack_visual_embeds", "tp_size", "sequence_parallel"),
         uses=(
@@ -126,6 +140,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="warm-up and eager steps keep attention inside each image",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("self",),
         patched_by="qwen3_vl",
@@ -137,6 +152,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="says no while forward runs, so that upstream's own padding is not used",
+        features=(Feature.VISION_QWEN3_VL,),
         undo="taken off when forward returns",
         parameters=("self",),
         since=VISION_LOOP,
@@ -148,6 +164,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a whole encoder's microbatch replays a graph",
+        features=(Feature.VISION_QWEN3_VL,),
         undo="the end of training and deactivate() take the instance's own forward off",
         parameters=("hidden_states", "grid_thw", "inference_params", "extra_block_kwargs"),
     ),
@@ -158,6 +175,7 @@ SEAMS = (
         kind="class",
         touch="called",
         purpose="the parts that a recorded region runs in place of the encoder's forward",
+        features=(Feature.VISION_QWEN3_VL,),
         attributes=("patch_embed", "pos_embed", "rotary_pos_emb", "decoder", "merger", "config"),
     ),
     Seam(
@@ -167,6 +185,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the layers, with packed segments and rotary angles as arguments",
+        features=(Feature.VISION_QWEN3_VL,),
         parameters=("hidden_states", "attention_mask", "inference_params", "rotary_pos_emb", "packed_seq_params"),
     ),
     Seam(
@@ -176,6 +195,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="layers that become regions of their own; deepstack features are further outputs",
+        features=(Feature.VISION_QWEN3_VL,),
         attributes=("layers", "deepstack_merger_list"),
     ),
     Seam(
@@ -185,6 +205,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="deepstack features are computed on a stream of their own while work is recorded",
+        features=(Feature.STREAMS,),
         undo="put back when the recording ends",
         parameters=("self", "hidden_states"),
     ),
@@ -195,6 +216,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="pixels enter a graph in the type of its weight",
+        features=(Feature.VISION_QWEN3_VL,),
         attributes=("proj",),
     ),
     Seam(
@@ -204,6 +226,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the first call makes the buffer inv_freq",
+        features=(Feature.VISION_QWEN3_VL,),
         parameters=("seqlen",),
         uses=("register_buffer('inv_freq'",),
     ),
@@ -214,6 +237,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="patch, merge and head sizes, and how many layers give deepstack features",
+        features=(Feature.VISION_QWEN3_VL, Feature.FULL_ITERATION),
         attributes=(
             *("spatial_merge_size", "temporal_patch_size", "patch_size", "in_channels", "num_position_embeddings"),
             *("hidden_size", "kv_channels", "deepstack_visual_indexes"),
@@ -226,6 +250,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the vision model, the language model and the provider are found through the model that holds them",
+        features=(Feature.VISION_QWEN3_VL, Feature.FULL_ITERATION),
         attributes=("vision_model", "language_model", "config"),
     ),
     Seam(
@@ -235,6 +260,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="queries and keys are rotated where they are projected while work is recorded",
+        features=(Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
         undo="put back when the recording ends",
         parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
         uses=("get_query_key_value_tensors", "apply_rotary_pos_emb_absolute"),
@@ -246,6 +272,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the projection to queries, keys and values rotates them while work is recorded",
+        features=(Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
         undo="put back when the recording ends",
         parameters=("hidden_states", "key_value_states"),
         uses=("linear_qkv",),
@@ -257,6 +284,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="one kernel in its place while work is recorded",
+        features=(Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
         undo="put back when the recording ends",
         parameters=("t", "freqs", "config", "cu_seqlens"),
     ),

@@ -1,7 +1,7 @@
 """Seams of packed-sequence graphs of the language model."""
 
 from ..releases import RELEASES
-from ..seams import Kind, Seam
+from ..seams import Feature, Kind, Seam
 from .engine import CORE, DETACHED, RECORDED
 from .models import BLOCK as QWEN_BLOCK
 from .training import RESTORED, TRAIN
@@ -33,6 +33,7 @@ SEAMS = (
         kind="class",
         touch="extended",
         purpose="the train loop drives the plugin's graphs of packed sequences where they are asked for",
+        features=(Feature.PACKED,),
         undo=RESTORED,
         parameters=("model", "config", "seq_length", "micro_batch_size", "optimizers"),
         attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
@@ -45,6 +46,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the loop makes the language model's helper, captures after warm-up and needs no more of it",
+        features=(Feature.PACKED,),
         uses=(
             "TECudaGraphHelper(",
             "cuda_graph_helper.graphs_created()",
@@ -58,6 +60,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="replays know how a batch is packed without waiting for the device",
+        features=(Feature.PACKED_ATTENTION, Feature.PACKED_HYBRIDS),
         undo=RESTORED,
         parameters=("data_iterator",),
         patched_by="batches",
@@ -69,6 +72,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the layers of a packed microbatch replay a graph",
+        features=(Feature.PACKED_ATTENTION,),
         undo=DETACHED,
         parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
     ),
@@ -79,6 +83,7 @@ SEAMS = (
         kind="class",
         touch="instance",
         purpose="a later pipeline stage takes its input from here, also while it is recorded",
+        features=(Feature.PACKED_ATTENTION, Feature.PACKED_QWEN3_VL),
         undo=RECORDED,
         attributes=("layers", "pre_process", "input_tensor", "config"),
     ),
@@ -89,6 +94,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the layers of a packed microbatch of Qwen3-VL's language model replay a graph",
+        features=(Feature.PACKED_QWEN3_VL,),
         undo=DETACHED,
         parameters=(
             *("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
@@ -103,6 +109,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="image features are added to every token, zero where there are none, while work is recorded",
+        features=(Feature.PACKED_QWEN3_VL,),
         undo=RECORDED,
         parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
     ),
@@ -113,6 +120,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="layers without graphs of megatron-core's own run their forward",
+        features=(Feature.PACKED,),
         uses=("self.cuda_graphs",),
     ),
     Seam(
@@ -122,6 +130,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the attention that was looked at for packed graphs",
+        features=(Feature.PACKED,),
     ),
     Seam(
         name="packed_norm",
@@ -130,6 +139,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="the norm before the experts is part of the router's graph",
+        features=(Feature.PACKED_EXPERTS,),
         undo=DETACHED,
         parameters=("hidden_states",),
     ),
@@ -140,6 +150,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="a router that leaves no trace replays a graph",
+        features=(Feature.PACKED_EXPERTS,),
         undo=DETACHED,
         parameters=("input", "padding_mask"),
         uses=(
@@ -155,6 +166,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="of a router with losses or statistics the matrix product replays a graph",
+        features=(Feature.PACKED_EXPERTS,),
         undo=DETACHED,
         parameters=("input",),
     ),
@@ -165,6 +177,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="a router's losses count the tokens that are no padding",
+        features=(Feature.PACKED_EXPERTS,),
         parameters=("logits", "padding_mask"),
         uses=("padding_mask.reshape(-1)", "self.apply_z_loss(logits, padding_mask=padding_mask)"),
     ),
@@ -175,6 +188,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="tokens of each expert are counted without padding, while all layers are recorded",
+        features=(Feature.PACKED_EXPERTS,),
         undo=RECORDED,
         parameters=("routing_map", "padding_mask"),
         uses=("self.local_tokens_per_expert += routing_map.sum(dim=0)",),
@@ -186,6 +200,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="passes before a capture log no losses",
+        features=(Feature.PACKED_EXPERTS,),
         since="0.5.1",
     ),
     Seam(
@@ -195,6 +210,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the same in releases before 0.5.1",
+        features=(Feature.PACKED_EXPERTS,),
     ),
     Seam(
         name="packed_route",
@@ -203,6 +219,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the router is called once for what the norm gave",
+        features=(Feature.PACKED_EXPERTS,),
         uses=("self.router",),
     ),
     Seam(
@@ -212,6 +229,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="experts get their tokens by counts that stay on the device, while all layers are recorded",
+        features=(Feature.PACKED_EXPERTS,),
         undo=RECORDED,
         parameters=("hidden_states",),
         uses=(
@@ -227,6 +245,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="what experts compute, and where the router's probability is applied",
+        features=(Feature.PACKED_EXPERTS,),
         parameters=("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
         uses=("self.linear_fc1", "self.linear_fc2", "permuted_probs"),
     ),
@@ -237,6 +256,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the same, where every expert is a module",
+        features=(Feature.PACKED_EXPERTS,),
         uses=("self.local_experts",),
     ),
     Seam(
@@ -246,6 +266,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the function between an expert's linear layers",
+        features=(Feature.PACKED_EXPERTS,),
         parameters=("input", "bias", "weights", "fp8_input_store"),
     ),
     Seam(
@@ -255,6 +276,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the same, gated by quick GELU",
+        features=(Feature.PACKED_EXPERTS,),
         parameters=("input", "bias", "weights", "fp8_input_store", "linear_offset", "clamp_value"),
     ),
     Seam(
@@ -264,6 +286,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="tokens are rotated by angles of their own, where upstream reads the offsets on the host",
+        features=(Feature.PACKED,),
         undo=RECORDED,
         parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
     ),
@@ -274,6 +297,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="which positions upstream gives the tokens of a pack",
+        features=(Feature.PACKED,),
         parameters=("t", "cu_seqlens", "freqs"),
         uses=("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
     ),
@@ -284,6 +308,7 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="the planner reads Bridge's packed files",
+        features=(Feature.PLANNER,),
     ),
     *(
         Seam(
@@ -293,6 +318,8 @@ SEAMS = (
             kind=kind,
             touch="extended",
             purpose=OPTIONS,
+            features=(Feature.OPTIONS,),
+            models=(provider,),
             since=since,
             undo=RESTORED,
             patched_by="provider_fields",

@@ -1,6 +1,6 @@
 """Seams of upstream's scripts/performance, which are in its repository only, and of the overrides that they use."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 
 RESTORED = "deactivate() puts the same object back"
 PARSER, OVERRIDES, UTILITIES = "argument_parser", "utils.overrides", "utils.utils"
@@ -13,6 +13,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="the performance scripts have the graph flags",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         patched_by="performance",
         packaged=False,
@@ -24,6 +25,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="vision graphs keep their random-state tracker when the language model has no graphs",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "cuda_graph_impl", "cuda_graph_scope"),
         patched_by="performance",
@@ -36,6 +38,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graph flags of the performance scripts reach the configuration",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "args"),
         patched_by="performance",
@@ -48,6 +51,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graph flags that the parser did not know, since it was imported before PyTorch, are no Hydra words",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "cli_overrides"),
         patched_by="performance",
@@ -60,6 +64,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graph flags reach the configuration with --use_recipes too",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("config", "args"),
         since="0.6.2",
@@ -73,6 +78,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graph flags among Hydra words, from performance scripts with --use_recipes",
+        features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("config", "cli_overrides"),
         patched_by="performance",

@@ -1,6 +1,6 @@
 """Seams of Bridge's recipe packages, where launchers look recipes up by name."""
 
-from ..seams import Seam
+from ..seams import Feature, Seam
 
 RECIPES = "megatron.bridge.recipes"
 NAMES_BY_TASK = "0.6.2"  # the first release whose recipes of these models the presets derive from
@@ -13,6 +13,7 @@ SEAMS = tuple(
         kind="module",
         touch="extended",
         purpose="presets are found by name where Bridge's own recipes are",
+        features=(Feature.RECIPES,),
         since=NAMES_BY_TASK,
         undo="deactivate() takes the names off",
         patched_by="recipe_names",

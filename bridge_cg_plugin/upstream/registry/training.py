@@ -1,6 +1,6 @@
 """Seams of Bridge's train loop, configuration and batch steps."""
 
-from ..seams import Seam
+from ..seams import GRAPHS, Feature, Seam
 
 TRAIN = "megatron.bridge.training.train"
 CONFIG = "megatron.bridge.training.config"
@@ -10,6 +10,8 @@ STATE = "megatron.bridge.training.state"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
 STEPS = ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "megatron.bridge.training.vlm_step")
 RESTORED = "deactivate() puts the same object back"
+# What a configuration is checked for.
+CHECKED = (*GRAPHS, Feature.LANGUAGE_MODEL, Feature.MULTIMODAL_ROTARY, Feature.CORE_OFFLOAD)
 VISION_LOOP = "0.5.1"  # the first release whose train loop drives vision graphs
 
 SEAMS = (
@@ -20,6 +22,7 @@ SEAMS = (
         kind="class",
         touch="replaced",
         purpose="the train loop drives the plugin's vision graphs",
+        features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("model", "vision_config", "vision_seq_length", "micro_batch_size", "num_microbatches"),
         attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
@@ -33,6 +36,7 @@ SEAMS = (
         kind="function",
         touch="replaced",
         purpose="the log line names the largest bucket",
+        features=(Feature.REPORTS,),
         undo=RESTORED,
         parameters=("vision_config",),
         since=VISION_LOOP,
@@ -45,6 +49,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="a model that holds its encoder under another name than vision_model trains with vision graphs",
+        features=(Feature.VISION_QWEN25_VL, Feature.VISION_GEMMA3),
         undo=RESTORED,
         parameters=("model", "attr", "allow_none", "return_model_obj"),
         since=VISION_LOOP,
@@ -57,6 +62,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="steps are counted; a train loop without vision graphs gets them here",
+        features=(Feature.VISION, Feature.PACKED),
         undo=RESTORED,
         parameters=("model", "global_state"),
         patched_by="train_loop",
@@ -68,6 +74,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graph statistics reach TensorBoard and W&B",
+        features=(Feature.REPORTS,),
         undo=RESTORED,
         parameters=("loss_dict", "global_state"),
         patched_by="train_loop",
@@ -79,6 +86,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="graphs are reported and freed when training ends",
+        features=GRAPHS,
         undo=RESTORED,
         patched_by="train_loop",
     ),
@@ -89,6 +97,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the loop looks these functions up in its module, so replacing them there reaches it",
+        features=GRAPHS,
         uses=("train_step", "training_log(", "_delete_cuda_graphs("),
     ),
     Seam(
@@ -98,6 +107,7 @@ SEAMS = (
         kind="function",
         touch="read",
         purpose="the loop makes the helper, captures after warm-up and needs no more of it",
+        features=(Feature.VISION_QWEN3_VL,),
         uses=(
             "VisionTECudaGraphHelper(",
             "vision_cuda_graph_helper.graphs_created()",
@@ -112,6 +122,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="options that cannot work are refused before the model is built",
+        features=CHECKED,
         undo=RESTORED,
         parameters=("self",),
         patched_by="training_config",
@@ -123,6 +134,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="the check reads these sections",
+        features=CHECKED,
         attributes=("model", "rng", "ddp", "train", "dist"),
     ),
     Seam(
@@ -131,8 +143,19 @@ SEAMS = (
         target="GlobalState",
         kind="class",
         touch="read",
-        purpose="steps, intervals and loggers of a run",
-        attributes=("train_state", "cfg", "tensorboard_logger", "wandb_logger"),
+        purpose="steps and configuration of a run",
+        features=(Feature.VISION, Feature.PACKED, Feature.REPORTS),
+        attributes=("train_state", "cfg"),
+    ),
+    Seam(
+        name="loggers",
+        module=STATE,
+        target="GlobalState",
+        kind="class",
+        touch="read",
+        purpose="where figures are logged",
+        features=(Feature.REPORTS,),
+        attributes=("tensorboard_logger", "wandb_logger"),
     ),
     Seam(
         name="callbacks",
@@ -141,6 +164,7 @@ SEAMS = (
         kind="class",
         touch="called",
         purpose="the main job records steps and evaluations; the plugin itself asks users for no callback",
+        features=(Feature.SCRIPTS,),
         attributes=("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_end"),
     ),
     *(
@@ -150,12 +174,20 @@ SEAMS = (
             target="get_batch_from_iterator",
             kind="function",
             touch="extended",
-            purpose="replays know the images' sizes without waiting for the device",
+            purpose="replays know the images' sizes, and how a batch is packed, without waiting for the device",
+            features=features,
             undo=RESTORED,
             parameters=("data_iterator",),
             patched_by="batches",
         )
-        for module in STEPS
+        for module, features in zip(
+            STEPS,
+            (
+                (Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
+                (Feature.VISION_QWEN25_VL, Feature.VISION_GEMMA3),
+            ),
+            strict=True,
+        )
     ),
     Seam(
         name="visual_inputs",
@@ -164,6 +196,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="a batch carries its grids in these fields",
+        features=(Feature.VISION,),
         attributes=("image_grid_thw", "video_grid_thw"),
     ),
     Seam(
@@ -173,6 +206,7 @@ SEAMS = (
         kind="function",
         touch="instance",
         purpose="training starts on wheels, which ship the helper compiled and cannot compile it",
+        features=(Feature.SCRIPTS,),
         undo="undone when training ends",
     ),
 )

@@ -1,0 +1,47 @@
+"""A command's answer alone on standard output, whatever libraries print."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+
+Tell = Callable[[str], None]
+STDOUT, STDERR = 1, 2
+
+
+@contextmanager
+def answer_alone(lasting: bool = False) -> Iterator[Tell]:
+    """Send to standard error what is printed inside the block, by Python or by C, and print the answer after it.
+
+    An error inside the block leaves standard output empty.
+
+    Args:
+        lasting: Whether standard output stays closed to others after the answer, as libraries print while a process
+            ends.
+
+    Yields:
+        A function that takes a line of the answer.
+    """
+    answer: list[str] = []
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield answer.append
+    finally:
+        _flush()
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+    for line in answer:
+        print(line)
+    sys.stdout.flush()
+    if lasting:
+        os.dup2(STDERR, STDOUT)
+
+
+def _flush() -> None:
+    """Write out what Python and C still hold for standard output."""
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)

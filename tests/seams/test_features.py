@@ -1,0 +1,407 @@
+"""A configuration is refused for broken seams of the features that it asks for, and for no others."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import bridge_cg_plugin
+from bridge_cg_plugin import doctor, plugin
+from bridge_cg_plugin.cli import main
+from bridge_cg_plugin.upstream import states, train_loop, training_config, virtual_stages
+from bridge_cg_plugin.upstream.arguments import arguments_of
+from bridge_cg_plugin.upstream.features import KNOWN_MODELS
+from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams import Feature as F
+from bridge_cg_plugin.upstream.seams import Found, Seam, drift
+from bridge_cg_plugin.upstream.source import SourceReader
+from bridge_cg_plugin.upstream.training_config import check_training_config
+
+from .conftest import is_importable
+
+MODULES = {
+    "Qwen3VLModelProvider": "qwen_vl.qwen3_vl_provider",
+    "Qwen35VLModelProvider": "qwen_vl.qwen35_vl_provider",
+    "Qwen25VLModelProvider": "qwen_vl.qwen25_vl_provider",
+    "Gemma3VLModelProvider": "gemma_vl.gemma3_vl_provider",
+    "GPTModelProvider": "gpt_provider",
+    "MambaModelProvider": "mamba.mamba_provider",
+}
+QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GPT, MAMBA = MODULES
+VISION = {"vision_cuda_graph_impl": "transformer_engine"}
+EXACT = {**VISION, "vision_cuda_graph_kernels": "exact", "vision_cuda_graph_streams": 1}
+PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
+LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
+QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
+ANY_PACKED = {F.OPTIONS, F.PACKED}
+# Configuration -> provider, its fields, the features that these ask for.
+CONFIGURATIONS = {
+    "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, {*QWEN3_VISION, F.FAST_KERNELS, F.STREAMS}),
+    "with exact kernels on one stream": (QWEN3_VL, EXACT, QWEN3_VISION),
+    "of parts of layers": (
+        QWEN3_VL,
+        {**EXACT, "vision_cuda_graph_modules": ["attn"]},
+        {*QWEN3_VISION, F.LAYER_PARTS},
+    ),
+    "that offload": (
+        QWEN3_VL,
+        {**EXACT, "vision_cuda_graph_offload": ["mlp"]},
+        {*QWEN3_VISION, F.OFFLOAD_IN_GRAPHS},
+    ),
+    "in an interleaved pipeline": (
+        QWEN3_VL,
+        {**EXACT, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {*QWEN3_VISION, F.PIPELINES},
+    ),
+    "beside graphs of the language model": (
+        QWEN3_VL,
+        {**EXACT, **LANGUAGE_MODEL},
+        {*QWEN3_VISION, F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY},
+    ),
+    "vision graphs of Qwen3.5-VL": (QWEN35_VL, EXACT, QWEN3_VISION),
+    "vision graphs of Qwen2.5-VL": (QWEN25_VL, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN25_VL}),
+    "vision graphs of Gemma 3": (GEMMA3, VISION, {F.OPTIONS, F.VISION, F.VISION_GEMMA3}),
+    "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
+    "language-model graphs of MLPs": (
+        QWEN3_VL,
+        {**LANGUAGE_MODEL, "cuda_graph_modules": ["mlp"]},
+        {F.LANGUAGE_MODEL},
+    ),
+    "language-model graphs of a GPT model": (GPT, LANGUAGE_MODEL, {F.LANGUAGE_MODEL}),
+    "full iteration": (QWEN3_VL, {"cuda_graph_impl": "full_iteration"}, {F.FULL_ITERATION}),
+    "full iteration of a GPT model": (GPT, {"cuda_graph_impl": "full_iteration"}, set()),
+    "packs of a GPT model": (GPT, PACKED, {*ANY_PACKED, F.PACKED_ATTENTION}),
+    "packs with experts": (
+        GPT,
+        {**PACKED, "cuda_graph_modules": ["attn", "moe_router"], "num_moe_experts": 8},
+        {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_EXPERTS},
+    ),
+    "packs of Qwen3-VL": (QWEN3_VL, PACKED, {*ANY_PACKED, F.PACKED_QWEN3_VL}),
+    "packs of a hybrid": (
+        MAMBA,
+        {**PACKED, "hybrid_layer_pattern": "M*-M", "num_layers": 4},
+        {*ANY_PACKED, F.PACKED_HYBRIDS},
+    ),
+    "offloading by megatron-core": (
+        GPT,
+        {"activation_offload": ["mlp"], "num_moe_experts": 8},
+        {F.OPTIONS, F.CORE_OFFLOAD},
+    ),
+    "no graphs": (QWEN3_VL, {}, set()),
+}
+OLDER_NAMES = {"cuda_graph_modules": "cuda_graph_scope", "hybrid_layer_pattern": "hybrid_override_pattern"}
+SIZES = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+ASKED_BY_NONE = {F.REPORTS, F.RECIPES, F.PERFORMANCE, F.PLANNER, F.SCRIPTS}
+
+
+@functools.cache
+def provider(name):
+    return getattr(importlib.import_module(f"megatron.bridge.models.{MODULES[name]}"), name)
+
+
+def config_of(name, **fields):
+    """Return as much of a configuration as the check reads, for a provider of the installed release."""
+    known = {field.name for field in dataclasses.fields(provider(name))}
+    for new, old in OLDER_NAMES.items():
+        if new in fields and new not in known:
+            fields[old] = fields.pop(new)
+    settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_te_rng_tracker": True, **SIZES, **fields}
+    model = provider(name)(**settings)
+    packed = "cuda_graph_max_packed_seqs" in fields
+    return SimpleNamespace(
+        model=model,
+        dataset=SimpleNamespace(enable_in_batch_packing=packed),
+        rng=SimpleNamespace(te_rng_tracker=True),
+        rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=False),
+        ddp=None,
+    )
+
+
+@pytest.fixture
+def configs(active, monkeypatch):
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    monkeypatch.setattr(training_config, "check_offloading", lambda: None)
+    return {label: config_of(name, **fields) for label, (name, fields, _) in CONFIGURATIONS.items()}
+
+
+@pytest.fixture
+def break_seam(monkeypatch):
+    """Return a function that lets one seam expect what is not there, and compares it as ever."""
+    release, reader = bridge_release(), SourceReader()
+    real = states.installed_states(release)
+
+    def break_one(broken):
+        other = "function" if broken.kind == "class" else "class"
+        wrong = replace(broken, kind=other, target=broken.target or "Absent")
+        found = states.compare(wrong, reader, release)
+        monkeypatch.setattr(states, "installed_states", lambda release: {**real, broken.name: found})
+
+    return break_one
+
+
+def refused(config):
+    try:
+        check_training_config(config)
+    except DriftError as error:
+        return str(error)
+    return ""
+
+
+def test_the_configurations_ask_for_every_feature(configs):
+    assert {f for _, _, asked in CONFIGURATIONS.values() for f in asked} == set(F) - ASKED_BY_NONE
+    assert [label for label, config in configs.items() if refused(config)] == []
+
+
+@pytest.mark.parametrize("broken", SEAMS, ids=lambda s: s.name)
+def test_a_broken_seam_refuses_those_that_use_its_features(configs, broken, break_seam, monkeypatch):
+    if is_importable(broken) and broken.expected_in(bridge_release()):
+        break_seam(broken)
+    state = plugin.seam_states()[broken.name]
+    if state.state != "broken":  # not in this release, or it needs nothing there
+        assert "came with" in state.reason or "needs no patch" in state.reason or not broken.packaged
+        monkeypatch.setattr(training_config, "broken_seams", lambda: {broken.name: "it is gone"})
+    for label, (model, _, asked) in CONFIGURATIONS.items():
+        uses = set(broken.features) & asked and (not broken.models or model in broken.models)
+        reason = refused(configs[label])
+        assert bool(reason) == bool(uses), (label, reason)
+        if uses:
+            assert f"{broken.name}: " in reason and f"megatron-bridge {bridge_release()}" in reason
+            assert any(f"needs {feature}" in reason for feature in set(broken.features) & asked)
+            assert "Set " in reason and "version table" in reason
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("recipe_names", "mamba_mixer", "packed_rotary", "siglip_forward", "windowed_block", "train_log", "loggers"),
+        *("full_iteration", "language_model_rotary", "performance_parser", "packed_files", "callbacks", "vlm_stage"),
+        *("Gemma3VLModelProvider.init", "GPTModelProvider.fields", "offload_marks", "layer_attention"),
+    ],
+)
+def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch, caplog, name):
+    training_config._told.discard(name)
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    for _ in range(2):
+        check_training_config(configs["vision graphs of Qwen3-VL"])
+    (said,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
+    assert f"seam {name} does not fit megatron-bridge {bridge_release()}: it moved" in said
+    assert all(feature in said for feature in seam(name).features)
+
+
+@pytest.mark.parametrize(
+    "name", ["train_step", "train_end", "vision_parts", "rotary_kernel", "packed_segments", "gemm_workspace"]
+)
+def test_seams_of_vision_graphs_refuse_them(configs, monkeypatch, name):
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    with pytest.raises(DriftError, match=f"vision_cuda_graph_.* needs .*{name}: it moved"):
+        check_training_config(configs["vision graphs of Qwen3-VL"])
+
+
+def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
+    broken = {"vision_parts": "A", "layernorm_backward": "B", "gemm_workspace": "C"}
+    monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
+    reason = refused(configs["vision graphs of Qwen3-VL"])
+    for feature, remedy in (
+        ("vision graphs of Qwen3-VL and Qwen3.5-VL", "vision_cuda_graph_impl=none"),
+        ("fast kernels", "vision_cuda_graph_kernels=exact"),
+        ("two streams", "vision_cuda_graph_streams=1"),
+    ):
+        assert f"needs {feature}" in reason and f"Set {remedy}" in reason
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {k: broken[k] for k in list(broken)[1:]})
+    assert refused(configs["with exact kernels on one stream"]) == ""
+
+
+def test_every_seam_serves_features_and_known_models():
+    assert {feature for entry in SEAMS for feature in entry.features} == set(F)
+    for entry in SEAMS:
+        assert entry.features, entry.name
+    assert set(MODULES) <= KNOWN_MODELS
+
+
+def test_a_model_of_a_derived_class_is_known_as_its_base(active, monkeypatch):
+    derived = type("Mine", (provider(GEMMA3),), {})
+    config = config_of(GEMMA3, **VISION)
+    config.model.__class__ = derived
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {"siglip_forward": "it moved"})
+    assert "vision graphs of Gemma 3" in refused(config)
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {"vision_parts": "it moved"})
+    assert refused(config) == ""
+
+
+# Replacements
+
+
+def arguments_of_step(state="state"):
+    """Return the arguments of Bridge's `train_step` as the train loop passes them: by their places."""
+    names = SourceReader().find(seam("train_step")).parameters
+    return [state if name == "global_state" else name for name in names]
+
+
+@pytest.fixture
+def wrapped(active, monkeypatch):
+    """Return a function that wraps Bridge's `train_step` as somebody else does, without saying what is below."""
+    module, calls = active[TRAIN], []
+
+    def wrap():
+        before = module.train_step
+
+        def theirs(*args, **kwargs):
+            calls.append(args)
+            return before(*args, **kwargs)
+
+        monkeypatch.setattr(module, "train_step", theirs)
+        return calls
+
+    yield wrap
+    bridge_cg_plugin.deactivate()
+    monkeypatch.undo()
+    bridge_cg_plugin.activate()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What the plugin does before a step, and upstream's step, which does nothing."""
+    steps = []
+    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda model, state, drives: steps.append((model, state)))
+    return steps
+
+
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+def test_a_wrapper_that_takes_any_arguments_is_wrapped_like_any_function(active, wrapped, counted, monkeypatch, first):
+    module, below = active[TRAIN], []
+    bridge_cg_plugin.deactivate()
+
+    @functools.wraps(module.train_step)
+    def upstreams(*args):
+        below.append(args)
+        return "stepped"
+
+    monkeypatch.setattr(module, "train_step", upstreams)
+    if first == "ours":
+        bridge_cg_plugin.activate()
+    calls = wrapped()
+    bridge_cg_plugin.activate()
+    check_training_config(config_of(QWEN3_VL, **VISION))
+    assert plugin.status()["patches"]["train_step"]["state"] == "active"
+    state = SimpleNamespace(cfg=SimpleNamespace(model=None))
+    taken = arguments_of_step(state)
+    assert module.train_step(*taken) == "stepped"
+    assert counted == [("model", state)] and len(calls) == len(below) == 1
+
+
+def test_a_wrapper_put_in_place_after_the_plugin_is_wrapped_before_training(active, wrapped, counted):
+    """Not even `activate()` is called: checking the configuration does it."""
+    calls = wrapped()
+    assert plugin.status()["patches"]["train_step"]["state"] == "broken"
+    check_training_config(config_of(QWEN3_VL, **VISION))
+    assert plugin.status()["patches"]["train_step"]["state"] == "active" and calls == []
+
+
+def test_a_replacement_that_drops_an_argument_is_drift(active, monkeypatch):
+    monkeypatch.setattr(active[TRAIN], "train_step", lambda step, data, model: None)
+    with pytest.raises(DriftError, match="train_step: .*no longer takes global_state"):
+        check_training_config(config_of(QWEN3_VL, **VISION))
+
+
+@pytest.mark.parametrize("takes_more, fits", [(True, True), (False, False)])
+def test_what_takes_any_argument_takes_those_of_the_seam(takes_more, fits):
+    entry = Seam(name="s", module="m", target="t", kind="function", touch="read", purpose="p", parameters=("a",))
+    assert (drift(entry, Found("function", ("args",), takes_more=takes_more)) == []) is fits
+
+
+def test_a_source_that_lost_a_parameter_is_drift_behind_any_wrapper(configs, wrapped, break_seam):
+    """Somebody's wrapper takes anything; what upstream's function below it takes is read from its source."""
+    wrapped()
+    break_seam(seam("train_step"))
+    assert "train_step: " in refused(configs["vision graphs of Qwen3-VL"])
+
+
+def test_code_that_a_patched_function_must_contain_is_compared_too(configs, monkeypatch):
+    """A patch looks at the signature of the live function alone."""
+    lost = replace(seam("full_iteration"), uses=("self.something_of_old(",))
+    real = states.installed_states(bridge_release())
+    found = states.compare(lost, SourceReader(), bridge_release())
+    monkeypatch.setattr(states, "installed_states", lambda release: {**real, lost.name: found})
+    assert "no longer contains self.something_of_old(" in refused(configs["full iteration"])
+    assert refused(configs["vision graphs of Qwen3-VL"]) == ""
+
+
+def test_arguments_are_found_by_place_and_name():
+    entry = seam("train_step")
+
+    def named(model, *, global_state):
+        pass
+
+    def partly(step, *rest, **named):
+        pass
+
+    assert arguments_of(entry, named)("global_state", ("m",), {"global_state": 3}) == 3
+    assert arguments_of(entry, named)("global_state", ("m", 4), {}) is None
+    find, taken = arguments_of(entry, partly), arguments_of_step()
+    assert find("global_state", tuple(taken), {}) == "state" and find("model", tuple(taken), {}) == "model"
+    assert find("global_state", tuple(taken[:2]), {"global_state": 5}) == 5 and find("model", (), {}) is None
+
+
+def test_a_wrapper_over_a_function_without_source_is_drift():
+    entry = replace(seam("train_step"), module="made_up_upstream")
+    with pytest.raises(DriftError, match=r"made_up_upstream.train_step .* where model, global_state stands"):
+        arguments_of(entry, lambda *args: None)
+
+
+@pytest.mark.parametrize("call", ["place", "name"])
+def test_a_wrapped_provide_still_tells_its_stage(active, call):
+    patch = virtual_stages.PATCHES[0]
+    owner, built = active[patch.module], []
+    given = inspect.signature(inspect.unwrap(getattr(owner, QWEN3_VL).provide)).parameters
+    model = owner.Qwen3VLModel
+    owner.Qwen3VLModel = lambda **kwargs: built.append(kwargs)
+    try:
+        provide = patch.make(lambda *args, **kwargs: owner.Qwen3VLModel())
+        places = {"self": None, "pre_process": True, "post_process": False, "vp_stage": 1}
+        if call == "place":
+            provide(*(places[name] for name in given))
+        else:
+            provide(None, vp_stage=1)
+    finally:
+        owner.Qwen3VLModel = model
+    assert built == [{"vp_stage": 1}]
+
+
+def test_a_wrapper_of_the_encoders_forward_hides_no_padding(active):
+    """Upstream's own padding below somebody's wrapper must be switched off as well."""
+    from bridge_cg_plugin.upstream import qwen3_vl
+
+    patch = next(p for p in qwen3_vl.PATCHES if p.name == "vision_padding")
+    assert patch.needed(lambda *args, **kwargs: None)
+
+
+# What a person sees
+
+
+def test_doctor_shows_each_feature(active, break_seam, capsys):
+    found = doctor.diagnose(wants_gpu=False)
+    assert {name: f["state"] for name, f in found.features.items()} == dict.fromkeys((f.value for f in F), "ready")
+    break_seam(seam("siglip_forward"))
+    assert main(["doctor", "--no-gpu"]) == 1
+    out = capsys.readouterr().out
+    assert "not available vision graphs of Gemma 3: seam siglip_forward" in out
+    assert "ready         vision graphs of Qwen2.5-VL" in out
+    assert out.index("features\n") < out.index("seams\n")
+    assert "not available: vision graphs of Gemma 3. Runs that ask for one of these are refused, others train" in out
+
+
+def test_doctor_shows_what_works_for_other_models(active, break_seam):
+    break_seam(seam("Gemma3VLModelProvider.init"))
+    found = doctor.diagnose(wants_gpu=False)
+    assert found.features["options of a model's provider"] == {
+        "state": "partly",
+        "seams": ("Gemma3VLModelProvider.init",),
+        "models": ("Gemma3VLModelProvider",),
+    }
+    assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in doctor.render(found)

@@ -1,0 +1,118 @@
+"""Standard output of a `--json` command is one JSON value, whatever else prints, from Python or from C."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge_cg_plugin import audit, cli, doctor, plugin
+from bridge_cg_plugin.options import explain
+from bridge_cg_plugin.planner import command as planner
+from bridge_cg_plugin.report import command as reports
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "docs" / "benchmarks" / "pretrain.jsonl"
+LOUD = """
+import atexit, ctypes, logging, os, sys
+print("LOUD python")
+os.write(1, b"LOUD descriptor\\n")
+ctypes.CDLL(None).puts(b"LOUD C")
+handler = logging.StreamHandler(sys.stdout)
+handler.emit(logging.makeLogRecord({"msg": "LOUD log"}))
+sys.__stdout__.write("LOUD original object\\n")
+atexit.register(print, "LOUD end", file=sys.__stdout__)
+"""
+
+
+def loud(function):
+    """Return a function that prints in every way before it does its work."""
+
+    def printing(*args, **kwargs):
+        print("LOUD python")
+        os.write(1, b"LOUD descriptor\n")
+        ctypes.CDLL(None).puts(b"LOUD C")
+        return function(*args, **kwargs)
+
+    return printing
+
+
+def command_line(*words, **environment):
+    """Run a command in a process of its own; returns (standard output, standard error)."""
+    clean = {name: value for name, value in os.environ.items() if name != plugin.SWITCH}
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_cg_plugin.cli", *words],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text('{"100": 50, "900": 5}')
+    return path
+
+
+@pytest.mark.parametrize(
+    "words, owner, name",
+    [
+        (["doctor", "--no-gpu"], doctor, "diagnose"),
+        (["audit"], audit, "audit"),
+        (["explain", "cuda_graph_impl=none"], explain, "as_json"),
+        (["plan", "packed", "LENGTHS", "--pack-size", "1024"], planner, "read_documents"),
+        (["report", str(RUN)], reports, "read_runs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_only_the_answer_goes_to_standard_output(monkeypatch, capfd, lengths, words, owner, name):
+    found = doctor.Diagnosis() if owner is doctor else None
+    monkeypatch.setattr(owner, name, loud(getattr(owner, name) if found is None else lambda wants_gpu: found))
+    words = [str(lengths) if word == "LENGTHS" else word for word in words]
+    assert cli.main([*words, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert isinstance(json.loads(out), dict)
+    for way in ("python", "descriptor", "C"):
+        assert err.count(f"LOUD {way}\n") == 1 and f"LOUD {way}" not in out
+    print("standard output is the caller's again")
+    os.write(1, b"and the descriptor\n")
+    assert capfd.readouterr().out.splitlines() == ["standard output is the caller's again", "and the descriptor"]
+
+
+def test_a_refused_input_leaves_standard_output_empty(capfd):
+    assert cli.main(["explain", "cuda_graph_impl=sometimes", "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and "cuda_graph_impl" in err
+
+
+def test_an_error_gives_standard_output_back(monkeypatch, capfd):
+    monkeypatch.setattr(audit, "audit", lambda sources: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["audit", "--json"])
+    os.write(1, b"mine\n")
+    assert capfd.readouterr().out == "mine\n"
+
+
+def test_a_module_that_prints_at_import(tmp_path):
+    """In its own process the descriptor stays closed to others: what is printed while it ends is no answer."""
+    recipes = tmp_path / "megatron" / "bridge" / "recipes"
+    recipes.mkdir(parents=True)
+    (recipes.parent / "__init__.py").write_text("")
+    (recipes / "__init__.py").write_text(f"{LOUD}\ndef loud_config():\n    return {{'cuda_graph_impl': 'none'}}\n")
+    out, err = command_line("explain", "loud_config", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert out.count("\n") == 1 and isinstance(json.loads(out), dict)
+    for way in ("python", "descriptor", "C", "log", "original object", "end"):
+        assert err.count(f"LOUD {way}\n") == 1, way
+
+
+def test_doctor_with_the_real_packages():
+    out, _ = command_line("doctor", "--no-gpu", "--json", PYTHONPATH=str(ROOT))
+    assert out.count("\n") == 1
+    assert json.loads(out)["problems"] == []
