@@ -1,7 +1,7 @@
 """All graph options of a model as one typed value, from whatever a user wrote."""
 
 import warnings as python_warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .combinations import check_options
@@ -12,6 +12,7 @@ from .language_model import IMPL, INFERENCE, MODULES, LanguageModelGraphOptions
 from .migration import Migration, language_model_options, module_names
 from .offload import OFFLOAD_FIELDS, OffloadOptions, offload_options
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
+from .precedence import settle
 from .shared_offload import share_offload
 from .sources import Written, collect
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
@@ -62,13 +63,17 @@ def graph_options(*sources: Any) -> GraphOptions:
 def normalize(*sources: Any) -> tuple[GraphOptions, Written]:
     """Return what the sources say, normalized and typed, and what was written; combinations are not checked.
 
+    What a person wrote wins over what a recipe holds: the recipe's value is dropped with a line among the warnings.
+
     Raises:
         OptionError: A value is none that exists, or a deprecated and a new one disagree.
     """
     if len(sources) == 1 and isinstance(sources[0], GraphOptions):
         return sources[0], Written()
-    written = collect(*(Written(as_fields(s)) if isinstance(s, GraphOptions) else s for s in sources))
-    return options_of(written), written
+    collected = collect(*(Written(as_fields(s)) if isinstance(s, GraphOptions) else s for s in sources))
+    written, dropped = settle(collected)
+    options = options_of(written)
+    return replace(options, warnings=(*dropped, *options.warnings)), written
 
 
 def options_of(written: Written) -> GraphOptions:

@@ -66,6 +66,29 @@ MIGRATIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class DeprecatedScope:
+    """What a word of the old scope means.
+
+    Attributes:
+        migration: Its row of the migration table.
+        beside: Implementations that may stand beside it; "none" keeps graphs off.
+        inference_scope: The inference scope that it means.
+    """
+
+    migration: Migration
+    beside: tuple[Implementation, ...]
+    inference_scope: InferenceCudaGraphScope
+
+
+DEPRECATED_SCOPES = {
+    "full_iteration": DeprecatedScope(
+        _FULL_ITERATION, ("none", "local", "full_iteration"), InferenceCudaGraphScope.none
+    ),
+    "full_iteration_inference": DeprecatedScope(_INFERENCE, ("none", "local"), InferenceCudaGraphScope.block),
+}
+
+
 def check_deprecated_beside_new(
     deprecated: tuple[str, ...], impl: Implementation | None, inference_scope: InferenceCudaGraphScope | None
 ) -> None:
@@ -78,21 +101,14 @@ def check_deprecated_beside_new(
         raise OptionError(SCOPE, ",".join(deprecated), " or ".join(deprecated), "Keep one of them.")
     if not deprecated:
         return
-    migration, impls, scope = {
-        "full_iteration": (_FULL_ITERATION, ("none", "local", "full_iteration"), InferenceCudaGraphScope.none),
-        "full_iteration_inference": (_INFERENCE, ("none", "local"), InferenceCudaGraphScope.block),
-    }[deprecated[0]]
-    if impl is not None and impl not in impls:
-        raise OptionError(
-            SCOPE, deprecated[0], f"{IMPL} {' or '.join(impls)} beside it, got {IMPL}={impl}", f"Keep {migration.line}."
-        )
-    if inference_scope not in (None, scope):
-        raise OptionError(
-            SCOPE,
-            deprecated[0],
-            f"{INFERENCE}={scope.name} beside it, got {INFERENCE}={inference_scope.name}",
-            f"Keep {migration.line}.",
-        )
+    meaning = DEPRECATED_SCOPES[deprecated[0]]
+    remedy = f"Keep {meaning.migration.line}."
+    if impl is not None and impl not in meaning.beside:
+        allowed = f"{IMPL} {' or '.join(meaning.beside)} beside it, got {IMPL}={impl}"
+        raise OptionError(SCOPE, deprecated[0], allowed, remedy)
+    if inference_scope not in (None, meaning.inference_scope):
+        allowed = f"{INFERENCE}={meaning.inference_scope.name} beside it, got {INFERENCE}={inference_scope.name}"
+        raise OptionError(SCOPE, deprecated[0], allowed, remedy)
 
 
 def language_model_options(
@@ -170,7 +186,7 @@ def _modules(fields: Mapping[str, Any], by_hand: frozenset[str], warnings: list[
 def _migrated(
     name: str, impl: Implementation | None, scope: InferenceCudaGraphScope | None, warnings: list[str]
 ) -> tuple[Implementation, InferenceCudaGraphScope | None]:
-    migration = _FULL_ITERATION if name == "full_iteration" else _INFERENCE
+    migration = DEPRECATED_SCOPES[name].migration
     if impl == "none":
         warnings.append(f"{SCOPE}={name} has no effect: {IMPL}=none keeps graphs off. Write {migration.line} for them")
         return "none", None

@@ -4,11 +4,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..options import GraphOptions, OptionError, check_options, facts_of, normalize
 from ..options.graph_options import warn_once
-from ..options.sources import FIELDS
+from ..options.precedence import settle
+from ..options.sources import FIELDS, Written, collect
 from .graph_fields import apply_options
 
 _TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
@@ -30,21 +32,21 @@ def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] 
     Raises:
         OptionError: A word names nothing, or the options cannot work; says what is nearest or allowed.
     """
-    graph_words = [word for word in words if _is_graph_word(word)]
-    others = [word for word in words if word not in graph_words]
+    of_graphs = graph_words(words)
+    others = [word for word in words if word not in of_graphs]
     for word in others:
         check_word(config, word)
     if others:
         _apply_words(config, others)
     if any(word.startswith("dataset.seq_length=") for word in others):
         _follow_dataset(config, others)
-    if not (flags or graph_words):
+    if not (flags or of_graphs):
         return normalize(config)[0]
     said = set(map(_leaf, others))
     settings = {} if said & set(_TRACKER) else dict.fromkeys(_TRACKER, True)
     if _NAN_CHECK not in said:
         settings[_NAN_CHECK] = False
-    options, written = normalize(config, settings, flags, graph_words)
+    options, written = normalize(config, settings, flags, of_graphs)
     check_options(options, facts_of(written))
     return _apply(options, config)
 
@@ -64,6 +66,26 @@ def apply_flags(config: Any, *sources: Any) -> GraphOptions:
         OptionError: The options cannot work; nothing was set.
     """
     return _apply(normalize(config, *sources)[0], config)
+
+
+def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
+    """Apply graph options to a configuration that Bridge's own overrides have changed already.
+
+    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        before: What it held before Bridge's overrides.
+        written: What a person wrote in these overrides.
+        flags: Fields of the model that flags set; they count as written by the same person.
+
+    Raises:
+        OptionError: The options cannot work; no graph option was set.
+    """
+    together = before.then(written)
+    if flags or settle(together)[0] != together:
+        held = replace(collect(config), fields=before.fields)  # other settings as they are now
+        _apply(normalize(held, written, flags)[0], config)
 
 
 def _apply(options: GraphOptions, config: Any) -> GraphOptions:
@@ -100,6 +122,11 @@ def _nearest(part: str, names: set[str], section: str) -> tuple[str, str]:
     where = f"{section}." if section else ""
     allowed = f"{where}{near[0]}" if near else f"a field of {section or 'the configuration'}"
     return allowed, f"{section or 'The configuration'} has no field {part!r}."
+
+
+def graph_words(words: Sequence[str]) -> list[str]:
+    """Return the Hydra-style words that set graph fields of the model."""
+    return [word for word in words if _is_graph_word(word)]
 
 
 def _is_graph_word(word: str) -> bool:

@@ -15,15 +15,17 @@ from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.upstream import performance, steps
-from bridge_cg_plugin.upstream.graph_fields import read_options
+from bridge_cg_plugin.upstream.graph_fields import apply_options, read_options
 
-from .lookalike import write_lookalike
+from .lookalike import PARSER, write_lookalike
 
 CHECKOUT = os.environ.get("BRIDGE_CG_UPSTREAM", "")
 NAMES = ("argument_parser", "utils", "run_script", "run_recipe", "benchmark_parallelism", "recipe_metadata")
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
+PERMISSIVE = PARSER.replace('"local", "transformer_engine"]', '"local", "transformer_engine", "full_iteration"]')
 BENCHMARK = shlex.split(
     "--domain qwen3vl -m qwen_vl -mr qwen3_vl_30b_a3b --task pretrain -ng 16 -g h100 -c bf16 --max_steps 5"
 )
@@ -96,6 +98,23 @@ def test_upstreams_function_gets_the_final_fields_and_no_flags(scripts, tmp_path
     found = launch(["--cuda_graph_impl", "transformer_engine", "--cuda_graph_scope", "attn"])(recipe)
     assert sys.modules["utils.overrides"].calls == [(None, None)]
     assert found.model.cuda_graph_impl == "transformer_engine" and found.rng.te_rng_tracker is True
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_impl", "cuda_graph_scope"])
+def test_full_iteration_wins_over_a_recipes_modules(scripts, tmp_path, recipe, name):
+    scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
+    apply_options(graph_options("cuda_graph_impl=transformer_engine cuda_graph_modules=attn"), recipe)
+    found = launch([f"--{name}", "full_iteration", "train.train_iters=5"])(recipe)
+    assert read_options(found).language_model == LanguageModelGraphOptions(impl="full_iteration")
+
+
+def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, recipe):
+    scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
+    words = ["--cuda_graph_impl", "full_iteration", "model.cuda_graph_modules=[attn]"]
+    if not hasattr(recipe.model, "cuda_graph_modules"):
+        words[-1] = "model.cuda_graph_scope=[attn]"
+    with pytest.raises(OptionError, match="cuda_graph_modules='attn'"):
+        launch(words)(recipe)
 
 
 def test_upstreams_function_keeps_the_tracker_for_vision_graphs_only(scripts, tmp_path, recipe):

@@ -60,7 +60,12 @@ LANGUAGE_MODEL = (
         "`full_iteration` with modules",
         "One graph holds the whole step, so there are no parts to choose",
         lambda o, f: _full(o) and o.language_model.modules,
-        lambda o, f: (MODULES, _names(o), f"empty with {IMPL}=full_iteration", "Remove the modules."),
+        lambda o, f: (
+            MODULES,
+            _names(o),
+            f"empty with {IMPL}=full_iteration",
+            f"Remove the modules, or write {IMPL}=transformer_engine with them.",
+        ),
     ),
     Combination(
         "modules with `cuda_graph_impl=none`",

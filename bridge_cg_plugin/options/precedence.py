@@ -1,0 +1,102 @@
+"""What a person wrote wins over what a recipe holds, where the two contradict each other."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .language_model import IMPL, INFERENCE, MODULES, SCOPE, normalize_cuda_graph_modules, normalize_implementation
+from .migration import DEPRECATED_SCOPES, SWITCHES, module_names
+from .sources import Written
+from .values import is_unset, parse_capacities, parse_flag, whole_number
+from .vision import PROVIDER_FIELDS
+
+BUCKETS, LONGEST = PROVIDER_FIELDS["buckets"], PROVIDER_FIELDS["max_seq_length"]
+
+
+def settle(written: Written) -> tuple[Written, tuple[str, ...]]:
+    """Drop values of a recipe that contradict what a person wrote.
+
+    Two values that a person wrote are left as they are: the checks that follow refuse them.
+
+    Returns:
+        The fields without what was dropped, and one line for each value that was lost.
+
+    Raises:
+        OptionError: A value is none that exists.
+    """
+    lines: list[str] = []
+    for rule in (_modules_beside_an_implementation, _implementation_beside_a_scope, _vision_capacities):
+        changes = rule(written, lines)
+        kept = {name: value for name, value in written.fields.items() if name not in changes}
+        changed = {name: value for name, value in changes.items() if value is not None}
+        written = replace(written, fields={**kept, **changed})
+    return written, tuple(lines)
+
+
+def _line(lost: str, cause: str, why: str) -> str:
+    return f"{lost} of the recipe is dropped: {cause}, as written, {why}"
+
+
+def _implementation(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the field that chooses an implementation, and the implementation."""
+    for name, target in SWITCHES.items():
+        if not is_unset(fields.get(name)) and parse_flag(name, fields[name]):
+            return f"{name}=true", target
+    if is_unset(fields.get(IMPL)):
+        return None
+    impl = normalize_implementation(fields[IMPL])
+    return f"{IMPL}={impl}", impl
+
+
+def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dict[str, Any]:
+    """An implementation was written: a recipe's modules that it does not have are dropped, old words too."""
+    chosen = _implementation({name: value for name, value in written.fields.items() if name in written.by_hand})
+    if chosen is None or not written.by_hand.isdisjoint((MODULES, SCOPE)):
+        return {}
+    cause, impl = chosen
+    changes: dict[str, Any] = {}
+    for name in (MODULES, SCOPE):
+        held = normalize_cuda_graph_modules(written.fields.get(name), name)
+        modules = module_names(held.modules)
+        lost = [word for word in held.deprecated if word != impl]
+        if impl == "full_iteration":
+            lost, modules = [*modules, *lost], []
+        if lost:
+            why = "has no modules" if impl == "full_iteration" else "chooses another implementation"
+            lines.append(_line(f"{name}={','.join(lost)}", cause, why))
+            changes[name] = modules
+    return changes
+
+
+def _implementation_beside_a_scope(written: Written, lines: list[str]) -> dict[str, Any]:
+    """A word of the old scope that chooses an implementation was written: a recipe's implementation is dropped."""
+    if not written.by_hand.isdisjoint((IMPL, *SWITCHES)):
+        return {}
+    for name in (MODULES, SCOPE):
+        if name not in written.by_hand:
+            continue
+        for word in normalize_cuda_graph_modules(written.fields.get(name), name).deprecated:
+            held = _implementation(written.fields)
+            if held is not None and held[1] not in DEPRECATED_SCOPES[word].beside:
+                lines.append(_line(held[0], f"{name}={word}", "chooses another implementation"))
+            idle = () if INFERENCE in written.by_hand else (INFERENCE,)
+            return dict.fromkeys((IMPL, *SWITCHES, *idle))
+    return {}
+
+
+def _vision_capacities(written: Written, lines: list[str]) -> dict[str, Any]:
+    """Buckets were written, or the longest: a recipe's value of the other is dropped where it does not fit."""
+    by_hand = written.by_hand.intersection((BUCKETS, LONGEST))
+    given = [written.fields.get(name) for name in (BUCKETS, LONGEST)]
+    if len(by_hand) != 1 or any(map(is_unset, given)):
+        return {}
+    buckets, longest = parse_capacities(BUCKETS, given[0]), whole_number(1)(LONGEST, given[1])
+    if isinstance(buckets, str) or buckets[-1] <= longest:
+        return {}
+    if BUCKETS in by_hand:
+        cause = f"{BUCKETS}={','.join(map(str, buckets))}"
+        lines.append(_line(f"{LONGEST}={longest}", cause, "reaches beyond it"))
+        return {LONGEST: None}
+    lost = [str(capacity) for capacity in buckets if capacity > longest]
+    lines.append(_line(f"{BUCKETS}={','.join(lost)}", f"{LONGEST}={longest}", "is smaller"))
+    return {BUCKETS: list(buckets[: -len(lost)]) or None}

@@ -1,0 +1,180 @@
+"""A user's graph options over a recipe's, by every way that they reach a configuration of Bridge."""
+
+import copy
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_plugin.cli import main as bridge_cg
+from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
+from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options.flags import take_flags
+from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
+from bridge_cg_plugin.upstream import recipes
+from bridge_cg_plugin.upstream.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.overrides import apply_overrides
+
+FULL = LanguageModelGraphOptions(impl="full_iteration")
+
+
+@pytest.fixture
+def recipe(active):
+    """A configuration of a language model, without graphs."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    from examples.photographs.training import Run, training_config
+
+    config = training_config(Run())
+    config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)
+    config.rng.te_rng_tracker = config.model.use_te_rng_tracker = False
+    config.rerun_state_machine.check_for_nan_in_loss = True
+    return config
+
+
+@pytest.fixture
+def with_modules(recipe):
+    apply_options(graph_options("cuda_graph_impl=transformer_engine cuda_graph_modules=attn,mlp"), recipe)
+    return recipe
+
+
+def by_flags(config, name, value, tmp_path):
+    apply_overrides(config, {name: value})
+
+
+def by_words(config, name, value, tmp_path):
+    apply_overrides(config, {}, [f"model.{name}={value}"])
+
+
+def by_short_words(config, name, value, tmp_path):
+    apply_overrides(config, {}, [f"{name}={value}", "train.train_iters=5"])
+
+
+def by_bridges_words(config, name, value, tmp_path):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    process_config_with_overrides(config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5"])
+
+
+def by_flags_among_bridges_words(config, name, value, tmp_path):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    process_config_with_overrides(config, cli_overrides=["train.train_iters=5", f"--{name}", value])
+
+
+def by_bridges_yaml(config, name, value, tmp_path):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    path = tmp_path / "overrides.yaml"
+    path.write_text(f"model:\n  {name}: {value}\ntrain:\n  train_iters: 5\n")
+    process_config_with_overrides(config, config_filepath=str(path))
+
+
+WAYS = (by_flags, by_words, by_short_words, by_bridges_words, by_flags_among_bridges_words, by_bridges_yaml)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
+FULL_BOTH = pytest.mark.parametrize("name", [IMPL, SCOPE])
+
+
+def in_own_words(model):
+    """Return what the model says of full iteration, in the words of the installed release."""
+    if describe_release(model).splits_scope:
+        return model.cuda_graph_impl, list(model.cuda_graph_modules)
+    return model.cuda_graph_impl, [getattr(word, "name", word) for word in model.cuda_graph_scope]
+
+
+def check_full_iteration(config):
+    split = describe_release(config.model).splits_scope
+    assert in_own_words(config.model) == (("full_iteration", []) if split else ("local", ["full_iteration"]))
+    assert read_options(config).language_model == FULL
+    assert config.rng.te_rng_tracker is True and config.model.use_te_rng_tracker is True
+    assert config.rerun_state_machine.check_for_nan_in_loss is False
+
+
+@every_way
+@FULL_BOTH
+def test_full_iteration_over_a_recipe_without_graphs(recipe, way, name, tmp_path):
+    way(recipe, name, "full_iteration", tmp_path)
+    if (way, name) in ((by_bridges_words, IMPL), (by_bridges_yaml, IMPL)):  # Bridge's own words, and no contradiction
+        assert read_options(recipe).language_model == FULL
+    else:
+        check_full_iteration(recipe)
+
+
+@every_way
+@FULL_BOTH
+def test_full_iteration_over_a_recipe_with_modules(with_modules, way, name, tmp_path):
+    way(with_modules, name, "full_iteration", tmp_path)
+    check_full_iteration(with_modules)
+
+
+def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("bridge_cg_plugin.options.graph_options"), "_warned", set())
+    with pytest.warns(GraphOptionWarning, match=f"{MODULES}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
+        apply_overrides(with_modules, {IMPL: "full_iteration"})
+    assert len(caught) == 1
+
+
+@every_way
+def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, way, tmp_path):
+    setattr(recipe.model, MODULES if describe_release(recipe.model).splits_scope else SCOPE, ["attn"])
+    way(recipe, IMPL, "transformer_engine", tmp_path)
+    options = read_options(recipe).language_model
+    assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"model.{IMPL}=full_iteration", f"model.{MODULES}=[attn]"],
+        [f"model.{IMPL}=transformer_engine", f"model.{SCOPE}=full_iteration"],
+    ],
+    ids=str,
+)
+def test_a_contradiction_of_the_users_own_is_refused(with_modules, words):
+    before = read_options(with_modules)
+    with pytest.raises(OptionError, match="full_iteration"):
+        apply_overrides(with_modules, {}, words)
+    flags, _ = take_flags([f"--{word.removeprefix('model.')}" for word in words])
+    with pytest.raises(OptionError, match="full_iteration"):
+        apply_overrides(with_modules, flags)
+    assert read_options(with_modules) == before
+
+
+def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_modules):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    words = [f"model.{IMPL}=transformer_engine", f"--{SCOPE}", "full_iteration"]
+    with pytest.raises(OptionError, match=f"{IMPL}=transformer_engine"):
+        process_config_with_overrides(with_modules, cli_overrides=words)
+
+
+def test_bridges_words_that_contradict_nothing_are_bridges_alone(recipe):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    process_config_with_overrides(recipe, cli_overrides=[f"model.{IMPL}=local", "train.train_iters=5"])
+    assert recipe.model.cuda_graph_impl == "local" and recipe.model.use_te_rng_tracker is False
+
+
+@FULL_BOTH
+def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
+    module = SimpleNamespace(some_config=(lambda: copy.deepcopy(with_modules)))
+    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
+    word = f"{name}=full_iteration"
+    words = [word, "rng.te_rng_tracker=true", "rerun_state_machine.check_for_nan_in_loss=false"]
+    assert bridge_cg(["explain", "some_config", *words]) == 0
+    explained = capsys.readouterr().out
+    assert explained == in_words(apply_overrides(with_modules, {}, [word])) + "\n"
+    assert (
+        "one graph of forward and backward of the whole step" in explained and "of the recipe is dropped" in explained
+    )
+
+
+def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_path):
+    from examples.photographs.training import Run, training_config
+
+    for way in WAYS:
+        config = training_config(Run(impl="transformer_engine"))
+        config.model.max_vision_cuda_graph_seq_length = 1024
+        way(config, "vision_cuda_graph_buckets", "[64,2048]", tmp_path)
+        vision = read_options(config).vision
+        assert (vision.buckets, vision.max_seq_length) == ((64, 2048), None), way

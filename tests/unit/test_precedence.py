@@ -1,0 +1,196 @@
+"""What a user writes wins over what a recipe holds; what the user wrote twice in contradiction is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.options import CudaGraphModule, InferenceCudaGraphScope, OptionError, graph_options, normalize
+from bridge_cg_plugin.options.language_model import IMPLEMENTATIONS
+
+M, S = CudaGraphModule, InferenceCudaGraphScope
+FULL_SCOPE = "cuda_graph_scope=full_iteration"
+FULL_IMPL = "cuda_graph_impl=full_iteration"
+
+
+def recipe(**fields):
+    """Return a configuration as a recipe of Bridge 0.6 leaves it."""
+    model = {"cuda_graph_impl": "none", "cuda_graph_modules": None, "cuda_graph_scope": None, **fields}
+    return SimpleNamespace(model=SimpleNamespace(**model))
+
+
+RECIPES = [
+    recipe(),
+    recipe(cuda_graph_modules=["attn", "mlp"]),
+    recipe(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]),
+    recipe(cuda_graph_impl="transformer_engine", cuda_graph_scope=["moe_router", "moe_preprocess"]),
+    recipe(cuda_graph_impl="local", inference_cuda_graph_scope="layer"),
+    recipe(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"]),
+    recipe(cuda_graph_impl="local", cuda_graph_scope=["full_iteration"]),
+    recipe(cuda_graph_impl="full_iteration"),
+    recipe(enable_cuda_graph=True),
+    recipe(external_cuda_graph=True, cuda_graph_modules=["attn"]),
+]
+
+
+@pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
+@pytest.mark.parametrize(
+    "written",
+    [
+        FULL_SCOPE,
+        FULL_IMPL,
+        f"model.{FULL_SCOPE}",
+        ["--cuda-graph-scope", "full_iteration"],
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_modules": "full_iteration"},
+        f"{FULL_IMPL} {FULL_SCOPE}",
+        f"cuda_graph_impl=local {FULL_SCOPE}",
+    ],
+    ids=str,
+)
+def test_full_iteration_of_the_user_is_full_iteration_over_any_recipe(config, written):
+    found = graph_options(config, written).language_model
+    assert (found.impl, found.modules, found.inference_scope) == ("full_iteration", (), S.none)
+
+
+@pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_an_implementation_of_the_user_is_taken_over_any_recipe(config, impl):
+    assert graph_options(config, f"cuda_graph_impl={impl}").language_model.impl == impl
+
+
+@pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
+def test_one_inference_graph_of_the_user_is_taken_over_any_recipe(config):
+    found = graph_options(config, "cuda_graph_scope=full_iteration_inference").language_model
+    assert (found.impl, found.inference_scope) == ("local", S.block)
+
+
+def dropped(config, written):
+    return [text for text in normalize(config, written)[0].warnings if "dropped" in text]
+
+
+def test_dropped_modules_are_announced_in_one_line():
+    config = recipe(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", M.mlp])
+    assert dropped(config, FULL_IMPL) == [
+        "cuda_graph_modules=attn,mlp of the recipe is dropped: cuda_graph_impl=full_iteration, as written, "
+        "has no modules"
+    ]
+
+
+def test_a_dropped_implementation_is_announced_in_one_line():
+    config = recipe(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"])
+    assert dropped(config, FULL_SCOPE) == [
+        "cuda_graph_impl=transformer_engine of the recipe is dropped: cuda_graph_scope=full_iteration, as written, "
+        "chooses another implementation"
+    ]
+
+
+@pytest.mark.parametrize("written", [FULL_SCOPE, FULL_IMPL, "cuda_graph_impl=transformer_engine", "", "slots=1"])
+def test_nothing_is_announced_where_nothing_is_lost(written):
+    assert dropped(recipe(), written) == dropped(recipe(cuda_graph_modules=[]), written) == []
+
+
+def test_modules_stay_beside_an_implementation_that_has_them():
+    config = recipe(cuda_graph_modules=["attn"])
+    found = graph_options(config, "cuda_graph_impl=transformer_engine")
+    assert found.language_model.modules == (M.attn,) and found.warnings == ()
+
+
+def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
+    config = recipe(cuda_graph_impl="local", cuda_graph_scope=["attn", "full_iteration"])
+    found = graph_options(config, "cuda_graph_impl=transformer_engine").language_model
+    assert (found.impl, found.modules) == ("transformer_engine", (M.attn,))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{FULL_IMPL} cuda_graph_modules=attn"],
+        [f"cuda_graph_impl=transformer_engine {FULL_SCOPE}"],
+        [{"cuda_graph_impl": "full_iteration"}, "model.cuda_graph_modules=[attn]"],
+        [{"cuda_graph_scope": "full_iteration"}, "model.cuda_graph_impl=transformer_engine"],
+        [f"{FULL_SCOPE} inference_cuda_graph_scope=block"],
+        ["vision_cuda_graph_impl=transformer_engine vision_cuda_graph_scope=attn vision_cuda_graph_modules=mlp"],
+        [
+            "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=64,128 "
+            "max_vision_cuda_graph_seq_length=64"
+        ],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [None, RECIPES[2]], ids=["alone", "over_a_recipe"])
+def test_a_contradiction_of_the_users_own_is_refused(config, words):
+    with pytest.raises(OptionError, match="allowed is"):
+        graph_options(config, *words)
+
+
+def test_modules_of_the_user_over_full_iteration_name_what_is_missing():
+    """Modules alone do not say which implementation captures them, so none is chosen."""
+    with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
+        graph_options(recipe(cuda_graph_impl="full_iteration"), "cuda_graph_modules=attn")
+
+
+def test_a_saved_configuration_is_a_recipe(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model:\n  _target_: x.Provider\n  cuda_graph_impl: transformer_engine\n  cuda_graph_modules: [attn]\n"
+    )
+    assert graph_options(path, FULL_SCOPE).language_model.impl == "full_iteration"
+
+
+def test_options_that_were_made_before_are_a_recipe():
+    made = graph_options("cuda_graph_impl=transformer_engine cuda_graph_modules=attn")
+    assert graph_options(made, FULL_IMPL).language_model.modules == ()
+
+
+VISION = {"vision_cuda_graph_impl": "transformer_engine"}
+
+
+def test_buckets_of_the_user_reach_beyond_a_recipes_limit():
+    config = recipe(**VISION, max_vision_cuda_graph_seq_length=16384)
+    found = graph_options(config, "vision_cuda_graph_buckets=1024,32768")
+    assert found.vision.buckets == (1024, 32768) and found.vision.max_seq_length is None
+    assert dropped(config, "vision_cuda_graph_buckets=1024,32768") == [
+        "max_vision_cuda_graph_seq_length=16384 of the recipe is dropped: vision_cuda_graph_buckets=1024,32768, "
+        "as written, reaches beyond it"
+    ]
+    assert graph_options(config, "vision_cuda_graph_buckets=1024,16384").vision.max_seq_length == 16384
+
+
+def test_a_limit_of_the_user_drops_a_recipes_larger_buckets():
+    config = recipe(**VISION, vision_cuda_graph_buckets=[1024, 2304, 16384])
+    found = graph_options(config, "max_vision_cuda_graph_seq_length=4096")
+    assert (found.vision.buckets, found.vision.max_seq_length) == ((1024, 2304), 4096)
+    assert dropped(config, "max_vision_cuda_graph_seq_length=4096") == [
+        "vision_cuda_graph_buckets=16384 of the recipe is dropped: max_vision_cuda_graph_seq_length=4096, as written, "
+        "is smaller"
+    ]
+    assert graph_options(config, "max_vision_cuda_graph_seq_length=64").vision.buckets == "auto"
+
+
+@pytest.mark.parametrize("written, modules", [("scope=attn", ("attn",)), ("modules=attn", ("attn",)), ("scope=[]", ())])
+@pytest.mark.parametrize(
+    "held", [{"vision_cuda_graph_modules": ["mlp"]}, {"vision_cuda_graph_scope": ["mlp"]}], ids=str
+)
+def test_vision_modules_of_the_user_replace_a_recipes(held, written, modules):
+    assert graph_options(recipe(**VISION, **held), f"vision_cuda_graph_{written}").vision.modules == modules
+
+
+@given(
+    st.sampled_from(RECIPES),
+    st.sampled_from(["full_iteration", "transformer_engine", "none"]),
+    st.sampled_from([None, "attn", "attn,mlp"]),
+)
+def test_what_was_written_with_its_modules_means_the_same_over_every_recipe(config, impl, modules):
+    words = {"cuda_graph_impl": impl, **({} if modules is None else {"cuda_graph_modules": modules})}
+    try:
+        alone = graph_options(words).language_model
+    except OptionError:
+        with pytest.raises(OptionError):
+            graph_options(config, words)
+        return
+    over = graph_options(config, words).language_model
+    assert over.impl == alone.impl and over.inference_scope == alone.inference_scope
+    if modules is not None:
+        assert over.modules == alone.modules
