@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
 from ..graphs.program import RegionProgram
 from .grids import HostGrids
 
@@ -18,6 +19,10 @@ RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
 class EncoderBatch(Protocol):
     """A microbatch, with what the host knows of its size."""
+
+    @property
+    def pixels(self) -> Tensor:
+        """Patches or images."""
 
     @property
     def tokens(self) -> int:
@@ -46,6 +51,13 @@ class EncoderCall:
 
     batch: Any
     usual: bool
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason to count where no recording can serve the call, None where one may."""
+        if not self.usual:
+            return "call_arguments"
+        return INPUT_GRADIENTS if want_gradients((self.batch.pixels,)) else None
 
 
 @dataclass(frozen=True, slots=True)
