@@ -345,7 +345,7 @@ class VisionGraphs(GraphedModule):
         """The encoder's forward: a replay where possible, eager otherwise.
 
         Raises:
-            BatchError: The pixels do not fit what describes them, or the encoder.
+            BatchError: The pixels do not fit what describes them, or the encoder, and eager refuses them.
         """
         call = self._adapter.read(self.grids, *args, **kwargs)
         eager = partial(self._eager_forward, *args, **kwargs)
@@ -398,7 +398,7 @@ class VisionGraphs(GraphedModule):
             self.family.before_eager((self.model,))
         self._before_eager()
         timing = self._costs.time_eager(call.batch) if call.refusal is None and self._may_time() else None
-        returned = eager()
+        returned = call.run(eager)
         if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
             watch_backward(timing, first)
@@ -409,7 +409,7 @@ class VisionGraphs(GraphedModule):
         if not self.captured:
             if self.failure is not None:
                 self._fallbacks["capture_failed"] += 1
-            else:
+            elif call.misfit is None:
                 self._observe(call.batch)
             return False
         if self._paused or not self.options.whole_encoder:
