@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+
 DIFFERENTIABLE = "decoder_input"
 POSITIONS = "visual_pos_masks"
 DEEPSTACK = "deepstack_visual_embeds"
@@ -47,7 +49,9 @@ class Microbatch:
         same = ours.keys() == theirs.keys() and all(
             (t.shape, t.dtype) == (theirs[name].shape, theirs[name].dtype) for name, t in ours.items()
         )
-        return None if same else "other_shapes"
+        if not same:
+            return "other_shapes"
+        return INPUT_GRADIENTS if want_gradients(self.tensors.values()) else None
 
 
 def read_call(args: tuple, kwargs: Mapping[str, Any]) -> Microbatch | None:

@@ -17,6 +17,7 @@ from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
+from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket
@@ -372,6 +373,8 @@ class PackedGraphs(GraphedModule):
         call = self.family.read(args, kwargs)
         if isinstance(call, str):
             return call
+        if want_gradients((call.angles,)):
+            return INPUT_GRADIENTS
         family = self.family
         batch = pack_batch(
             call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks

@@ -5,9 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
 from ..graphs.program import RegionProgram
+from .batch import BatchError
 from .grids import HostGrids
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
@@ -18,6 +21,10 @@ RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
 class EncoderBatch(Protocol):
     """A microbatch, with what the host knows of its size."""
+
+    @property
+    def pixels(self) -> Tensor:
+        """Patches or images."""
 
     @property
     def tokens(self) -> int:
@@ -40,12 +47,36 @@ class EncoderCall:
     """A call of the encoder's forward.
 
     Attributes:
-        batch: The microbatch, checked.
+        batch: The microbatch.
         usual: Whether everything else about the call is as recordings are made.
+        misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
     """
 
     batch: Any
     usual: bool
+    misfit: str | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason to count where no recording can serve the call, None where one may."""
+        if not self.usual:
+            return "call_arguments"
+        if self.misfit is not None:
+            return "other_batch"
+        return INPUT_GRADIENTS if want_gradients((self.batch.pixels,)) else None
+
+    def run(self, eager: Callable[[], Any]) -> Any:
+        """Return what eager makes of the call.
+
+        Raises:
+            BatchError: The batch is a misfit and eager refuses it.
+        """
+        try:
+            return eager()
+        except Exception as error:
+            if self.misfit is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BatchError(self.misfit) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +119,7 @@ class EncoderAdapter(Protocol):
         """Return what a call of the encoder's forward with these arguments is.
 
         Raises:
-            BatchError: No encoder could take the batch.
+            BatchError: The encoder refuses the batch eager, too.
         """
 
     def run(self, forward: Callable[..., Any], batch: Any) -> Any:

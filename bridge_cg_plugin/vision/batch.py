@@ -1,14 +1,21 @@
 """One microbatch's images and video frames, checked before anything touches them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .grids import Grid, frame_count, largest_frame, token_count
+from .grids import Grid, HostGrids, frame_count, largest_frame, token_count
+
+# Of the grids that encoders take: PyTorch repeats rows by no others.
+GRID_DTYPES = (torch.int32, torch.int64)
 
 
 class BatchError(ValueError):
-    """The pixels and the grid of a microbatch do not fit each other or the encoder."""
+    """The pixels and the grid of a microbatch do not fit each other or the encoder, which refuses them eager, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +84,82 @@ class ImageBatch:
         return ImageBatch(self.pixels.detach().clone(), self.patches)
 
 
-def check_images(batch: ImageBatch, channels: int, side: int) -> None:
-    """Refuse images of another shape than the encoder's.
+def patch_shape(config: Any) -> tuple[int, int, int, int]:
+    """Return channels, frames, height and width of a patch, as a vision configuration says."""
+    return config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
+
+
+def read_patches(
+    grids: HostGrids, pixels: Tensor, grid: Tensor, patch: Sequence[int], device: torch.device
+) -> VisionBatch:
+    """Return the microbatch of a call, its pixels one row a patch as encoders view them; nothing is copied.
+
+    Args:
+        grids: Host copies of grids.
+        pixels: Patches in any shape whose memory can be viewed as `[tokens, *patch]`.
+        grid: `[images, 3]` int32 or int64.
+        patch: Channels, frames, height and width of a patch.
+        device: Where the encoder is.
 
     Raises:
-        BatchError: There is no image, or they are not `[images, channels, side, side]`.
+        BatchError: No encoder takes pixels or a grid of this kind.
     """
-    shape = tuple(batch.pixels.shape)
-    if len(shape) != 4 or shape[0] < 1 or shape[1:] != (channels, side, side):
+    if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.dtype not in GRID_DTYPES:
+        found = f"{grid.dtype} {tuple(grid.shape)}" if isinstance(grid, Tensor) else type(grid).__name__
+        raise BatchError(f"grid_thw is {found}, the encoder takes an int32 or int64 tensor (images, 3)")
+    check_device(pixels, device)
+    if pixels.dim() != 2 or pixels.shape[1] != math.prod(patch):
+        pixels = _as_patches(pixels, patch)
+    return VisionBatch(pixels, grid, grids.lookup(grid))
+
+
+def _as_patches(pixels: Tensor, patch: Sequence[int]) -> Tensor:
+    try:
+        return pixels.view(-1, *patch)
+    except RuntimeError as error:
         raise BatchError(
-            f"pixel_values has shape {shape}, the encoder takes (images, {channels}, {side}, {side}) with at least one "
-            "image; resize images as the model's processor does"
-        )
+            f"pixel_values has shape {tuple(pixels.shape)} and strides {pixels.stride()}, the encoder takes what can "
+            f"be viewed as (tokens, {', '.join(map(str, patch))}); use the model's processor, or call contiguous()"
+        ) from error
 
 
-def check_batch(batch: VisionBatch, merge: int) -> None:
-    """Refuse a microbatch that no encoder could take.
+def check_device(pixels: Tensor, device: torch.device) -> None:
+    """Refuse pixels that are not where the encoder is.
 
     Raises:
-        BatchError: A grid row is not positive, not divisible by the merge size, or the patches disagree with the grid.
+        BatchError: They are not.
     """
+    if pixels.device != device:
+        raise BatchError(f"pixel_values is on {pixels.device}, the encoder on {device}; move it there")
+
+
+def patches_misfit(batch: VisionBatch, merge: int) -> str | None:
+    """Return what is wrong with the grid of a microbatch, None where nothing is.
+
+    A grid row that is not positive, not divisible by the merge size, or patches that disagree with the grid.
+    """
+    if not batch.rows:
+        return "grid_thw describes no image; leave the encoder out of such microbatches"
     for index, (t, h, w) in enumerate(batch.rows):
         if min(t, h, w) < 1:
-            raise BatchError(f"grid_thw[{index}]={(t, h, w)}: frames, height and width must be at least 1")
+            return f"grid_thw[{index}]={(t, h, w)}: frames, height and width must be at least 1"
         if h % merge or w % merge:
-            raise BatchError(
+            return (
                 f"grid_thw[{index}]={(t, h, w)}: height and width must be multiples of spatial_merge_size={merge}; "
                 "resize the image as the model's processor does"
             )
     expected = token_count(batch.rows)
-    if expected != batch.tokens:
-        raise BatchError(
-            f"pixel_values has {batch.tokens} patches, grid_thw describes {expected}: they belong to different images"
-        )
+    if expected == batch.tokens:
+        return None
+    return f"pixel_values has {batch.tokens} patches, grid_thw describes {expected}: they belong to different images"
+
+
+def images_misfit(batch: ImageBatch, channels: int, side: int) -> str | None:
+    """Return how images differ from `[images, channels, side, side]`, None where they do not."""
+    shape = tuple(batch.pixels.shape)
+    if len(shape) == 4 and shape[0] >= 1 and shape[1:] == (channels, side, side):
+        return None
+    return (
+        f"pixel_values has shape {shape}, the encoder takes (images, {channels}, {side}, {side}) with at least one "
+        "image; resize images as the model's processor does"
+    )

@@ -359,12 +359,24 @@ class VisionGraphs(GraphedModule):
         """The encoder's forward: a replay where possible, eager otherwise.
 
         Raises:
-            BatchError: The pixels do not fit what describes them, or the encoder.
+            BatchError: The pixels do not fit what describes them, or the encoder, and eager refuses them.
         """
         call = self._adapter.read(self.grids, *args, **kwargs)
-        if self._exchange is None or not call.usual:
-            return self._encode(call, partial(self._eager_forward, *args, **kwargs))
+        eager = partial(self._eager_forward, *args, **kwargs)
+        if self._exchange is None:
+            return self._encode(call, eager)
+        if call.refusal is not None:
+            return self._encode_here(call, eager)
         return self._adapter.returned(self._exchange.encode(call.batch, self._encode_batch))
+
+    def _encode_here(self, call: EncoderCall, eager: Callable[[], Any]) -> Any:
+        """Encode images that cannot move, after this rank's part in the exchange of the other ranks' images."""
+        needed = self.without_images()
+        returned = self._encode(call, eager)
+        if needed is None:
+            return returned
+        first, *others = self._adapter.outputs(returned)
+        return self._adapter.returned((first + needed.to(first), *others))
 
     def without_images(self) -> Tensor | None:
         """Take part in the exchange of a microbatch in which this rank has no image; see `ImageExchange`."""
@@ -399,8 +411,8 @@ class VisionGraphs(GraphedModule):
         if self.captured:
             self.family.before_eager((self.model,))
         self._before_eager()
-        timing = self._costs.time_eager(call.batch) if self._may_time() else None
-        returned = eager()
+        timing = self._costs.time_eager(call.batch) if call.refusal is None and self._may_time() else None
+        returned = call.run(eager)
         if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
             watch_backward(timing, first)
@@ -411,13 +423,13 @@ class VisionGraphs(GraphedModule):
         if not self.captured:
             if self.failure is not None:
                 self._fallbacks["capture_failed"] += 1
-            else:
+            elif call.misfit is None:
                 self._observe(call.batch)
             return False
         if self._paused or not self.options.whole_encoder:
             return False
-        if not call.usual:
-            self._fallbacks["call_arguments"] += 1
+        if call.refusal is not None:
+            self._fallbacks[call.refusal] += 1
             return False
         return True
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..graphs.program import Bucket, Buffers, RegionProgram, TensorSpec
 from ..graphs.rows import write_rows
 from .adapter import EncoderCall, RecordingKernels
-from .batch import ImageBatch, check_images
+from .batch import BatchError, ImageBatch, check_device, images_misfit
 from .calls import returns_an_object
 from .grids import HostGrids
 
@@ -89,13 +89,18 @@ class SiglipAdapter:
         self._model, self._make_result = model, make_result
         self.unit = patches_of(model)
 
-    def read(self, grids: HostGrids, pixel_values: Tensor, **others: Any) -> EncoderCall:
+    def read(
+        self, grids: HostGrids, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **others: Any
+    ) -> EncoderCall:
         """See `EncoderAdapter`."""
-        batch = ImageBatch(pixel_values, self.unit)
-        usual = returns_an_object(others)
-        if not others.get("interpolate_pos_encoding"):
-            check_images(batch, self._model.config.num_channels, self._model.config.image_size)
-        return EncoderCall(batch, usual)
+        config, batch = self._model.config, ImageBatch(pixel_values, self.unit)
+        misfit = images_misfit(batch, config.num_channels, config.image_size)
+        if misfit is not None and pixel_values.dim() != 4:
+            raise BatchError(misfit)
+        check_device(pixel_values, self._model.embeddings.patch_embedding.weight.device)
+        if interpolate_pos_encoding:
+            return EncoderCall(batch, usual=False)
+        return EncoderCall(batch, returns_an_object(others), misfit)
 
     def run(self, forward: Callable[..., Any], batch: ImageBatch) -> Any:
         """See `EncoderAdapter`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from ..graphs.segments import fill_one_segment, write_offsets
@@ -107,6 +108,8 @@ class AttentionPart(_LayerPart):
 
     def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
         """See `RegionProgram`."""
+        if want_gradients((batch.angles,)):
+            return INPUT_GRADIENTS
         if batch.offsets.shape[0] > bucket.limits[0] + 1:
             return "too_many_frames"
         return super().refuse(batch, bucket)

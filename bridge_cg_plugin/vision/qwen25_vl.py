@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ..graphs.buckets import scanned_limits
 from ..graphs.program import Bucket, Buffers, RegionProgram
 from .adapter import EncoderCall, RecordingKernels
-from .batch import VisionBatch, check_batch
+from .batch import BatchError, VisionBatch, patch_shape, patches_misfit, read_patches
 from .calls import returns_an_object
 from .grid_program import GridProgram
-from .grids import HostGrids
+from .grids import HostGrids, token_count
 from .guard import images, poisoned
 from .kernels.packed_attention import PackedSegments
 from .layout import segment_offsets
@@ -80,14 +80,16 @@ class Qwen25VLAdapter:
 
     def __init__(self, model: nn.Module, make_result: Callable[[Tensor], Any]) -> None:
         self._model, self._make_result = model, make_result
-        self._merge = model.config.spatial_merge_size
+        self._merge, self._patch = model.config.spatial_merge_size, patch_shape(model.config)
         self.unit = self._merge**2
 
     def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> EncoderCall:
-        """See `EncoderAdapter`."""
-        batch = VisionBatch(hidden_states, grid_thw, grids.lookup(grid_thw))
-        check_batch(batch, self._merge)
-        return EncoderCall(batch, usual=returns_an_object(others))
+        """See `EncoderAdapter`. With fewer patches than the grid describes, eager reads out of bounds on the device."""
+        batch = read_patches(grids, hidden_states, grid_thw, self._patch, self._model.patch_embed.proj.weight.device)
+        misfit = patches_misfit(batch, self._merge)
+        if token_count(batch.rows) != batch.tokens:
+            raise BatchError(misfit)
+        return EncoderCall(batch, returns_an_object(others), misfit)
 
     def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
         """See `EncoderAdapter`."""

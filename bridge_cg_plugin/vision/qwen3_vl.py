@@ -12,7 +12,7 @@ from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ..graphs.program import Bucket, Buffers
 from ..graphs.side_work import ahead, beside
 from .adapter import EncoderCall, MovableImages, PackSegments, RecordingKernels
-from .batch import VisionBatch, check_batch
+from .batch import VisionBatch, patch_shape, patches_misfit, read_patches
 from .grid_program import GridProgram
 from .grids import HostGrids
 from .guard import images, poisoned
@@ -112,7 +112,7 @@ class Qwen3VLAdapter:
 
     def __init__(self, model: nn.Module, pack_segments: PackSegments) -> None:
         self._model, self._pack_segments = model, pack_segments
-        self._merge = model.config.spatial_merge_size
+        self._merge, self._patch = model.config.spatial_merge_size, patch_shape(model.config)
         self.unit = self._merge**2
 
     def read(
@@ -124,9 +124,9 @@ class Qwen3VLAdapter:
         extra_block_kwargs: dict | None = None,
     ) -> EncoderCall:
         """See `EncoderAdapter`."""
-        batch = VisionBatch(hidden_states, grid_thw, grids.lookup(grid_thw))
-        check_batch(batch, self._merge)
-        return EncoderCall(batch, usual=not (inference_params or extra_block_kwargs))
+        device = self._model.patch_embed.proj.weight.device
+        batch = read_patches(grids, hidden_states, grid_thw, self._patch, device)
+        return EncoderCall(batch, not (inference_params or extra_block_kwargs), patches_misfit(batch, self._merge))
 
     def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
         """See `EncoderAdapter`."""

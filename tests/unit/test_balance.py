@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from .hugging_face_towers import new_qwen25, new_siglip
 from .stages import build_stage, provider_of, train_step
 from .test_rank_training import WIDTH, Model, no_gpu
-from .towers import DEFAULTS, assert_close, new_tower
+from .towers import DEFAULTS, assert_close, draw, loss_of, new_tower
 
 ROW = st.tuples(st.integers(1, 3), st.integers(1, 8), st.integers(1, 8)).map(lambda r: (r[0], 2 * r[1], 2 * r[2]))
 GRIDS = st.lists(st.lists(ROW, max_size=6).map(tuple), min_size=1, max_size=6)
@@ -321,6 +321,34 @@ def test_a_rank_without_images_encodes_those_of_others(tmp_path):
         )
         assert_close(list(found.values()), list(sums.values()), 1e-4)
         assert float(sums["vision_model.patch_embed.proj.weight"].norm()) > 0
+
+
+def encode_with_pixels_that_want_a_gradient(balance):
+    """Encode on two ranks; the first one's pixels require a gradient. Returns both of its gradients and the counts."""
+    rank = distributed.get_rank()
+    model = new_tower()
+    helper = helper_on(model, model, balance)
+    helper.create_cudagraphs()
+    pixels, grid = draw((SMALL, LARGE)[rank], rank)
+    outputs, deepstack = model(pixels.requires_grad_(rank == 0), grid)
+    loss_of([outputs, *deepstack]).backward()
+    exchanged = helper.graphs._exchange
+    moved = exchanged.moved if exchanged is not None else 0
+    gradients = [p.grad for p in model.parameters()]
+    for gradient in gradients:
+        distributed.all_reduce(gradient)
+    return pixels.grad, gradients, moved, dict(helper.graphs.statistics().fallbacks)
+
+
+def encode_twice():
+    return [encode_with_pixels_that_want_a_gradient(balance) for balance in (None, 0.1)]
+
+
+def test_a_rank_that_keeps_its_images_still_encodes_those_of_others(tmp_path):
+    (own, level), (_, other) = run_ranks(2, encode_twice, tmp_path)
+    assert own[3] == level[3] == {"input_gradients": 1} and other[3] == {}
+    assert level[2] == other[2] > 0
+    assert_close([level[0], *level[1]], [own[0], *own[1]], 1e-4)
 
 
 def gather_many(images):

@@ -1,0 +1,14 @@
+"""Inputs for which a recording returns no gradient."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# The reason under which a microbatch is counted whose inputs want a gradient that no recording returns.
+INPUT_GRADIENTS = "input_gradients"
+
+
+def want_gradients(inputs: Iterable[Tensor | None]) -> bool:
+    """Return whether autograd would compute a gradient for one of these inputs now."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)

@@ -1,0 +1,253 @@
+"""Every form of pixels and grid, fed to eager and to graphs: what eager takes, graphs take, and nothing else."""
+
+from contextlib import ExitStack
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.vision.batch import BatchError
+
+from .hugging_face_towers import SIDE, WINDOW_PATCH, draw_images, new_qwen25, new_siglip
+from .test_input_gradients import run_qwen3, run_qwen25
+from .towers import PATCH, assert_close, graphs_on, loss_of, new_tower
+
+GRID = torch.tensor([[1, 4, 6], [2, 2, 2]])
+TOKENS = 32
+TILE = SIDE // 2
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def pixel_forms(width, side):
+    """Return the pixels of `GRID`, and others, in every form."""
+    plain = random(TOKENS, width)
+    return {
+        "plain": plain,
+        "[1, N, C]": plain[None],
+        "[N, 1, C]": plain[:, None],
+        "[1, 1, N, C]": plain[None, None],
+        "[N, 3, T, P, P]": plain.view(TOKENS, 3, 2, side, side),
+        "[1, N, 3, T, P, P]": plain.view(1, TOKENS, 3, 2, side, side),
+        "[N / 2, 2 C]": plain.view(TOKENS // 2, -1),
+        "[2 N, C / 2]": plain.view(TOKENS * 2, -1),
+        "[N C]": plain.view(-1),
+        "channels last": plain.view(TOKENS, 3, 2, side, side).contiguous(memory_format=torch.channels_last_3d),
+        "first columns": random(TOKENS, 2 * width)[:, :width],
+        "every other row": random(2 * TOKENS, width)[::2],
+        "every other column": random(TOKENS, 2 * width)[:, ::2],
+        "transposed": random(width, TOKENS).t(),
+        "one row expanded": random(1, width).expand(TOKENS, width),
+        "cannot be viewed": random(width, 2, TOKENS // 2).permute(2, 1, 0)[:, :, ::1].transpose(0, 1),
+        "fp64": plain.double(),
+        "bf16": plain.bfloat16(),
+        "fp16": plain.half(),
+        "uint8": (plain * 40).abs().byte(),
+        "int32": (plain * 40).int(),
+        "bool": plain > 0,
+        "one patch": random(1, width),
+        "half the patches": random(TOKENS // 2, width),
+        "twice the patches": random(2 * TOKENS, width),
+        "no patch": random(0, width),
+        "no patch [1, 0, C]": random(1, 0, width),
+        "a wider patch": random(TOKENS, width + 1),
+        "a number": torch.tensor(1.0),
+        "on another device": torch.empty(TOKENS, width, device="meta"),
+    }
+
+
+def grid_forms():
+    """Return grids with the patches that they describe, in every form."""
+    forms = {
+        "int32": GRID.int(),
+        "column by column": GRID.t().contiguous().t(),
+        "part of a larger one": torch.cat((GRID, GRID), 1)[:, 3:],
+        **{str(dtype): GRID.to(dtype) for dtype in (torch.int8, torch.uint8, torch.int16, torch.float32, torch.bool)},
+        "[1, n, 3]": GRID[None],
+        "[1, 3, 3]": torch.cat((GRID, torch.tensor([[1, 2, 2]])))[None],
+        "[3]": torch.tensor([1, 4, 8]),
+        "[n, 3, 1]": GRID[:, :, None],
+        "[n, 4]": torch.cat((GRID, torch.ones(2, 1, dtype=torch.int64)), 1),
+        "[n, 2]": GRID[:, :2],
+        "none": None,
+        "a list": GRID.tolist(),
+        "no image": torch.zeros(0, 3, dtype=torch.int64),
+    }
+    for row in ([0, 2, 2], [1, 0, 2], [1, 2, 0], [0, 0, 0], [-1, 2, -2], [1, -2, -2], [0, 3, 3], [1, 3, 2], [1, 1, 4]):
+        forms[f"{row} behind"] = torch.cat((GRID, torch.tensor([row])))
+        forms[f"{row} first"] = torch.cat((torch.tensor([row]), GRID))
+        forms[f"{row} alone"] = torch.tensor([row])
+    return forms
+
+
+def described(grid):
+    """Return the patches of a grid, `TOKENS` where it is none."""
+    if not isinstance(grid, torch.Tensor) or grid.dim() != 2 or grid.shape[1] < 3:
+        return TOKENS
+    return max(int(grid[:, :3].long().prod(1).sum()), 0)
+
+
+def image_forms():
+    images = draw_images(2)
+    return {
+        "plain": (images,),
+        "channels last": (images.contiguous(memory_format=torch.channels_last),),
+        "every other column": (random(2, 3, SIDE, 2 * SIDE)[..., ::2],),
+        "one image expanded": (random(1, 3, SIDE, SIDE).expand(2, -1, -1, -1),),
+        **{str(dtype): (images.to(dtype),) for dtype in (torch.float64, torch.bfloat16, torch.int32)},
+        "uint8": ((images * 40).abs().byte(),),
+        "as many patches": (random(2, 3, TILE, 4 * TILE),),
+        "a border": (random(2, 3, SIDE + 1, SIDE + 9),),
+        "one patch": (random(2, 3, TILE, TILE),),
+        "more patches": (random(2, 3, 2 * SIDE, 2 * SIDE),),
+        "smaller than a patch": (random(2, 3, TILE - 1, TILE),),
+        "no image": (random(0, 3, SIDE, SIDE),),
+        "one dimension less": (images[0],),
+        "[1, N, 3, S, S]": (images[None],),
+        "one channel": (random(2, 1, SIDE, SIDE),),
+        "a number": (torch.tensor(1.0),),
+        "on another device": (torch.empty(2, 3, SIDE, SIDE, device="meta"),),
+        "interpolated": (random(2, 3, 2 * SIDE, SIDE), True),
+        "interpolated to its own size": (images, True),
+        "not interpolated": (images, None),
+    }
+
+
+def run_siglip(model, *arguments):
+    return [model(*arguments, return_dict=True).last_hidden_state]
+
+
+def batches(width, side):
+    """Return every batch of a family whose images have grids, by name."""
+    pixels = {name: (form, GRID) for name, form in pixel_forms(width, side).items()}
+    return pixels | {f"grid {name}": (random(described(g), width), g) for name, g in grid_forms().items()}
+
+
+FAMILIES = {
+    "qwen3-vl": (new_tower, run_qwen3, batches(PATCH, 16), {}),
+    "qwen3.5-vl": (lambda: new_tower(deepstack=False), run_qwen3, batches(PATCH, 16), {}),
+    "qwen2.5-vl": (new_qwen25, run_qwen25, batches(WINDOW_PATCH, 14), {}),
+    "siglip": (new_siglip, run_siglip, image_forms(), {"buckets": (8, 16)}),
+}
+FORMS = [pytest.param(family, name, id=f"{family}: {name}") for family in FAMILIES for name in FAMILIES[family][2]]
+
+
+def tried(model, run, batch):
+    """Return outputs and the parameters' gradients, or the error that the batch ends with."""
+    try:
+        outputs = run(model, *batch)
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        return [o.detach() for o in outputs] + list(torch.autograd.grad(loss_of(outputs), wanted))
+    except Exception as error:
+        return error
+
+
+@cache
+def eager_tower(family):
+    return FAMILIES[family][0]()
+
+
+@cache
+def expected_of(family, name):
+    """Return what the eager tower makes of a batch."""
+    _, run, forms, _ = FAMILIES[family]
+    return tried(eager_tower(family), run, forms[name])
+
+
+@pytest.fixture(scope="module")
+def graphs_of():
+    """Return a function from a family, and whether they are captured, to graphs that its tests share."""
+    with ExitStack() as stack:
+        yield cache(lambda family, capture: stack.enter_context(new_graphs(family, capture)))
+
+
+def new_graphs(family, capture=True):
+    new, _, _, options = FAMILIES[family]
+    return graphs_on(new(), capture=capture, **options)
+
+
+def counts(graphs):
+    statistics = graphs.statistics()
+    return statistics.replays, sum(statistics.fallbacks.values()), statistics.warmup_microbatches
+
+
+def assert_same(found, expected):
+    """Both ended with an error, the one on graphs with a clear one; or both have equal results."""
+    if isinstance(expected, Exception):
+        assert isinstance(found, BatchError), found
+        assert "pixel_values" in str(found) or "grid_thw" in str(found)
+    else:
+        assert not isinstance(found, Exception), found
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["warm-up", "captured"])
+@pytest.mark.parametrize(("family", "name"), FORMS)
+def test_a_batch_is_taken_as_eager_takes_it(graphs_of, family, name, capture):
+    _, run, forms, _ = FAMILIES[family]
+    graphs, expected = graphs_of(family, capture), expected_of(family, name)
+    before = counts(graphs)
+    assert_same(tried(graphs.model, run, forms[name]), expected)
+    if capture and not isinstance(expected, Exception):
+        assert sum(counts(graphs)) == sum(before) + 1
+    before = counts(graphs)
+    assert_same(tried(graphs.model, run, forms["plain"]), expected_of(family, "plain"))
+    assert counts(graphs) == (before[0] + capture, before[1], before[2] + (not capture))
+
+
+REPLAYED = {
+    "plain", "[1, N, C]", "[N, 1, C]", "[1, 1, N, C]", "[N, 3, T, P, P]", "[1, N, 3, T, P, P]", "[N / 2, 2 C]",
+    "[2 N, C / 2]", "[N C]", "fp64", "bf16", "uint8", "grid int32", "first columns", "every other row",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(REPLAYED))
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+def test_forms_that_are_replayed(graphs_of, family, name):
+    _, run, forms, _ = FAMILIES[family]
+    graphs = graphs_of(family, True)
+    before = counts(graphs)
+    run(graphs.model, *forms[name])
+    assert counts(graphs) == (before[0] + 1, *before[1:])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3-vl", "one patch"), ("qwen2.5-vl", "grid [0, 2, 2] behind"), ("siglip", "as many patches")],
+)
+def test_unusual_batches_that_eager_takes_are_counted_and_planned_for_by_nobody(family, name):
+    _, run, forms, _ = FAMILIES[family]
+    with new_graphs(family, capture=False) as graphs:
+        run(graphs.model, *forms[name])
+        assert counts(graphs) == (0, 0, 0)
+        graphs.capture()
+        run(graphs.model, *forms[name])
+        assert graphs.statistics().fallbacks == {"other_batch": 1}
+
+
+def test_memory_that_runs_out_is_no_wrong_batch(monkeypatch):
+    def full(*unused):
+        raise torch.OutOfMemoryError("made to fail")
+
+    with new_graphs("qwen3-vl") as graphs:
+        monkeypatch.setattr(type(graphs.model), "fast_pos_embed_interpolate", full)
+        with pytest.raises(torch.OutOfMemoryError, match="made to fail"):
+            graphs.model(*FAMILIES["qwen3-vl"][2]["one patch"])
+
+
+side = st.integers(-1, 6)
+rows = st.lists(st.tuples(st.integers(-1, 3), side, side).map(list), max_size=3)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(["qwen3-vl", "qwen2.5-vl"]), rows, st.sampled_from([0, 0, 0, -4, -1, 1, 4]), st.booleans())
+def test_any_batch_is_taken_as_eager_takes_it(graphs_of, family, rows, more, capture):
+    _, run, _, _ = FAMILIES[family]
+    grid = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    pixels = random(max(described(grid) + more, 0), PATCH if family == "qwen3-vl" else WINDOW_PATCH)
+    expected = tried(eager_tower(family), run, (pixels, grid))
+    assert_same(tried(graphs_of(family, capture).model, run, (pixels, grid)), expected)

@@ -1,0 +1,144 @@
+"""Inputs whose gradient no graph returns: such a microbatch runs eager, counted, with eager's gradient."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.inputs import INPUT_GRADIENTS
+from bridge_cg_plugin.language.microbatch import Microbatch
+
+from . import packs
+from .hugging_face_towers import SIDE, draw_images, draw_windows, new_qwen25, new_siglip
+from .mixes import IMAGES
+from .towers import assert_close, draw, graphs_on, loss_of, new_tower
+
+PATCHES = (SIDE // 14) ** 2
+
+
+def run_qwen3(model, pixels, grid):
+    hidden, deepstack = model(pixels, grid)
+    return [hidden, *deepstack]
+
+
+def run_qwen25(model, pixels, grid):
+    return [model(pixels, grid_thw=grid, return_dict=True).pooler_output]
+
+
+def run_siglip(model, pixels):
+    return [model(pixels, return_dict=True).last_hidden_state]
+
+
+FAMILIES = {
+    "qwen3-vl": (new_tower, run_qwen3, lambda: draw(IMAGES), {}),
+    "qwen3.5-vl": (lambda: new_tower(deepstack=False), run_qwen3, lambda: draw(IMAGES), {}),
+    "qwen2.5-vl": (new_qwen25, run_qwen25, lambda: draw_windows(IMAGES), {}),
+    "siglip": (new_siglip, run_siglip, lambda: (draw_images(2),), {"buckets": (2 * PATCHES, 4 * PATCHES)}),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def trained(model, run, batch):
+    """Return outputs, the pixels' gradient and the parameters'."""
+    pixels = batch[0].clone().requires_grad_()
+    outputs = run(model, pixels, *batch[1:])
+    wanted = [pixels, *(p for p in model.parameters() if p.requires_grad)]
+    return [*outputs, *torch.autograd.grad(loss_of(outputs), wanted)]
+
+
+@every_family
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_pixels_get_eagers_gradient(family, frozen):
+    new, run, batch, options = FAMILIES[family]
+    model = new().requires_grad_(not frozen)
+    expected = trained(model, run, batch())
+    with graphs_on(model, **options) as graphs:
+        assert_close(trained(model, run, batch()), expected, 0.0)
+        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: 1}
+        assert graphs.statistics().replays == 0
+
+
+@every_family
+def test_without_gradients_such_pixels_are_replayed(family):
+    new, run, batch, options = FAMILIES[family]
+    model = new().eval()
+    pixels, *others = batch()
+    with graphs_on(model.train(), **options) as graphs, torch.no_grad():
+        model.eval()
+        run(model, pixels.requires_grad_(), *others)
+        assert graphs.statistics().fallbacks == {}
+        assert graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids="".join)
+def test_parts_of_layers_replay_and_hand_the_pixels_gradient_on(modules):
+    model = new_tower()
+    expected = trained(model, run_qwen3, draw(IMAGES))
+    with graphs_on(model, modules=modules) as graphs:
+        assert_close(trained(model, run_qwen3, draw(IMAGES)), expected)
+        assert graphs.statistics().replays == len(model.decoder.layers)
+        assert graphs.statistics().fallbacks == {}
+
+
+def angle_gradient(model):
+    """Return outputs and the gradient of the frequencies that the rotary angles are made from."""
+    frequencies = model.rotary_pos_emb.inv_freq.requires_grad_()
+    outputs = run_qwen3(model, *draw(IMAGES))
+    return [*outputs, *torch.autograd.grad(loss_of(outputs), [frequencies])]
+
+
+def test_rotary_angles_of_a_layers_attention_get_eagers_gradient():
+    model = new_tower()
+    expected = angle_gradient(model)
+    with graphs_on(model, modules=("attn",)) as graphs:
+        assert_close(angle_gradient(model), expected, 0.0)
+        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: len(model.decoder.layers)}
+        with torch.no_grad():
+            run_qwen3(model.eval(), *draw(IMAGES))
+        assert graphs.statistics().replays == len(model.decoder.layers)
+
+
+@contextmanager
+def angles_want_gradients(decoder):
+    """Let the decoder be called with rotary angles that require a gradient; yields those angles."""
+    seen = []
+
+    def want(module, args, kwargs):
+        seen.append(kwargs["rotary_pos_emb"].detach().clone().requires_grad_())
+        return args, {**kwargs, "rotary_pos_emb": seen[-1]}
+
+    handle = decoder.register_forward_pre_hook(want, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def packed_results(model):
+    with angles_want_gradients(model.decoder) as angles:
+        losses = model(**packs.pack((120, 150)))
+        weights = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)
+        wanted = [*angles, *model.parameters()]
+        return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), wanted)]
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=["whole", "attn", "mlp"])
+def test_rotary_angles_of_packed_layers_get_eagers_gradient(modules):
+    model = packs.new_model()
+    expected = packed_results(model)
+    with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_modules=modules) as graphs:
+        assert_close(packed_results(model), expected, 0.0)
+        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: 1}
+        assert graphs.statistics().replays == 0
+        packs.losses_and_gradients(model, packs.pack((120, 150)))
+        assert graphs.statistics().replays > 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_language_models_other_tensors_get_eagers_gradient(grad):
+    hidden, mask = torch.zeros(8, 1, 4), torch.ones(1, 8)
+    recorded = Microbatch(hidden, None, (), {"loss_mask": mask}, {})
+    call = Microbatch(hidden.requires_grad_(), None, (), {"loss_mask": mask.clone().requires_grad_()}, {})
+    with torch.set_grad_enabled(grad):
+        assert call.fits(recorded) == (INPUT_GRADIENTS if grad else None)
+        assert recorded.fits(recorded) is None
