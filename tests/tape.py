@@ -26,11 +26,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        alias = {result.alias_info is not None and result.alias_info.is_write for result in func._schema.returns}
-        views = all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not func._schema.returns or not views:
+        aliases = [result.alias_info for result in func._schema.returns]
+        if not aliases or not all(alias is not None and not alias.is_write for alias in aliases):  # no mere view
             places = [(t, t.data_ptr()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self._calls.append((func, args, kwargs, () if alias == {True} else tree_leaves(made), places))
+            in_place = bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
+            self._calls.append((func, args, kwargs, [] if in_place else tree_leaves(made), places))
         return made
 
     @no_grad()
@@ -41,7 +41,7 @@ class Tape(TorchDispatchMode):
                 if tensor.data_ptr() != address:
                     raise MemoryMoved(f"{func} was recorded at {address:#x}, its tensor is at {tensor.data_ptr():#x}")
             fresh = func(*args, **kwargs)
-            for old, new in zip(made, tree_leaves(fresh), strict=bool(made)):
+            for old, new in zip(made, tree_leaves(fresh) if made else (), strict=True):
                 if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -50,6 +50,7 @@ class TapeRecording:
     """A forward and a backward on tape."""
 
     def __init__(self, body) -> None:
+        self._body = body
         self._forward, self._backward, self._gradients = Tape(), Tape(), None
         with self._forward:
             self.outputs = body.forward()

@@ -1,32 +1,16 @@
 """Products of rows with the weights of the experts that they belong to.
 
-On a GPU they are the plugin's kernels, which read nothing on the host. Elsewhere, for the reference executor, the same
-products expert by expert.
+On a GPU they are the plugin's kernels. Elsewhere, for executors without one, every expert multiplies all rows and keeps
+its own. Neither reads anything on the host.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import device
 from .tables import Tables, table_of_slices
-
-
-@dataclass(frozen=True, slots=True)
-class Expert:
-    """Rows of one expert, on the host."""
-
-    number: int
-    first: int
-    end: int
-
-    @property
-    def rows(self) -> slice:
-        """Its rows."""
-        return slice(self.first, self.end)
 
 
 def multiply(
@@ -49,11 +33,11 @@ def multiply(
         from . import kernels
 
         return kernels.multiply(x, tokens, tables.of(weights), weights[0].shape, bounds, transposed)
-    count = x.shape[0] if tokens is None else tokens.shape[0]
-    out = x.new_zeros(count, weights[0].shape[1 if transposed else 0])
-    for expert in _experts(bounds):
-        weight = weights[expert.number]
-        out[expert.rows] = _taken(x, tokens, expert) @ (weight if transposed else weight.T)
+    rows = _taken(x, tokens)
+    owners = _owners(rows, bounds)
+    out = x.new_zeros(rows.shape[0], weights[0].shape[1 if transposed else 0])
+    for number, weight in enumerate(weights):
+        out = torch.where(owners == number, rows @ (weight if transposed else weight.T), out)
     return out
 
 
@@ -82,8 +66,8 @@ def add_weight_gradients(
 
         kernels.weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds, tables.of(sums), add=True)
         return
-    for expert in _experts(bounds):
-        sums[expert.number].add_(_taken(gradient, gradient_tokens, expert).T @ _taken(x, x_tokens, expert))
+    for each, product in zip(sums, _weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds), strict=True):
+        each.add_(product)
 
 
 def new_weight_gradients(
@@ -99,10 +83,7 @@ def new_weight_gradients(
         table = table_of_slices(stacked)
         kernels.weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds, table, add=False)
         return stacked.unbind(0)
-    stacked = x.new_zeros(shape)
-    for expert in _experts(bounds):
-        stacked[expert.number] = _taken(gradient, gradient_tokens, expert).T @ _taken(x, x_tokens, expert)
-    return stacked.unbind(0)
+    return _weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds)
 
 
 def combine(values: Tensor, places: Tensor) -> Tensor:
@@ -123,11 +104,20 @@ def combine(values: Tensor, places: Tensor) -> Tensor:
     return total.to(values.dtype)
 
 
-def _experts(bounds: Tensor) -> Iterator[Expert]:
-    for number, (first, end) in enumerate(pairwise(bounds.tolist())):
-        if end > first:
-            yield Expert(number, first, end)
+def _weight_gradients(
+    gradient: Tensor, gradient_tokens: Tensor | None, x: Tensor, x_tokens: Tensor | None, bounds: Tensor
+) -> tuple[Tensor, ...]:
+    sides = _taken(gradient, gradient_tokens), _taken(x, x_tokens)
+    owners = _owners(sides[0], bounds)
+    own = ([torch.where(owners == number, side, 0) for side in sides] for number in range(bounds.shape[0] - 1))
+    return tuple(outputs.T @ inputs for outputs, inputs in own)
 
 
-def _taken(x: Tensor, tokens: Tensor | None, expert: Expert) -> Tensor:
-    return x[expert.rows] if tokens is None else x[tokens[expert.rows]]
+def _owners(rows: Tensor, bounds: Tensor) -> Tensor:
+    """Return every row's expert, `[rows, 1]`; behind the last bound a number that no expert has."""
+    places = torch.arange(rows.shape[0], dtype=bounds.dtype, device=rows.device)
+    return torch.searchsorted(bounds[1:].contiguous(), places, right=True)[:, None]
+
+
+def _taken(x: Tensor, tokens: Tensor | None) -> Tensor:
+    return x if tokens is None else x[tokens]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import device
 
@@ -49,15 +50,18 @@ def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> Rows:
         return Rows(*row_kernels.find_rows(routing_map, used, top_k))
     count, experts = routing_map.shape
     chosen = routing_map & (torch.arange(count) < used)[:, None]
-    expert, token = chosen.T.nonzero(as_tuple=True)
-    rows = torch.arange(len(token), dtype=torch.int32)
-    rows_of = torch.full((count, experts), -1, dtype=torch.int32)
-    rows_of[token, expert] = rows
-    tokens, entries = torch.zeros(2, count * top_k, dtype=torch.int32)
-    tokens[: len(token)] = token
-    entries[: len(token)] = token * experts + expert
-    bounds = torch.zeros(experts + 1, dtype=torch.int32)
-    bounds[1:] = chosen.sum(0).cumsum(0)
+    by_expert = chosen.T.reshape(-1)
+    numbers = by_expert.cumsum(0).to(torch.int32) - 1
+    rows_of = torch.where(chosen, numbers.view(experts, count).T, -1)
+    # What is not chosen goes into one place more than there are rows.
+    places = torch.where(by_expert, numbers, count * top_k).long()
+    token = torch.arange(count, dtype=torch.int32).repeat(experts)
+    expert = torch.arange(experts, dtype=torch.int32).repeat_interleave(count)
+    tokens, entries = (
+        torch.zeros(count * top_k + 1, dtype=torch.int32).scatter(0, places, values)[:-1]
+        for values in (token, token * experts + expert)
+    )
+    bounds = functional.pad(chosen.sum(0).cumsum(0), (1, 0)).to(torch.int32)
     behind = torch.where(rows_of >= 0, rows_of, count * top_k).sort(dim=1).values[:, :top_k]
     return Rows(bounds, tokens, entries, torch.where(behind < count * top_k, behind, -1), rows_of)
 

@@ -106,13 +106,13 @@ def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, gr
     assert torch.cuda.memory_reserved() - before < 0.05 * largest
 
 
-def test_parameters_on_another_address_fall_back(tower_module, model, grads, graphs_of):
+def test_parameters_on_another_address_are_recorded_anew(tower_module, model, grads, graphs_of):
     helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(1, 28, 28)], model)
     parameter = model.patch_embed.proj.weight
     parameter.data = parameter.data.clone()
     assert usable(tower_module, model, batch)
-    assert helper.graphs.statistics().fallbacks == {"parameters_changed": 1}
+    assert helper.graphs.statistics().replays > 0 and not helper.graphs.statistics().fallbacks
 
 
 def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs_of):

@@ -19,10 +19,11 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
 from examples.photographs.tower import start_single_process
 from scripts.performance.language_model import held
+
+from ..executors import new_executor
 
 bridge_cg_plugin.activate()
 
@@ -264,7 +265,7 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, *
     for name, value in values.items():
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper(
-        [model], model.config, num_microbatches=num_microbatches, executor=executor or ReferenceExecutor()
+        [model], model.config, num_microbatches=num_microbatches, executor=executor or new_executor()
     )
     (graphs,) = [chunk.graphs for chunk in helper.chunks]
     try:

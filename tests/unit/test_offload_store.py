@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload import never_offload
@@ -18,6 +17,7 @@ from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER, derive, rewrite
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.offload.store import ActivationStore
+from tests.executors import new_executor
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, token
     if transfers is not None:
         offloading._transfers = transfers
     region = Region(
-        program or SaverProgram(Saver()), ReferenceExecutor(), [Bucket(t) for t in tokens], slots, offloading=offloading
+        program or SaverProgram(Saver()), new_executor(), [Bucket(t) for t in tokens], slots, offloading=offloading
     )
     region.capture()
     return region, offloading
@@ -80,6 +80,7 @@ def test_outputs_and_gradients_are_those_of_eager_to_the_bit(transfers):
     assert region.statistics.pinned_bytes == offloading.pinned_bytes
 
 
+@pytest.mark.reference_executor
 def test_tensors_come_back_with_their_dtypes_strides_offsets_and_aliases():
     region, _ = saver_region(transfers=LateTransfers())
     model = region.program.model
@@ -89,6 +90,7 @@ def test_tensors_come_back_with_their_dtypes_strides_offsets_and_aliases():
     assert model.log["returned"].groups == model.log["saved"].groups
 
 
+@pytest.mark.reference_executor
 def test_what_shares_memory_is_copied_once():
     transfers = LateTransfers()
     region, offloading = saver_region(transfers=transfers)
@@ -209,6 +211,7 @@ class Squares(nn.Module):
         return made.sin() * x.cos()
 
 
+@pytest.mark.reference_executor
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_can_be_made_again_is_made_again(in_place):
     region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())

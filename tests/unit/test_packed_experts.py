@@ -87,6 +87,7 @@ def test_documents_do_not_see_each_other():
     assert not torch.allclose(first[:, 90:220], second[:, 90:220])
 
 
+@pytest.mark.reference_executor
 def test_padding_goes_to_no_expert(monkeypatch):
     from bridge_cg_plugin.upstream import packed_experts
 

@@ -6,10 +6,11 @@ from functools import cache
 import torch
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
 from examples.photographs.tower import build_tower
+
+from ..executors import new_executor
 
 bridge_cg_plugin.activate()
 
@@ -53,7 +54,7 @@ def graphs_on(model, capture: bool = True, executor=None, **options):
         model,
         model.config,
         options=VisionGraphOptions(**{**DEFAULTS, **options}),
-        executor=executor or ReferenceExecutor(),
+        executor=executor or new_executor(),
     )
     try:
         if capture:

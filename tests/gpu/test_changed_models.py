@@ -1,0 +1,219 @@
+"""A tower that changes under its graphs, on a GPU; `tests/unit/test_changed_models.py` has the rest on a CPU."""
+
+import gc
+
+import pytest
+import torch
+
+from .lora import add_lora
+
+ONE, MIXED = [(1, 28, 28)], [[(1, 28, 28)], [(2, 12, 16), (1, 20, 20)], [(1, 40, 44)], [(1, 30, 24), (1, 4, 6)]]
+BUCKETS = (768, 1024, 1792, 2048)
+STEPS = 20
+LORA = ("linear_qkv", "linear_proj", "linear_fc2")
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+def adapters(model):
+    """Give a tower adapters; returns what switches them off."""
+    from megatron.bridge.peft.lora import LoRA
+
+    add_lora(model, LORA)
+    return LoRA().disable_adapter
+
+
+def equal(actual, expected) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_adapters_switched_off_get_graphs_of_their_own(tower_module, model, graphs_of, evaluation):
+    off = adapters(model)
+    batch = tower_module.make_batch(ONE, model)
+    helper = graphs_of(buckets=(1024,), slots=1)
+    model.train(not evaluation)
+    with torch.no_grad():
+        for _ in range(3):
+            outputs = tower_module.forward(model, batch)
+            with off(model):
+                without = tower_module.forward(model, batch)
+            with helper.graphs.paused():
+                assert equal(outputs, tower_module.forward(model, batch))
+                with off(model):
+                    assert equal(without, tower_module.forward(model, batch))
+            assert not equal(outputs, without)
+    statistics = helper.graphs.statistics()
+    assert statistics.fallbacks["model_changed"] == 1
+    assert statistics.replays == (5 if evaluation else 4), statistics.fallbacks
+
+
+def preference_loop(tower_module, model, off, steps: int) -> list[float]:
+    """Train adapters as DPO does: a policy pass, a reference pass with adapters off, then the backward."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-3)
+    losses = []
+    for step in range(steps):
+        batch = tower_module.make_batch(MIXED[step % len(MIXED)], model, seed=step)
+        policy = tower_module.forward(model, batch)
+        with torch.no_grad(), off(model):
+            reference = tower_module.forward(model, batch)
+        scores = [
+            ((p.float() - r.float()) * g.float()).mean()
+            for p, r, g in zip(policy, reference, batch.gradients, strict=True)
+        ]
+        loss = -torch.nn.functional.logsigmoid(10.0 * sum(scores))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_preference_loop_equals_eager(deterministic, tower_module, graphs_of, model):
+    eager = tower_module.build_tower(layers=4)
+    torch.manual_seed(1)
+    off = adapters(eager)
+    expected = preference_loop(tower_module, eager, off, STEPS)
+    del eager
+    torch.manual_seed(1)
+    off = adapters(model)
+    helper = graphs_of(buckets=BUCKETS, slots=1)
+    losses = preference_loop(tower_module, model, off, STEPS)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    statistics = helper.graphs.statistics()
+    print(f"preference loop: losses {losses[0]:.6f} to {losses[-1]:.6f}, bit-equal: {losses == expected}, {worst:.1e}")
+    print("preference loop:", statistics.replays, dict(statistics.fallbacks))
+    assert losses[0] != losses[-1] and losses == expected
+    assert statistics.fallbacks == {"model_changed": 1} and statistics.replays == 2 * STEPS - 1
+
+
+class Buffers:
+    """Parameters and gradients in two flat buffers, as megatron-core's data parallelism keeps them."""
+
+    def __init__(self, model) -> None:
+        self.parameters = list(model.parameters())
+        sizes = [p.numel() for p in self.parameters]
+        self.weights = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cuda")
+        self.gradients = torch.zeros(sum(sizes), device="cuda")
+        parts = zip(self.parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
+        for parameter, weight, gradient in parts:
+            weight.view_as(parameter).copy_(parameter.detach())
+            parameter.data = weight.view_as(parameter)
+            parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
+
+    def move(self) -> list[torch.Tensor]:
+        """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
+
+        Returns:
+            Tensors of somebody else that took the freed memory in between, full of sevens.
+        """
+        canaries = []
+        for flat in (self.weights, self.gradients):
+            storage, host = flat.untyped_storage(), flat.cpu()
+            size, before = storage.nbytes(), flat.data_ptr()
+            storage.resize_(0)
+            canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
+            storage.resize_(size)
+            flat.copy_(host)
+            assert flat.data_ptr() != before
+        return canaries
+
+
+def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, graphs_of):
+    def train(moves: bool):
+        model = tower_module.build_tower(layers=4)
+        buffers, grads = Buffers(model), tower_module.MainGrads.__new__(tower_module.MainGrads)
+        grads.parameters, grads._accumulators = buffers.parameters, []
+        grads.attach()
+        helper = new_helper(model, buckets=BUCKETS)
+        losses, canaries = [], []
+        for step in range(STEPS):
+            batch = tower_module.make_batch(MIXED[step % len(MIXED)], model, seed=step)
+            outputs = tower_module.forward(model, batch)
+            loss = sum((o.float() * g.float()).mean() for o, g in zip(outputs, batch.gradients, strict=True))
+            loss.backward()
+            losses.append(loss.item())
+            buffers.weights.add_(buffers.gradients, alpha=-0.3)
+            buffers.gradients.zero_()
+            assert all((canary == 7).all() for canary in canaries)
+            canaries = buffers.move() if moves else []
+        statistics = helper.graphs.statistics()
+        helper.delete_cuda_graphs()
+        return losses, statistics
+
+    expected, _ = train(moves=False)
+    losses, statistics = train(moves=True)
+    seconds = statistics.capture_seconds
+    print(f"buffers moved: losses {losses[0]:.6f} to {losses[-1]:.6f}, captured in {seconds:.1f} s in all")
+    assert losses == expected and losses[0] != losses[-1]
+    assert statistics.replays == STEPS and not statistics.fallbacks
+
+
+def new_helper(model, **options):
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+
+    settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
+    helper = VisionTECudaGraphHelper(model, model.config, options=settings)
+    helper.create_cudagraphs()
+    return helper
+
+
+def test_a_users_hook_on_a_parameter_sees_the_gradient(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=(1024,), kernels="exact")
+    batch, seen = tower_module.make_batch(ONE, model), []
+    weight = model.decoder.layers[1].mlp.linear_fc1.weight
+    weight.register_hook(lambda g: (seen.append(g.float().clone()), 0.5 * g)[1])
+    found = []
+    for _ in range(3):
+        grads.zero()
+        tower_module.step(model, batch)
+        found.append(weight.main_grad.clone())
+    assert helper.graphs.statistics().fallbacks == {"parameter_hooks": 1}
+    for gradient, main_grad in zip(seen, found, strict=True):
+        assert gradient.norm() > 0
+        assert tower_module.largest_relative([gradient], seen[:1]) <= 3e-2
+        assert tower_module.largest_relative([main_grad], [0.5 * gradient]) <= 1e-2
+
+
+def test_autocast_outside_is_followed(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=(1024,))
+    batch = tower_module.make_batch(ONE, model)
+    for autocast in (True, True, False, True):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            outputs = tower_module.forward(model, batch)
+            with helper.graphs.paused(), torch.no_grad():
+                assert equal(outputs, tower_module.forward(model, batch))
+        torch.autograd.backward(outputs, batch.gradients)
+    assert helper.graphs.statistics().fallbacks == {"autocast_changed": 1}
+
+
+def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module, graphs_of, model):
+    weights = sum(p.nbytes for p in model.parameters())
+    helper = graphs_of(buckets=(256, 320, 384, 448, 512), slots=2, exact_below=0, evaluation=False, streams=1)
+    statistics = helper.graphs.statistics()
+    recordings = len(helper.graphs._regions[0].sources.current.recordings)
+    print(f"{recordings} recordings: {statistics.memory_bytes / weights:.2f} times the weights")
+    assert recordings >= 10 and statistics.gradient_bytes == weights
+    assert statistics.memory_bytes < 3 * weights
+    batch = tower_module.make_batch([(1, 16, 18)], model)
+    outputs = tower_module.step(model, batch)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with helper.graphs.paused():
+        assert equal([o.detach() for o in outputs], [o.detach() for o in tower_module.step(model, batch)])
+    assert tower_module.largest_relative(found, [p.grad for p in model.parameters()]) <= 3e-2
+    gc.collect()
+
+
+def test_pixels_with_a_leading_dimension_of_one(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=(1024,))
+    batch = tower_module.make_batch(ONE, model)
+    outputs = tower_module.step(model, batch)
+    leading = type(batch)(batch.pixels[None], batch.grid, batch.gradients, batch.rows)
+    assert equal(tower_module.step(model, leading), outputs)
+    assert not helper.graphs.statistics().fallbacks or helper.graphs.statistics().replays == 1

@@ -1,0 +1,33 @@
+"""Tests of what is captured run under both executors that need no GPU; see `tests/tape.py`."""
+
+import pytest
+
+from ..executors import KINDS, choose
+
+# The reference executor runs a model's Python in every replay, the tape runs none, as a graph.
+BOTH = (
+    "test_encoders",
+    "test_offload_store",
+    "test_packed",
+    "test_packed_experts",
+    "test_packed_hybrid",
+    "test_packed_offload",
+    "test_vision",
+    "test_vision_gradients",
+    "test_vision_lifecycle",
+    "test_vision_offload",
+)
+
+
+def pytest_generate_tests(metafunc):
+    alone = metafunc.definition.get_closest_marker("reference_executor")
+    if metafunc.module.__name__.rpartition(".")[2] in BOTH and alone is None:
+        metafunc.parametrize("executor_kind", KINDS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def executor_kind(request):
+    kind = getattr(request, "param", "reference")
+    choose(kind)
+    yield kind
+    choose("reference")
