@@ -80,12 +80,15 @@ class Patch(AtSeam):
     Attributes:
         make: Builds the new value from the old one.
         needed: Whether a release with this old value needs the patch; None means that every one does.
+        beside: Changes what belongs with the target, given the target's owner, and returns what undoes the changes.
     """
 
     make: Callable[[Any], Any]
     needed: Callable[[Any], bool] | None = None
+    beside: Callable[[Any], Callable[[], None]] | None = None
     # Newest last. What somebody else may still hold, and put back one day, is kept.
     _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
+    _undo: Callable[[], None] | None = field(default=None, init=False, repr=False)
 
     @property
     def target(self) -> str:
@@ -105,6 +108,7 @@ class Patch(AtSeam):
     def _apply(self, module: ModuleType) -> None:
         owner, old = self._locate(module)
         if self._resumes(owner):
+            self._change_beside(owner)
             return
         if old is _ABSENT:
             self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
@@ -117,6 +121,7 @@ class Patch(AtSeam):
         installed.made = _switched(installed, old, self.make(old))
         setattr(owner, self._attribute, installed.made)
         self._installed.append(installed)
+        self._change_beside(owner)
         self.state, self.reason = "active", ""
 
     def revert(self) -> None:
@@ -126,6 +131,7 @@ class Patch(AtSeam):
         `revert` puts the attribute back once they are gone.
         """
         self.state, self.reason = "off", ""
+        self._undo_beside()
         for installed in reversed(self._installed[:]):
             installed.on = False
             current = vars(installed.owner).get(self._attribute, _ABSENT)
@@ -153,6 +159,16 @@ class Patch(AtSeam):
     @property
     def _attribute(self) -> str:
         return self.target.rpartition(".")[2]
+
+    def _change_beside(self, owner: Any) -> None:
+        self._undo_beside()
+        if self.beside is not None:
+            self._undo = self.beside(owner)
+
+    def _undo_beside(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def _restore(self, installed: _Installed) -> None:
         if installed.raw is _ABSENT:
@@ -227,6 +243,8 @@ def _switched(installed: _Installed, old: Any, made: Any) -> Any:
     def through(*args: Any, **kwargs: Any) -> Any:
         return (made if installed.on else old)(*args, **kwargs)
 
+    if "__signature__" in vars(made):  # it takes other parameters than the old one
+        through.__signature__ = made.__signature__  # type: ignore[attr-defined]
     return through
 
 

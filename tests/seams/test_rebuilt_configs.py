@@ -1,0 +1,402 @@
+"""The plugin's options in providers that Bridge, Python or a user rebuilds."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
+from bridge_cg_plugin.upstream import provider_fields
+from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.provider_fields import DEFAULTS, LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.registry.models import PROVIDERS
+from bridge_cg_plugin.upstream.registry.packed import PROVIDERS as PACKED_PROVIDERS
+
+from .test_provider_fields import FIELDS as VISION
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKED = {
+    "cuda_graph_max_packed_seqs": 64,
+    "cuda_graph_packed_buckets": [1024, 4096],
+    "cuda_graph_packed_max_seqlen": 2048,
+    "cuda_graph_packed_slots": 3,
+    "cuda_graph_packed_offload": ["mlp"],
+    "cuda_graph_packed_recompute": [],
+    "cuda_graph_packed_memory_target_gb": 1e-5,
+    "cuda_graph_packed_offload_min_bytes": 2048,
+    "cuda_graph_packed_offload_host_gb": 8.0,
+    "cuda_graph_packed_evaluation": False,
+    "cuda_graph_packed_strict": True,
+    "activation_offload": ["attention", "mlp"],
+    "activation_offload_min_bytes": 4096,
+}
+BRIDGE = "megatron.bridge.models"
+DERIVED = (  # of providers that carry the options
+    (f"{BRIDGE}.mla_provider", "MLAModelProvider"),
+    (f"{BRIDGE}.mistral.mistral_provider", "MistralModelProvider"),
+    (f"{BRIDGE}.gemma.gemma3_provider", "Gemma3ModelProvider"),
+)
+CARRIERS = (
+    *((module, name, {**VISION, **PACKED}) for module, name in PROVIDERS),
+    *((module, name, PACKED) for module, name, since in PACKED_PROVIDERS if since <= bridge_release()),
+    *((module, name, PACKED) for module, name in DERIVED),
+)
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.fixture(params=CARRIERS, ids=lambda c: c[1])
+def carrier(request, active):
+    """A provider's class and every option that it carries, none with its default."""
+    module, name, options = request.param
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        pytest.skip(f"this release has no {module}")
+    return getattr(found, name), options
+
+
+def as_dict(provider):
+    """Return what Bridge saves of a provider, without what it leaves out when it reads a configuration again."""
+    from megatron.bridge.training.config import ConfigContainer
+
+    computed = {f.name for f in dataclasses.fields(provider) if not f.init}
+    return {k: v for k, v in ConfigContainer._convert_value_to_dict(provider).items() if k not in computed}
+
+
+def by_instantiate(provider):
+    from megatron.bridge.utils.instantiate_utils import instantiate
+
+    return instantiate(as_dict(provider))
+
+
+def by_strict_instantiate(provider):
+    from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
+
+    return instantiate(as_dict(provider), mode=InstantiationMode.STRICT)
+
+
+def by_yaml(provider):
+    from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
+    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+
+    with safe_yaml_representers():
+        text = yaml.safe_dump(as_dict(provider))
+    return instantiate(yaml.safe_load(text), mode=InstantiationMode.STRICT)
+
+
+def by_fields(provider):
+    return type(provider)(**{f.name: getattr(provider, f.name) for f in dataclasses.fields(provider) if f.init})
+
+
+def by_pickle(provider):
+    return pickle.loads(pickle.dumps(provider))
+
+
+WAYS = (
+    by_instantiate,
+    by_strict_instantiate,
+    by_yaml,
+    by_fields,
+    by_pickle,
+    copy.copy,
+    copy.deepcopy,
+    dataclasses.replace,
+)
+
+
+def held(provider, options):
+    return {name: getattr(provider, name) for name in options}
+
+
+def test_the_values_cover_every_option():
+    assert set(PACKED) == set(LANGUAGE_MODEL_DEFAULTS)
+    assert all(LANGUAGE_MODEL_DEFAULTS[name] != value for name, value in PACKED.items())
+
+
+def test_rebuilt_providers_keep_every_option(carrier, caplog):
+    provider, options = carrier
+    made = provider(**SIZES, **options)
+    for rebuilt in WAYS:
+        found = rebuilt(made)
+        assert held(found, options) == options, rebuilt
+        assert [type(v) for v in held(found, options).values()] == [type(v) for v in options.values()], rebuilt
+        assert packed_options(found) == packed_options(made) != PackedOptions()
+        assert vision_options(found) == vision_options(made)
+    assert "Dropping" not in caplog.text
+
+
+def test_rebuilt_providers_keep_defaults(carrier):
+    provider, options = carrier
+    made = provider(**SIZES)
+    for rebuilt in WAYS:
+        assert held(rebuilt(made), options) == held(made, options), rebuilt
+
+
+def test_tuples_mean_the_same_when_they_come_back(carrier):
+    """Bridge writes tuples as lists."""
+    provider, options = carrier
+    tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    for rebuilt in WAYS:
+        found = rebuilt(provider(**SIZES, **tuples))
+        assert packed_options(found) == packed_options(options), rebuilt
+        assert vision_options(found) == vision_options(options), rebuilt
+
+
+def test_options_are_keywords_of_the_signature(carrier):
+    provider, options = carrier
+    parameters = inspect.signature(provider).parameters
+    fields = {f.name: f for f in dataclasses.fields(provider)}
+    for name in options:
+        parameter = parameters[name]
+        default = {**DEFAULTS, **LANGUAGE_MODEL_DEFAULTS}[name]
+        assert parameter.default == (default if default != () else parameter.default)
+        assert fields[name].init and (fields[name].default == default or fields[name].default_factory() == [])
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))
+    assert list(inspect.signature(provider.__init__).parameters)[1:] == list(parameters)
+    assert set(parameters) == {f.name for f in fields.values() if f.init}
+
+
+def test_positions_are_upstreams(carrier):
+    provider, _ = carrier
+    positional = [
+        p.name
+        for p in inspect.signature(provider).parameters.values()
+        if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    bridge_cg_plugin.deactivate()
+    assert positional == [
+        p.name
+        for p in inspect.signature(provider).parameters.values()
+        if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    bridge_cg_plugin.activate()
+    made = provider(2, cuda_graph_packed_slots=5)
+    assert (getattr(made, positional[0]), made.cuda_graph_packed_slots) == (2, 5)
+
+
+def derived_from(provider):
+    """Return dataclasses and a plain class, in a chain, in the provider's module, where Bridge finds them."""
+    module = sys.modules[provider.__module__]
+    early = dataclasses.make_dataclass("Early", [("extra", int, 1)], bases=(provider,), module=provider.__module__)
+    plain = type("EarlyPlain", (early,), {"__module__": provider.__module__})
+    last = dataclasses.make_dataclass("EarlyLast", [("last", int, 2)], bases=(plain,), module=provider.__module__)
+    for made in (early, plain, last):
+        setattr(module, made.__name__, made)
+    return early, plain, last
+
+
+@pytest.fixture
+def derive(carrier):
+    """`derived_from`, whose classes are gone after the test."""
+    yield derived_from
+    for name in ("Early", "EarlyPlain", "EarlyLast"):
+        vars(sys.modules[carrier[0].__module__]).pop(name, None)
+    gc.collect()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_derived_providers_keep_every_option(carrier, derive, when):
+    provider, options = carrier
+    if when == "before":
+        bridge_cg_plugin.deactivate()
+    classes = derive(provider)
+    bridge_cg_plugin.activate()
+    for derived in classes:
+        assert set(options) <= set(inspect.signature(derived).parameters)
+        made = derived(**SIZES, extra=7, **options)
+        for rebuilt in WAYS:
+            found = rebuilt(made)
+            assert type(found) is derived and found.extra == 7, rebuilt
+            assert held(found, options) == options, rebuilt
+
+
+def test_a_class_derived_before_is_as_it_was_after_the_plugin(carrier, derive):
+    provider, options = carrier
+    bridge_cg_plugin.deactivate()
+    classes = (provider, *derive(provider))
+    before = [dict(vars(made)) for made in classes]
+    lacks = not {f.name for f in dataclasses.fields(provider)} >= set(options)  # else it took them from its own base
+    patched = (provider.__module__, provider.__name__) in provider_fields.PATCHED
+    for _ in range(3):
+        bridge_cg_plugin.activate()
+        bridge_cg_plugin.activate()
+        changed = [dict(vars(made)) != as_was for made, as_was in zip(classes, before, strict=True)]
+        assert changed == [patched, lacks, False, lacks]
+        bridge_cg_plugin.deactivate()
+        after = [dict(vars(made)) for made in classes]
+        assert [list(a) for a in after] == [list(b) for b in before]
+        assert all(a[name] is b[name] for a, b in zip(after, before, strict=True) for name in b)
+
+
+def test_a_wrapper_of_somebody_elses_stays(carrier, derive):
+    provider, options = carrier
+    bridge_cg_plugin.deactivate()
+    early, *_ = derive(provider)
+    bridge_cg_plugin.activate()
+    inner, calls = early.__init__, []
+
+    @functools.wraps(inner)
+    def wrapper(self, *args, **kwargs):
+        calls.append(kwargs)
+        inner(self, *args, **kwargs)
+
+    early.__init__ = wrapper
+    for switch in (bridge_cg_plugin.deactivate, bridge_cg_plugin.activate):
+        switch()
+        made = early(**SIZES, extra=5)
+        assert made.extra == 5 and len(calls) == 1
+        calls.clear()
+    assert held(by_strict_instantiate(early(**SIZES, **options)), options) == options
+
+
+def test_a_constructor_of_a_users_own_is_left_alone(carrier):
+    provider, options = carrier
+
+    def __init__(self, layers, **kwargs):
+        provider.__init__(self, num_layers=layers, **kwargs)
+
+    bridge_cg_plugin.deactivate()
+    mine = dataclasses.dataclass(type("Mine", (provider,), {"__init__": __init__}))
+    bridge_cg_plugin.activate()
+    assert vars(mine)["__init__"] is __init__
+    made = mine(3, hidden_size=64, **options)
+    assert made.num_layers == 3 and held(made, options) == options
+
+
+def test_a_provider_made_before_the_plugin_has_the_defaults(carrier):
+    provider, options = carrier
+    bridge_cg_plugin.deactivate()
+    made = provider(**SIZES)
+    for name in options:  # those that Bridge's derived classes took over are as if made without the plugin too
+        vars(made).pop(name, None)
+    bridge_cg_plugin.activate()
+    assert packed_options(made) == PackedOptions() and vision_options(made) == VisionGraphOptions()
+    for rebuilt in WAYS:
+        assert packed_options(rebuilt(made)) == PackedOptions()
+        assert vision_options(rebuilt(made)) == VisionGraphOptions()
+
+
+@pytest.fixture
+def run(active):
+    """A configuration of a run, with options that are not defaults."""
+    from megatron.bridge.training.config import MockGPTDatasetConfig
+
+    from examples.photographs.training import Run, training_config
+
+    config = training_config(Run(impl="transformer_engine"))
+    config.dataset = MockGPTDatasetConfig(
+        seq_length=1024, random_seed=1, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False
+    )
+    for name, value in {**VISION, **PACKED}.items():
+        setattr(config.model, name, value)
+    return config
+
+
+def test_a_saved_run_comes_back(run, tmp_path):
+    from megatron.bridge.training.config import ConfigContainer
+
+    path = str(tmp_path / "run.yaml")
+    run.to_yaml(path)
+    for found in (ConfigContainer.from_yaml(path), ConfigContainer.from_dict(run.to_dict()), copy.deepcopy(run)):
+        assert held(found.model, {**VISION, **PACKED}) == {**VISION, **PACKED}
+
+
+def test_a_checkpoints_model_comes_back(run, tmp_path):
+    from megatron.bridge.training.checkpointing import get_checkpoint_run_config_filename
+    from megatron.bridge.training.model_load_save import load_model_config
+
+    run.to_yaml(get_checkpoint_run_config_filename(str(tmp_path)))
+    found, _ = load_model_config(str(tmp_path))
+    assert held(found, {**VISION, **PACKED}) == {**VISION, **PACKED}
+
+
+def test_a_presets_saved_run_comes_back(bridge, tmp_path):
+    from megatron.bridge.training.config import ConfigContainer
+
+    name = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+    if not hasattr(bridge, name):
+        pytest.skip(f"this release has no {name}")
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+    register_allowed_target_prefix("bridge_cg_plugin.recipes.")  # its data set's class, as docs/options.md says
+    config = getattr(bridge, name)()
+    config.to_yaml(str(tmp_path / "run.yaml"))
+    found = ConfigContainer.from_yaml(str(tmp_path / "run.yaml"))
+    assert vision_options(found.model) == vision_options(config.model) != VisionGraphOptions()
+
+
+def in_a_process(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def test_bridges_derived_providers_after_a_late_start():
+    """Every class that Bridge derives was made before the plugin is switched on."""
+    out, _ = in_a_process(
+        """
+import inspect
+import megatron.bridge.recipes
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+def family(cls):
+    return {cls}.union(*map(family, cls.__subclasses__()))
+classes = sorted(family(GPTModelProvider), key=lambda c: c.__qualname__)
+before = [dict(vars(c)) for c in classes]
+import bridge_cg_plugin
+assert not bridge_cg_plugin.status()["active"]
+bridge_cg_plugin.activate()
+generated = [c for c in classes if c.__name__ != "DistillationProvider"]
+for c in generated:
+    assert "cuda_graph_packed_buckets" in inspect.signature(c).parameters, c
+    c(cuda_graph_packed_buckets=[64])
+bridge_cg_plugin.deactivate()
+assert [dict(vars(c)) for c in classes] == before
+print(len(generated))
+""",
+        BRIDGE_CG_PLUGIN="0",
+    )
+    assert int(out.split()[-1]) > 15
+
+
+def test_without_the_plugin_bridge_drops_the_options_or_refuses_them(run, tmp_path):
+    """docs/options.md says so."""
+    run.to_yaml(str(tmp_path / "run.yaml"))
+    out, err = in_a_process(
+        f"""
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.instantiate_utils import InstantiationMode
+path = {str(tmp_path / "run.yaml")!r}
+print(hasattr(ConfigContainer.from_yaml(path).model, "vision_cuda_graph_buckets"))
+try:
+    ConfigContainer.from_yaml(path, mode=InstantiationMode.STRICT)
+except Exception as error:
+    print(type(error).__name__, "vision_cuda_graph_buckets" in str(error))
+""",
+        BRIDGE_CG_PLUGIN="0",
+    )
+    assert out.split()[-3:] == ["False", "InstantiationException", "True"]
+    assert "Dropping unexpected config keys" in out + err and "vision_cuda_graph_buckets" in out + err
+
+
+def test_every_carrier_is_tried():
+    names = {name for _, name, _ in CARRIERS}
+    assert {patch.target.partition(".")[0] for patch in provider_fields.PATCHES} - names <= {
+        name for _, name, since in PACKED_PROVIDERS if since > bridge_release()
+    }
