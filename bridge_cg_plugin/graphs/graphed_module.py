@@ -12,7 +12,7 @@ from torch import nn
 from ..announce import warn
 from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
-from .instance import InstanceForward
+from .instance import InstanceMethod
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics
@@ -52,7 +52,7 @@ class GraphedModule(ABC):
         self._fallbacks: Counter[str] = Counter()
         self._step = 0
         self._paused = 0
-        self._instance = InstanceForward(model, self._forward)
+        self._instance = InstanceMethod(model, "forward", self._forward)
         self._eager_forward = self._instance.original
 
     def _before_eager(self) -> None:
@@ -70,16 +70,11 @@ class GraphedModule(ABC):
 
     @abstractmethod
     def _record(self) -> None:
-        """Plan and capture `_regions`.
-
-        Raises:
-            CaptureError: A recording failed.
-            ValueError: There is nothing to plan from.
-        """
+        """Plan and capture `_regions`. Any exception leaves the module eager; `reset` must undo what was done."""
 
     @abstractmethod
     def _recorded(self) -> None:
-        """Note that `_record` succeeded."""
+        """Note that `_record` succeeded. Any exception leaves the module eager."""
 
     @abstractmethod
     def _warmup_microbatches(self) -> int:
@@ -139,12 +134,14 @@ class GraphedModule(ABC):
         self.reset()
         try:
             self._record()
-        except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
+            self._recorded()
+        except BaseException as error:
             self.reset()
+            if not isinstance(error, Exception):
+                raise
             self._fail(error)
             return False
         self.failure = None
-        self._recorded()
         return True
 
     def reset(self) -> None:

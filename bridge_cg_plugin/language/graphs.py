@@ -81,8 +81,8 @@ class LanguageModelGraphs(GraphedModule):
             before_replay=self._before_replay,
             reduction=self._reduction,
         )
-        region.capture()
         self._regions = [region]
+        region.capture()
 
     def _recorded(self) -> None:
         sequence, batch, _ = self._example.decoder_input.shape
