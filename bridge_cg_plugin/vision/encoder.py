@@ -170,8 +170,8 @@ class VisionGraphs(GraphedModule):
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
-            instead = "called directly" if self._attends_directly else "called by Transformer Engine"
-            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else f"cuDNN's, {instead}"
+            stays = "cuDNN's, called directly" if self._attends_directly else "Transformer Engine's"
+            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
             announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
