@@ -46,9 +46,11 @@ def capture_graph(
     except torch.OutOfMemoryError as error:
         _restore(guards)
         raise OutOfMemoryInCapture(first_line(error)) from error
-    except Exception as error:
+    except BaseException as error:
         _end_pool(pool, device)
         _restore(guards)
+        if not isinstance(error, Exception):
+            raise
         raise CaptureError(f"{type(error).__name__}: {error}") from error
     finally:
         if collecting:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activations
+from .errors import CaptureError
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
 from .side_work import SideWork
 from .streams import ReplayStream
@@ -68,6 +69,19 @@ class Executor(Protocol):
         """Return the device memory that the pool holds, in bytes."""
 
 
+def refuse_other_allocators() -> None:
+    """Refuse an allocator without private pools, in which buckets share memory and that can be measured.
+
+    Raises:
+        CaptureError: PyTorch runs with one.
+    """
+    if (backend := torch.cuda.memory.get_allocator_backend()) != "native":
+        raise CaptureError(
+            f"graphs need PyTorch's native memory allocator, this process runs with {backend}: remove it from "
+            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        )
+
+
 class CudaGraphExecutor:
     """Records CUDA graphs on a stream of its own.
 
@@ -109,7 +123,12 @@ class CudaGraphExecutor:
         self._hooks = pre_warmup_hook, post_warmup_hook
 
     def new_pool(self) -> tuple[int, int]:
-        """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any."""
+        """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any.
+
+        Raises:
+            CaptureError: PyTorch runs with another allocator than its own.
+        """
+        refuse_other_allocators()
         torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 

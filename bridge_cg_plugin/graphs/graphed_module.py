@@ -12,7 +12,7 @@ from torch import nn
 from ..announce import warn
 from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
-from .instance import InstanceForward
+from .instance import InstanceMethod
 from .model_watch import NOTHING_EXEMPT, Exempt, ModelWatch
 from .region import Region
 from .report import merge_statistics, render
@@ -61,7 +61,7 @@ class GraphedModule(ABC):
         self._paused = 0
         self._exempt = exempt
         self._watch: ModelWatch | None = None
-        self._instance = InstanceForward(model, self._forward)
+        self._instance = InstanceMethod(model, "forward", self._forward)
 
     def _eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
@@ -87,16 +87,11 @@ class GraphedModule(ABC):
 
     @abstractmethod
     def _record(self) -> None:
-        """Plan and capture `_regions`.
-
-        Raises:
-            CaptureError: A recording failed.
-            ValueError: There is nothing to plan from.
-        """
+        """Plan and capture `_regions`. Any exception leaves the module eager; `reset` must undo what was done."""
 
     @abstractmethod
     def _recorded(self) -> None:
-        """Note that `_record` succeeded."""
+        """Note that `_record` succeeded. Any exception leaves the module eager."""
 
     @abstractmethod
     def _warmup_microbatches(self) -> int:
@@ -157,12 +152,14 @@ class GraphedModule(ABC):
         try:
             self._watch = ModelWatch((self.model,), self._replaced(), (self.model,), self._exempt)
             self._record()
-        except (CaptureError, ValueError, torch.OutOfMemoryError) as error:
+            self._recorded()
+        except BaseException as error:
             self.reset()
+            if not isinstance(error, Exception):
+                raise
             self._fail(error)
             return False
         self.failure = None
-        self._recorded()
         return True
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""A module's `forward`, replaced on the instance."""
+"""One method of a module, replaced on the instance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,24 +6,29 @@ from typing import Any
 from torch import nn
 
 
-class InstanceForward:
-    """Puts another `forward` on one module until `restore`.
+class InstanceMethod:
+    """Puts another callable in the place of a module's method, on the instance, until `restore`.
+
+    Args:
+        module: The module.
+        name: Of the method.
+        method: What takes its place.
 
     Attributes:
-        original: The forward from before, bound.
+        original: The method from before, bound.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
-        self._replaced = module.__dict__.get("forward")
-        self.original: Callable[..., Any] = module.forward
-        module.forward = forward
+    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        self.module, self.name, self._method = module, name, method
+        self._replaced = module.__dict__.get(name)
+        self.original: Callable[..., Any] = getattr(module, name)
+        setattr(module, name, method)
 
     def restore(self) -> None:
-        """Put back what was on the instance, nothing included, unless somebody replaced the forward since."""
-        if self._module.__dict__.get("forward") != self._forward:
+        """Put back what was on the instance, nothing included, unless somebody replaced the method since."""
+        if self.module.__dict__.get(self.name) != self._method:
             return
         if self._replaced is not None:
-            self._module.forward = self._replaced
+            setattr(self.module, self.name, self._replaced)
         else:
-            del self._module.__dict__["forward"]
+            del self.module.__dict__[self.name]

@@ -12,10 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from .errors import CaptureError, PeerFailed, named
-
-# What a rank may fail with and go on.
-FAILURES = (CaptureError, ValueError, torch.OutOfMemoryError)
+from .errors import PeerFailed, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +40,10 @@ class Peers(Protocol):
         """Do this rank's work; returns once every rank did its own.
 
         Args:
-            work: Must wait for no other rank. Returns a number to compare.
+            work: Must wait for no other rank, except in an agreement of some of these ranks that all of those take part
+                in. Returns a number to compare. What it raises on this rank is raised again.
 
         Raises:
-            CaptureError, ValueError, torch.OutOfMemoryError: This rank's work raised it.
             PeerFailed: Another rank's work failed.
         """
 
@@ -79,7 +76,7 @@ class GroupPeers:
         value = 0.0
         try:
             value = work()
-        except FAILURES as error:
+        except Exception as error:
             failure = error
         failed, largest, negative = self._largest((float(failure is not None), value, -value))
         if not failed:
@@ -98,8 +95,9 @@ class GroupPeers:
         return self._numbers.tolist()
 
     def _reasons(self, failure: Exception | None) -> dict[int, str]:
-        """Return why ranks failed, by rank of the whole job."""
-        own = (distributed.get_rank(), None if failure is None else named(failure))
+        """Return why ranks failed by themselves, by rank of the whole job."""
+        other = failure is None or isinstance(failure, PeerFailed)
+        own = (distributed.get_rank(), None if other else named(failure))
         found: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(found, own, group=self._group)
         return {rank: reason for rank, reason in found if reason is not None}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..announce import warn
 from .activations import Offloading
-from .errors import CaptureError, first_line
+from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
 from .gradients import NO_BACKWARD, Reduction
 from .model_watch import ModelWatch
@@ -325,11 +325,13 @@ class Region:
         started = time.perf_counter()
         try:
             self._peers.agree(partial(self._add, source, slot, bucket, mode))
-        except CaptureError as error:
-            source.failed[bucket, mode] = str(error)
+        except Exception as error:
+            source.failed[bucket, mode] = named(error)
+            said = f"{self.program.name}: bucket {bucket} could not be captured"
             if self._strict:
-                raise
-            warn(f"{self.program.name}: bucket {bucket} could not be captured, it runs eager: {first_line(error)}")
+                raise CaptureError(f"{said}: {named(error)}") from error
+            if not isinstance(error, PeerFailed):  # the rank that failed says it
+                warn(f"{said}, it runs eager: {named(error)}")
             return "capture_failed"
         finally:
             self.statistics.capture_seconds += time.perf_counter() - started

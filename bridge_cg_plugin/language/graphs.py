@@ -85,8 +85,8 @@ class LanguageModelGraphs(GraphedModule):
             reduction=self._reduction,
             watch=self._watch,
         )
-        region.capture()
         self._regions = [region]
+        region.capture()
 
     def _recorded(self) -> None:
         sequence, batch, _ = self._example.decoder_input.shape

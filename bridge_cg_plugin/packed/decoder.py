@@ -18,6 +18,7 @@ from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
 from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+from ..graphs.instance import InstanceMethod
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket
@@ -202,7 +203,7 @@ class PackedGraphs(GraphedModule):
         self._reduction, self._peers = reduction, peers
         self.plan: BucketPlan | None = None
         self._observed: list[Observed] = []
-        self._installed: list[tuple[nn.Module, str]] = []
+        self._installed: list[InstanceMethod] = []
         self._followers: list[_FollowerCall] = []
         self._current: Chosen | None = None
         self._check_buckets()
@@ -242,8 +243,8 @@ class PackedGraphs(GraphedModule):
                 peers=self._peers,
                 strict=self.options.strict,
             )
-            region.capture()
             self._regions.append(region)
+            region.capture()
             if part.attribute:
                 self._install(part, region)
         self._regions[0].statistics.static_bytes += shared.nbytes
@@ -257,10 +258,14 @@ class PackedGraphs(GraphedModule):
 
     def _recorded(self) -> None:
         """See `GraphedModule`."""
+        self._peers.agree(self._announce_plan)
+
+    def _announce_plan(self) -> float:
         parts = "" if len(self._regions) == 1 else f" in {len(self._regions)} parts of layers"
         announce(
             f"{self.title}{parts}: {self.plan}; {self.slots} slot(s), up to {self.options.max_packed_seqs} documents"
         )
+        return 0.0
 
     def _plan(self) -> BucketPlan:
         if self.options.buckets != "auto":
@@ -334,13 +339,12 @@ class PackedGraphs(GraphedModule):
         self._followers += followers
 
     def _put(self, owner: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
-        setattr(owner, attribute, call)
-        self._installed.append((owner, attribute))
+        self._installed.append(InstanceMethod(owner, attribute, call))
 
     def reset(self) -> None:
         """See `GraphedModule`."""
-        for owner, attribute in self._installed:
-            delattr(owner, attribute)
+        for method in reversed(self._installed):
+            method.restore()
         self._installed, self._followers = [], []
         super().reset()
 
@@ -418,7 +422,7 @@ class PackedGraphs(GraphedModule):
     @property
     def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and the attributes of theirs that replay once graphs are captured."""
-        return tuple(self._installed) or ((self.model, "forward"),)
+        return tuple((m.module, m.name) for m in self._installed) or ((self.model, "forward"),)
 
     def run_part(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Replay a part of a layer, while the decoder is called with a batch that all parts can replay.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
+from .attention_choice import fused_attention_refusal
 from .layer_kernels import is_te_attention, kernels_available
 from .replaced import replaced
 
@@ -18,8 +19,11 @@ FLASH_FROM = 640
 
 
 def direct_attention_refusal() -> str | None:
-    """Return why cuDNN is not called directly in this process, or None where it is."""
-    refusal = _process_refusal()
+    """Return why cuDNN is not called directly in this process, or None where it is.
+
+    It is called only where eager attends by the same kernels, so that outputs stay eager's.
+    """
+    refusal = _process_refusal() or fused_attention_refusal()
     if refusal is not None:
         return refusal
     from ..vision.kernels.cudnn_graphs import unavailable
@@ -28,7 +32,7 @@ def direct_attention_refusal() -> str | None:
 
 
 def flash_attention_refusal() -> str | None:
-    """Return why FlashAttention is not called in this process, or None where it is."""
+    """Return why FlashAttention is not called in this process, or None where it is; how eager attends is no reason."""
     refusal = _process_refusal()
     if refusal is not None:
         return refusal

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
 from ..offload.registry import derive
+from .attention_choice import fused_attention_refusal
 from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
 
@@ -76,7 +77,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
                     stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
-            if is_te_attention(module) and not deterministic():
+            if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(replaced(module, "forward", functools.partial(_attention_forward, module)))
             if _adds_bias_before_gelu(module):
                 stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))

@@ -21,6 +21,7 @@ from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
+from ..graphs.instance import InstanceMethod
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
 from ..graphs.program import Bucket, RegionProgram
@@ -106,10 +107,11 @@ class VisionGraphs(GraphedModule):
         self._checked_step = 0
         self._peers, self._twins, self._exchange = peers, twins, exchange
         self._adapter = family.adapt(model)
-        self._layers: list[tuple[nn.Module, str]] = []
+        self._layers: list[InstanceMethod] = []
         self._costs = self._measured_costs(clock)
         self._chosen: dict[Shape, Bucket | None] = {}
         self._attends_directly = self._attends_by_flash = False
+        self._warmup_peak = 0
 
     def _measured_costs(self, clock: Clock | None) -> MeasuredCosts | None:
         """Return where microbatches are timed, or None where times must not decide.
@@ -127,30 +129,37 @@ class VisionGraphs(GraphedModule):
 
     def _recorded(self) -> None:
         """See `GraphedModule`."""
+        self._peers.agree(self._finish)
+
+    def _finish(self) -> float:
         self._install_layers()
         if self._exchange is not None:
             self._exchange.forget_times()
         announce(f"vision CUDA graphs: {self.plan}; {self.slots} slot(s), up to {self._max_frames()} frames")
+        return 0.0
 
     def _record(self) -> None:
         """See `GraphedModule`. What takes more memory than allowed is captured again with a smaller largest bucket.
 
         What can fail on one rank alone is inside an agreement.
         """
-        peak = self._peak_bytes()  # before memory is measured, which forgets it
-        self._choose_attention()
-        limit = self._peers.agree(self._capacity_limit).smallest
+        limit = self._peers.agree(self._prepare).smallest
         self._twins.agree(float)  # a communicator that was never used cannot be captured
-        if self._may_reach_further() and self._record_with_headroom(limit, peak):
+        if self._may_reach_further() and self._record_with_headroom(limit):
             return
         for _ in range(LIMIT_ATTEMPTS):
             excess = self._peers.agree(partial(self._record_plan, limit)).largest
-            self._check_twins()
+            self._peers.agree(self._check_twins)
             if excess <= 1:
                 return
             limit = self.plan.capacities[-1] / excess * MEMORY_MARGIN
-            self.reset()
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+
+    def _prepare(self) -> float:
+        """Choose attention; returns `_capacity_limit`."""
+        self._warmup_peak = self._peak_bytes()  # before memory is measured, which forgets it
+        self._choose_attention()
+        return self._capacity_limit()
 
     def _choose_attention(self) -> None:
         """Decide which attention recordings call; says so where what was asked for cannot be had."""
@@ -164,8 +173,8 @@ class VisionGraphs(GraphedModule):
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
-            instead = "called directly" if self._attends_directly else "called by Transformer Engine"
-            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else f"cuDNN's, {instead}"
+            stays = "cuDNN's, called directly" if self._attends_directly else "Transformer Engine's"
+            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
             announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
@@ -179,16 +188,18 @@ class VisionGraphs(GraphedModule):
         return self._adapter.bounds(capacity, frames, self._attends_directly)
 
     def _record_plan(self, limit: float, headroom: float = 1.0) -> float:
-        """Plan and capture with a bound of the largest bucket in tokens; returns `_excess`."""
+        """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
+        self.reset()
         self.plan = self._plan(None if limit == math.inf else int(limit), headroom)
         self._regions = self._make_regions(self.plan.capacities)
         for region in self._regions:
             region.capture()
         return self._excess()
 
-    def _check_twins(self) -> None:
+    def _check_twins(self) -> float:
         if not self._twins.agree(self._digest).same:
             raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
+        return 0.0
 
     def _digest(self) -> float:
         """Return a number that stands for the buckets, their order and the slots."""
@@ -198,22 +209,21 @@ class VisionGraphs(GraphedModule):
         options = self.options
         return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
 
-    def _record_with_headroom(self, limit: float, peak: int) -> bool:
+    def _record_with_headroom(self, limit: float) -> bool:
         """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
-        fits = bool(self._peers.agree(partial(self._fits_with_headroom, limit, peak)).smallest)
+        fits = bool(self._peers.agree(partial(self._fits_with_headroom, limit)).smallest)
         if fits:
-            self._check_twins()
+            self._peers.agree(self._check_twins)
             return True
-        self.reset()
         announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self.options.headroom:g}")
         return False
 
-    def _fits_with_headroom(self, limit: float, peak: int) -> bool:
+    def _fits_with_headroom(self, limit: float) -> bool:
         try:
             excess = self._record_plan(limit, self.options.headroom)
         except (OutOfMemoryInCapture, torch.OutOfMemoryError):
             return False
-        return excess <= 1 and self._headroom_bytes() <= self._left_over(peak)
+        return excess <= 1 and self._headroom_bytes() <= self._left_over(self._warmup_peak)
 
     def _peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.executor.device) if self.executor.device.type == "cuda" else 0
@@ -237,8 +247,8 @@ class VisionGraphs(GraphedModule):
 
     def reset(self) -> None:
         """See `GraphedModule`."""
-        for layer, name in self._layers:
-            delattr(layer, name)
+        for method in self._layers:
+            method.restore()
         self._layers = []
         super().reset()
         self._chosen = {}
@@ -352,8 +362,7 @@ class VisionGraphs(GraphedModule):
         name, wrapper = self._part
         for region in self._regions:
             layer = region.program.layer
-            setattr(layer, name, wrapper(self, region, getattr(layer, name)))
-            self._layers.append((layer, name))
+            self._layers.append(InstanceMethod(layer, name, wrapper(self, region, getattr(layer, name))))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder's forward: a replay where possible, eager otherwise.

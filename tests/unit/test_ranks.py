@@ -160,6 +160,45 @@ def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path
         assert rank["fallbacks"] == {"capture_failed": 1}
 
 
+PLACES = {
+    "_choose_attention": {},
+    "_peak_bytes": {},
+    "_excess": {},
+    "_digest": {},
+    "_install_layers": {"modules": ("mlp",)},
+    "pool_bytes": {},
+}
+
+
+def capture_breaking_on(rank, place):
+    """Let one piece of planning or capturing raise an error of a strange type on one rank."""
+    model = new_tower()
+    helper = helper_on(model, strict=False, **PLACES[place])
+    graphs = helper.graphs
+    owner = graphs.executor if place == "pool_bytes" else graphs
+
+    def fail(*unused):
+        raise KeyError("made to fail")
+
+    if distributed.get_rank() == rank:
+        setattr(owner, place, fail)
+    helper.create_cudagraphs()
+    outputs, _ = results(model, MIXED)
+    attributes = [{"_forward_attention", "_forward_mlp"} & set(vars(layer)) for layer in model.decoder.layers]
+    return graphs.captured, graphs.failure, outputs, any(attributes)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_any_type_anywhere_in_a_capture_makes_both_ranks_eager(tmp_path, place):
+    first, second = run_ranks(2, capture_breaking_on, tmp_path, 1, place, **TP2)
+    assert first[1] == "PeerFailed: rank 1 failed: KeyError: 'made to fail'"
+    assert second[1] == "KeyError: 'made to fail'"
+    outputs, _ = results(new_tower(), MIXED)
+    for captured, _, found, patched in (first, second):
+        assert not captured and not patched
+        assert_close(found, outputs, 1e-4)
+
+
 def test_strict_stops_every_rank_with_the_failing_ones_reason(tmp_path):
     ranks = run_ranks(2, capture_failing_on, tmp_path, 1, RuntimeError("made to fail"), True, **TP2)
     assert all("made to fail" in rank["raised"] for rank in ranks)

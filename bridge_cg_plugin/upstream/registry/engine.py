@@ -7,6 +7,7 @@ CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
 DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+TE_ATTENTION_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
@@ -273,6 +274,37 @@ SEAMS = (
         purpose="a cached choice of kernel that would read the device during a capture is dropped",
         features=(Feature.VISION_QWEN3_VL, Feature.PACKED, Feature.FULL_ITERATION),
         undo="Transformer Engine chooses again",
+    ),
+    Seam(
+        name="attention_choice",
+        module=TE_ATTENTION_UTILS,
+        target="get_attention_backend",
+        kind="function",
+        touch="declared",
+        purpose="cuDNN is called directly only where eager attends by its kernels",
+        uses=(
+            "use_fused_attention = int(os.environ.get('NVTE_FUSED_ATTN', '1'))",
+            "use_flash_attention = int(os.environ.get('NVTE_FLASH_ATTN', '1'))",
+            "if use_flash_attention and use_fused_attention and (device_compute_capability >= (9, 0)):",
+        ),
+    ),
+    Seam(
+        name="flash_attention_installed",
+        module=TE_ATTENTION_UTILS,
+        target="FlashAttentionUtils",
+        kind="class",
+        touch="read",
+        purpose="whether eager may prefer the package flash-attn to cuDNN's kernels",
+        attributes=("is_installed",),
+    ),
+    Seam(
+        name="attention_backend",
+        module=f"{CORE}.models.common.language_module.language_module",
+        target="LanguageModule._set_attention_backend",
+        kind="function",
+        touch="declared",
+        purpose="attention_backend is known by the variables that it is written into",
+        uses=("NVTE_FUSED_ATTN",),
     ),
     Seam(
         name="weights_stay",

@@ -1,0 +1,352 @@
+"""Errors of any type, anywhere in a capture: the module goes on eager, as it was, with one warning."""
+
+import gc
+import logging
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.graphs import capture
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.packed.decoder import PackedGraphs
+from bridge_cg_plugin.vision.encoder import VisionGraphs
+
+from . import packs
+from .mixes import IMAGES, MIXED
+from .towers import assert_close, graphs_on, new_tower, results
+
+METHODS = ("new_pool", "warm_up", "observe", "side_work", "record", "pool_bytes")
+
+
+class Strange(Exception):
+    """Of a kind that nobody knows."""
+
+
+ERRORS = (
+    CaptureError("made to fail"),
+    torch.OutOfMemoryError("made to fail"),
+    RuntimeError("made to fail"),
+    Strange("made to fail"),
+    KeyError("made to fail"),
+    AttributeError("made to fail"),
+    NotImplementedError("made to fail"),
+    OSError("made to fail"),
+    AssertionError("made to fail"),
+    StopIteration("made to fail"),
+)
+
+
+class FaultyExecutor(ReferenceExecutor):
+    """Raises an error at the n-th call of one of its methods; counts the calls of all.
+
+    Args:
+        method: The method.
+        call: Which of its calls fails, from 0; None: none does.
+        error: What it raises.
+    """
+
+    def __init__(self, method="", call=None, error=None):
+        super().__init__()
+        self.calls = Counter()
+        self._fault = method, call, error
+
+    def _called(self, method):
+        due = self._fault[:2] == (method, self.calls[method])
+        self.calls[method] += 1
+        if due:
+            raise self._fault[2]
+
+
+def _counted(name):
+    original = getattr(ReferenceExecutor, name)
+
+    def method(self, *args):
+        self._called(name)
+        return original(self, *args)
+
+    return method
+
+
+for _name in METHODS:
+    setattr(FaultyExecutor, _name, _counted(_name))
+
+
+@contextmanager
+def tower_graphs(model, executor, strict, **options):
+    settings = {"buckets": (64, 128), "executor": executor, "strict": strict, **options}
+    with graphs_on(model, capture=False, **settings) as graphs:
+        yield graphs
+
+
+@contextmanager
+def decoder_graphs(model, executor, strict, modules):
+    warmup = packs.pack((100, 150, 50))
+    options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": strict, "cuda_graph_packed_buckets": [288]}
+    with packs.graphs_on(model, warmup, capture=False, executor=executor, **options) as graphs:
+        yield graphs
+
+
+class Case:
+    """A graphed module: how it is made, put on graphs that are not captured yet, and run."""
+
+    def __init__(self, new, graphs, run, **options):
+        self.new, self.run = new, run
+        self.graphs = lambda model, executor, strict=False: graphs(model, executor, strict, **options)
+
+
+def run_tower(model):
+    outputs, gradients = results(model, MIXED)
+    return [*outputs, *gradients]
+
+
+def run_decoder(model):
+    losses, gradients = packs.losses_and_gradients(model, packs.pack((120, 150)))
+    return [losses, *gradients]
+
+
+OFFLOADED = {"offload": ("attention", "mlp"), "offload_min_bytes": 0}
+CASES = {
+    "encoder": Case(new_tower, tower_graphs, run_tower, slots=2),
+    "encoder, two streams": Case(new_tower, tower_graphs, run_tower, streams=2),
+    "encoder, offloaded": Case(new_tower, tower_graphs, run_tower, **OFFLOADED),
+    "attention": Case(new_tower, tower_graphs, run_tower, modules=("attn",)),
+    "mlp": Case(new_tower, tower_graphs, run_tower, modules=("mlp",)),
+    "decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=[]),
+    "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=["attn"]),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def state_of(model):
+    """Return what a capture may have left on a model: attributes by identity, modes, hooks."""
+    modules = {name: {k: id(v) for k, v in vars(m).items()} for name, m in model.named_modules()}
+    held = {name: [id(v) for v in (*m._parameters.values(), *m._buffers.values())] for name, m in model.named_modules()}
+    hooks = [len(p._backward_hooks or ()) for p in model.parameters()]
+    flags = [getattr(p, "grad_added_to_main_grad", None) for p in model.parameters()]
+    return modules, held, [m.training for m in model.modules()], hooks, flags
+
+
+@pytest.fixture
+def warnings(caplog):
+    """Return a function that returns the plugin's warnings so far and forgets them."""
+
+    def taken():
+        found = [r.getMessage() for r in caplog.records if r.name == "bridge_cg_plugin"]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
+        yield taken
+
+
+def calls_of(case):
+    """Return how often a capture without a fault calls each method."""
+    executor = FaultyExecutor()
+    with case.graphs(case.new(), executor) as graphs:
+        assert graphs.capture()
+        return dict(executor.calls)
+
+
+def assert_left_as_it_was(case, model, graphs, before, expected):
+    """The failed capture is reported, the model is as before and computes what it did."""
+    assert not graphs.captured and "made to fail" in graphs.failure
+    assert state_of(model) == before
+    assert_close(case.run(model), expected, 0.0)
+    assert graphs.statistics().fallbacks["capture_failed"] == 1
+
+
+def fail_at(case, method, call, error):
+    """Capture with a fault, then without; returns how many calls there were before."""
+    model = case.new()
+    expected = case.run(model)
+    with case.graphs(model, FaultyExecutor(method, call, error)) as graphs:
+        before = state_of(model)
+        assert graphs.capture() is False
+        assert_left_as_it_was(case, model, graphs, before, expected)
+        graphs.executor = ReferenceExecutor()
+        assert graphs.capture() and graphs.failure is None
+        assert_close(case.run(model), expected)
+        assert graphs.statistics().replays > 0
+
+
+@every_case
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_in_any_call_of_the_executor_leaves_the_module_eager(name, method, warnings):
+    case = CASES[name]
+    total = calls_of(case).get(method, 0)
+    assert total or method in ("observe", "side_work")
+    warnings()
+    for call in sorted({0, total - 1} & set(range(total))):
+        fail_at(case, method, call, Strange("made to fail"))
+        (said,) = warnings()
+        assert "made to fail" in said
+
+
+@every_case
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_error_at_any_time_leaves_the_module_eager(name, data):
+    case = CASES[name]
+    calls = {method: count for method, count in calls_of(case).items() if count}
+    method = data.draw(st.sampled_from(sorted(calls)))
+    fail_at(case, method, data.draw(st.integers(0, calls[method] - 1)), data.draw(st.sampled_from(ERRORS)))
+
+
+# Pieces of planning and capturing outside the executor, by what is put on graphs.
+VISION = {
+    VisionGraphs: (
+        *("_choose_attention", "_peak_bytes", "_capacity_limit", "_plan", "_make_regions", "_check_twins", "_excess"),
+        *("_install_layers", "_recorded"),
+    ),
+    Region: ("capture",),
+}
+PACKED = {PackedGraphs: ("_digest", "_plan", "_program", "_recorded"), Region: ("capture",)}
+PLACES = [
+    pytest.param(name, owner, method, id=f"{name}: {owner.__name__}.{method}")
+    for name, places in {
+        "encoder": VISION,
+        "attention": VISION,
+        "decoder": PACKED,
+        "parts of a decoder": PACKED | {PackedGraphs: (*PACKED[PackedGraphs], "_install")},
+    }.items()
+    for owner, methods in places.items()
+    for method in methods
+]
+
+
+def breaking(owner, method, error, after):
+    """Return a method that fails before or after it did its work."""
+    original = getattr(owner, method)
+
+    def broken(self, *args, **kwargs):
+        if after:
+            original(self, *args, **kwargs)
+        raise error
+
+    return broken
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("name", "owner", "method"), PLACES)
+def test_an_error_anywhere_in_planning_leaves_the_module_eager(name, owner, method, after, warnings, monkeypatch):
+    case, error = CASES[name], KeyError("made to fail")
+    model = case.new()
+    expected = case.run(model)
+    with case.graphs(model, ReferenceExecutor()) as graphs:
+        before = state_of(model)
+        warnings()
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, breaking(owner, method, error, after))
+            assert graphs.capture() is False
+        (said,) = warnings()
+        assert "KeyError" in said
+        assert_left_as_it_was(case, model, graphs, before, expected)
+
+
+@every_case
+@pytest.mark.parametrize("error", [KeyError("made to fail"), Strange("made to fail")], ids=["KeyError", "Strange"])
+def test_strict_raises_one_type_for_every_error(name, error, monkeypatch):
+    case = CASES[name]
+    model = case.new()
+    with case.graphs(model, FaultyExecutor("pool_bytes", 1, error), strict=True) as graphs:
+        before = state_of(model)
+        with pytest.raises(CaptureError, match="made to fail") as raised:
+            graphs.capture()
+        assert raised.value.__cause__ is error and state_of(model) == before and not graphs.captured
+
+
+@every_case
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])
+@pytest.mark.parametrize("method", ["warm_up", "record", "pool_bytes"])
+def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, error, method):
+    case = CASES[name]
+    model = case.new()
+    expected = case.run(model)
+    with case.graphs(model, FaultyExecutor(method, calls_of(case)[method] - 1, error)) as graphs:
+        before = state_of(model)
+        with pytest.raises(type(error)) as raised:
+            graphs.capture()
+        assert raised.value is error and graphs.failure is None and not graphs.captured
+        assert state_of(model) == before
+        assert_close(case.run(model), expected, 0.0)
+
+
+def test_an_interrupt_while_layers_are_installed_takes_them_off_again(monkeypatch):
+    case = CASES["attention"]
+    model = case.new()
+    with case.graphs(model, ReferenceExecutor()) as graphs:
+        before = state_of(model)
+        monkeypatch.setattr(VisionGraphs, "_recorded", breaking(VisionGraphs, "_recorded", KeyboardInterrupt(), True))
+        with pytest.raises(KeyboardInterrupt):
+            graphs.capture()
+        assert state_of(model) == before and not graphs.captured
+
+
+@pytest.mark.parametrize("part, name", [("attn", "_forward_attention"), ("mlp", "_forward_mlp")])
+def test_what_somebody_else_put_on_a_layer_comes_back(part, name):
+    model = new_tower()
+    layer = model.decoder.layers[1]
+    called = []
+    original = getattr(layer, name)
+
+    def watched(*args, **kwargs):
+        called.append(1)
+        return original(*args, **kwargs)
+
+    setattr(layer, name, watched)
+    with graphs_on(model, modules=(part,)):
+        results(model, IMAGES)
+    assert vars(layer)[name] is watched
+    called.clear()
+    results(model, IMAGES)
+    assert called
+
+
+def test_what_somebody_else_puts_over_a_graphed_layer_stays():
+    model = new_tower()
+    layer = model.decoder.layers[1]
+    expected = run_tower(model)
+    with graphs_on(model, modules=("mlp",)):
+        graphed = layer._forward_mlp
+        layer._forward_mlp = mine = lambda *args, **kwargs: graphed(*args, **kwargs)
+    assert layer._forward_mlp is mine
+    assert_close(run_tower(model), expected, 0.0)
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])
+def test_another_allocator_is_refused_before_anything_is_recorded(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
+    executor = CudaGraphExecutor.__new__(CudaGraphExecutor)  # its constructor needs a GPU
+    with pytest.raises(CaptureError, match=f"{backend}.*PYTORCH_CUDA_ALLOC_CONF"):
+        executor.new_pool()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(3), SystemExit),
+        (KeyError("made to fail"), CaptureError),
+        (torch.OutOfMemoryError("made to fail"), OutOfMemoryInCapture),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_whatever_ends_a_capture_the_generator_comes_back(error, raised, monkeypatch):
+    guard, device = mock.MagicMock(), mock.MagicMock()
+    device.OutOfMemoryError = torch.OutOfMemoryError
+    device.cuda.stream.return_value.__exit__.return_value = False
+    monkeypatch.setattr(capture, "torch", device)
+    monkeypatch.setattr(capture, "_GeneratorGuard", guard)
+    stream = mock.MagicMock()
+    stream.device.index = 0
+    with pytest.raises(raised), capture.capture_graph(mock.MagicMock(), (0, 1), stream):
+        raise error
+    guard.return_value.restore.assert_called_once()
+    assert gc.isenabled()
