@@ -68,6 +68,12 @@ class GraphedModule(ABC):
         with nullcontext() if self._watch is None else self._watch.passing():
             return self._instance.original(*args, **kwargs)
 
+    def _followed(self) -> ModelWatch:
+        """Return what follows the module from its first recording until `reset`."""
+        if self._watch is None:
+            self._watch = ModelWatch((self.model,), self._replaced(), (self.model,), self._exempt)
+        return self._watch
+
     def _replaced(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and attributes of theirs that graphs stand in for."""
         return [(self.model, "forward")]
@@ -150,7 +156,6 @@ class GraphedModule(ABC):
         """
         self.reset()
         try:
-            self._watch = ModelWatch((self.model,), self._replaced(), (self.model,), self._exempt)
             self._record()
             self._recorded()
         except BaseException as error:

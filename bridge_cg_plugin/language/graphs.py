@@ -83,7 +83,7 @@ class LanguageModelGraphs(GraphedModule):
             [program.bucket],
             before_replay=self._before_replay,
             reduction=self._reduction,
-            watch=self._watch,
+            watch=self._followed(),
         )
         self._regions = [region]
         region.capture()

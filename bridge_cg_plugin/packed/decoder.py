@@ -238,7 +238,7 @@ class PackedGraphs(GraphedModule):
                 self._reduction,
                 shared if part.attribute else None,
                 offloading=self._offloading(),
-                watch=self._watch,
+                watch=self._followed(),
                 around=self.family.statistics_kept,
                 peers=self._peers,
                 strict=self.options.strict,

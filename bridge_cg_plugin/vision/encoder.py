@@ -324,7 +324,7 @@ class VisionGraphs(GraphedModule):
                 self._reduction,
                 offloading=self._offloading(),
                 has_side_work=self._has_side_work,
-                watch=self._watch,
+                watch=self._followed(),
                 peers=self._peers,
                 strict=self.options.strict,
             )

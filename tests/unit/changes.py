@@ -133,7 +133,9 @@ class Graphs(GraphedModule):
 
     def _record(self) -> None:
         program = Program(self.model, self._eager_forward)
-        region = Region(program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._watch, strict=True)
+        region = Region(
+            program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._followed(), strict=True
+        )
         region.capture()
         self._regions = [region]
 
