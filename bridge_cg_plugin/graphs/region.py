@@ -284,7 +284,7 @@ class Region:
 
     def _recorded(self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool) -> Place | str:
         """Return a free slot with the recording, made now if it is missing, or why there is none."""
-        slot = self._free_slot(mode, index)
+        slot = self._free_slot(mode, index, source.lasting)
         if slot is None:
             return "no_free_slot"
         recorded = source.recordings.get((slot.index, bucket, mode))
@@ -295,18 +295,18 @@ class Region:
             recorded = source.recordings[slot.index, bucket, mode]
         return Place(source, recorded, slot, bucket, mode)
 
-    def _free_slot(self, mode: Mode, index: int | None) -> Slot | None:
+    def _free_slot(self, mode: Mode, index: int | None, lasting: bool) -> Slot | None:
         if index is not None or mode.gradients:
             slots = self._slots if index is None else self._slots[index : index + 1]
             return next((slot for slot in slots if slot.free), None)
-        return self._slots[0] if self._slots[0].free else self._forward_only_slot()
+        return self._slots[0] if self._slots[0].free else self._forward_only_slot(lasting)
 
-    def _forward_only_slot(self) -> Slot | None:
+    def _forward_only_slot(self, lasting: bool) -> Slot | None:
         """Return a slot for passes without a backward while another microbatch holds the first one.
 
         It is made once such passes come again: a reference pass between a policy's forward and its backward.
         """
-        if self._forward_slot is None and self._asked_before("forward-only slot"):
+        if self._forward_slot is None and (lasting or self._asked_before("forward-only slot")):
             self._forward_slot = self._recording.slot(len(self._slots))
         return self._forward_slot
 
@@ -339,6 +339,8 @@ class Region:
         return None
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+        if not any(each.uses(slot) for each in self.sources):
+            slot.pool = self.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
         self._recording.add(source, slot, bucket, mode)
         return 0.0
 

@@ -69,6 +69,10 @@ class Source:
         self._reads = _Memory((*self.aliases.originals, *_tensors_of(every_module(program.modules()))))
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
 
+    def uses(self, slot: Slot) -> bool:
+        """Whether there are recordings in a slot."""
+        return any(index == slot.index for index, _, _ in self.recordings)
+
     def forget(self, slot: Slot) -> None:
         """Drop the recordings in a slot."""
         self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}

@@ -129,6 +129,7 @@ class Sources:
 
     def _instead_of(self, stale: Source) -> Source:
         """Return a source like one whose memory was moved, without recordings."""
+        stale.recordings.clear()
         fresh = self._new()
         self._all[self._all.index(stale)] = fresh
         return fresh
