@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Hashable
 from enum import IntEnum
 from typing import Any
+from weakref import WeakMethod
 
 # Called with a watched dict and a key of it whose value is about to change.
 Listener = Callable[[dict, Hashable], None]
@@ -31,33 +32,30 @@ _Callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctype
 
 
 class DictWatcher:
-    """This process's one watcher; use `WATCHER`.
+    """This process's one watcher; use `WATCHER`. It keeps neither dicts nor listeners alive.
 
     The callback runs while the dict is being changed. It only reads that dict: a listener must not change it.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[dict, tuple[Listener, ...]]] = {}
+        self._listeners: dict[int, tuple[WeakMethod, ...]] = {}
         self._callback = _Callback(self._changes)
         self._number: int | None = None
 
     def watch(self, table: dict, listener: Listener) -> None:
-        """Call `listener` before every change of a dict until `unwatch`; the dict is kept alive."""
+        """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
         if self._number is None:
             self._number = self._add()
-        _, listeners = self._watched.get(id(table), (table, ()))
-        self._watched[id(table)] = table, (*listeners, listener)
+        self._listeners[id(table)] = (*self._listeners.get(id(table), ()), WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
 
     def unwatch(self, table: dict, listener: Listener) -> None:
         """Take one listener off a dict."""
-        _, listeners = self._watched[id(table)]
-        left = tuple(other for other in listeners if other != listener)
+        left = tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
         if left:
-            self._watched[id(table)] = table, left
-            return
-        ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(table))
-        del self._watched[id(table)]
+            self._listeners[id(table)] = left
+        elif self._listeners.pop(id(table), None):
+            ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(table))
 
     def _add(self) -> int:
         add = ctypes.pythonapi.PyDict_AddWatcher
@@ -68,13 +66,17 @@ class DictWatcher:
         return number
 
     def _changes(self, event: int, address: int, key: int | None, value: int | None) -> int:
-        entry = self._watched.get(address)
-        if entry is None:
+        if event == _Event.DEALLOCATED:
+            self._listeners.pop(address, None)
             return 0
-        table, listeners = entry
-        for name in _changing(event, table, key):
-            for listener in listeners:
-                listener(table, name)
+        listeners = self._listeners.get(address, ())
+        if listeners:
+            table = _object(address)
+            for name in _changing(event, table, key):
+                for reference in listeners:
+                    listener = reference()
+                    if listener is not None:
+                        listener(table, name)
         return 0
 
 
@@ -84,7 +86,7 @@ def _changing(event: int, table: dict, key: int | None) -> tuple[Hashable, ...]:
         return (_object(key),)
     if event == _Event.CLONED:
         return tuple(_object(key))
-    return tuple(table) if event == _Event.CLEARED else ()
+    return tuple(table)  # cleared
 
 
 def _object(address: int | None) -> Any:

@@ -181,7 +181,7 @@ class GradientSinks:
             if main_grad is not None:
                 receive = _adder(alias, main_grad, self._placeholders.scalar(alias), small)
             elif parameter in self._static:
-                receive = _keeper(self._static[parameter])
+                receive = _keeper(self._static[parameter], small)
             else:
                 continue
             handles.append(alias.register_hook(receive))
@@ -247,15 +247,21 @@ class GradientSinks:
         self._hooks.clear()
 
 
-def _keeper(static: Tensor) -> Callable[[Tensor | None], Tensor | None]:
-    """Return a hook that keeps a gradient in static memory; a backward in several calls adds up."""
+def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None], Tensor | None]:
+    """Return a hook that keeps a gradient in static memory; a backward in several calls adds up.
+
+    A small gradient may be written up to the end of the backward: it is read then.
+    """
     started = False
 
     def keep(gradient: Tensor | None) -> Tensor | None:
         nonlocal started
         if gradient is None:
             return None
-        static.add_(gradient) if started else static.copy_(gradient)
+        if gradient.numel() <= SMALL:
+            small.keep(static if started else static.zero_(), gradient)
+        else:
+            static.add_(gradient) if started else static.copy_(gradient)
         started = True
         return static
 

@@ -11,4 +11,8 @@ INPUT_GRADIENTS = "input_gradients"
 
 def want_gradients(inputs: Iterable[Tensor | None]) -> bool:
     """Return whether autograd would compute a gradient for one of these inputs now."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,8 @@ from .statistics import BucketStatistics, RegionStatistics
 ALONE = Alone()
 
 
-class Place(NamedTuple):
-    """Where a batch is replayed."""
-
-    source: Source
-    recorded: Recorded
-    slot: Slot
-    bucket: Bucket
-    mode: Mode
+# Where a batch is replayed: its source, its recording, the slot and bucket of that, and whether a backward may follow.
+Place = tuple[Source, Recorded, Slot, Bucket, bool]
 
 
 class Region:
@@ -215,19 +209,19 @@ class Region:
             return None
         if self._before_replay is not None:
             self._before_replay()
-        gradients = place.mode.gradients
+        source, recorded, slot, bucket, gradients = place
         outputs = replay(
             self.program,
-            place.source,
-            place.recorded,
-            place.slot,
-            place.bucket,
+            source,
+            recorded,
+            slot,
+            bucket,
             gradients,
             batch,
             self.sources.holds,
             observer,
         )
-        self.statistics.replayed(place.bucket, self.program.size(batch), gradients)
+        self.statistics.replayed(bucket, self.program.size(batch), gradients)
         return outputs
 
     def why_not(self, batch: Any, index: int | None = None) -> str | None:
@@ -293,12 +287,14 @@ class Region:
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
-        return Place(source, recorded, slot, bucket, mode)
+        return source, recorded, slot, bucket, mode.gradients
 
     def _free_slot(self, mode: Mode, index: int | None, lasting: bool) -> Slot | None:
         if index is not None or mode.gradients:
-            slots = self._slots if index is None else self._slots[index : index + 1]
-            return next((slot for slot in slots if slot.free), None)
+            for slot in self._slots if index is None else self._slots[index : index + 1]:
+                if slot.free:
+                    return slot
+            return None
         return self._slots[0] if self._slots[0].free else self._forward_only_slot(lasting)
 
     def _forward_only_slot(self, lasting: bool) -> Slot | None:
