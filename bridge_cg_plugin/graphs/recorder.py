@@ -72,7 +72,7 @@ class Recorder:
                 for mode in modes(bucket):
                     self._record(source, slot, bucket, mode)
                 taken[bucket] = self._executor.pool_bytes(slot.pool) - before
-            total = self._executor.pool_bytes(slot.pool) + slot.arena.nbytes
+            total = self._executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
             if self._offloading is None or self._offloading.accepts(total):
                 for bucket, nbytes in taken.items():
                     self._statistics.buckets[bucket].memory += nbytes

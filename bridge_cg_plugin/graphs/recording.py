@@ -155,8 +155,9 @@ class RegionBody:
 
     @property
     def static_bytes(self) -> int:
-        """Device memory of the buffers that the work reads."""
-        return sum(tensor.nbytes for tensor in (*self._buffers.values(), *self.output_gradients))
+        """Device memory of the buffers that the work reads, and of gradients that it returns."""
+        returned = 0 if self._sinks is None else self._sinks.static_bytes
+        return returned + sum(tensor.nbytes for tensor in (*self._buffers.values(), *self.output_gradients))
 
     def join(self) -> None:
         """Let the current stream wait for copies of activations that the last forward or backward began."""

@@ -45,10 +45,12 @@ def test_only_what_was_named_leaves_and_nothing_changes(scopes):
 
 
 def target_of(share: float) -> float:
-    """Return a target in GiB that the static buffers and so large a part of the tower's activations fit."""
+    """Return a target in GiB that static buffers, gradients and so large a part of the tower's activations fit."""
     tower = new_tower()
     with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
-        return (share * planned(graphs).inventory.nbytes + graphs.statistics().static_bytes) / 2**30
+        statistics = graphs.statistics()
+        static = statistics.static_bytes + statistics.gradient_bytes
+        return (share * planned(graphs).inventory.nbytes + static) / 2**30
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
