@@ -18,9 +18,10 @@ OWN_HOOKS = (
 
 
 def own_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a module's hook is upstream's own."""
+    """Whether a module's hook is upstream's own, or the plugin's."""
     function = getattr(hook, "func", hook)  # of a partial
-    return getattr(function, "__module__", None) in OWN_HOOKS
+    module = getattr(function, "__module__", None) or ""
+    return module in OWN_HOOKS or module.partition(".")[0] == __name__.partition(".")[0]
 
 
 EXEMPT = Exempt(BOOKKEEPING, own_hook)

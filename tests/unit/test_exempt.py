@@ -1,0 +1,24 @@
+"""Hooks on modules that graphs may leave to a capture."""
+
+from functools import partial
+
+import pytest
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+
+from bridge_cg_plugin.upstream.exempt import own_hook
+from bridge_cg_plugin.upstream.imageless import ImagelessMicrobatches
+
+
+def gathers():
+    """Return the hook that data parallelism puts on every module to gather parameters."""
+    return DistributedDataParallel._make_forward_pre_hook(object.__new__(DistributedDataParallel))
+
+
+@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), ImagelessMicrobatches._before_embedding])
+def test_hooks_of_upstream_and_of_the_plugin_are_their_own(hook):
+    assert own_hook(hook)
+
+
+@pytest.mark.parametrize("hook", [lambda *_: None, partial(lambda *_: None), print, object()])
+def test_hooks_of_anybody_else_are_not(hook):
+    assert not own_hook(hook)
