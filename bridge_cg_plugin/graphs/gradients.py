@@ -169,7 +169,7 @@ class GradientSinks:
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook of somebody else than when this object was made."""
         found = self._hooks.foreign()
-        return (found and found.intersection(self.parameters)) != self.handed
+        return bool(found or self.handed) and found.intersection(self.parameters) != self.handed
 
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:

@@ -115,7 +115,10 @@ class GraphedModule(ABC):
     @property
     def captured(self) -> bool:
         """Whether graphs exist."""
-        return bool(self._regions) and all(region.captured for region in self._regions)
+        for region in self._regions:
+            if not region.captured:
+                return False
+        return self._regions != []
 
     @contextmanager
     def paused(self) -> Iterator[None]:

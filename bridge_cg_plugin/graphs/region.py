@@ -257,7 +257,7 @@ class Region:
 
     def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
         """Return where the batch is replayed, or why it cannot be."""
-        if not self.captured:
+        if not self._slots:
             return "not_captured"
         self.sources.clear()
         gradients = torch.is_grad_enabled()

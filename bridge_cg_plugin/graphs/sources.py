@@ -37,7 +37,8 @@ class Sources:
     def __init__(
         self, program: RegionProgram, watch: ModelWatch, device: torch.device, reduction: Reduction | None
     ) -> None:
-        self._program, self._watch, self._device, self._reduction = program, watch, device, reduction
+        self._program, self._watch, self._reduction = program, watch, reduction
+        self._device_type = device.type
         self._hooks = ParameterHooks()
         self._asked: Counter[Hashable] = Counter()
         self._adopted = 0
@@ -83,11 +84,12 @@ class Sources:
             gradients: Whether a backward may follow.
             idle: Whether no microbatch is between its forward and its backward, so that recordings may be dropped.
         """
-        autocast = autocast_dtype(self._device.type)
-        found: Source | str | None = None
+        autocast = autocast_dtype(self._device_type)
         if self._found_at == (self._watch.generation, autocast):
             found = self._as_recorded(self.current, gradients, idle)
-        return self._look_around(autocast, gradients, idle) if found is None else found
+            if found is not None:
+                return found
+        return self._look_around(autocast, gradients, idle)
 
     def _look_around(self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]) -> Source | str:
         """Return what `find` does, without what it found last."""
@@ -152,7 +154,7 @@ class Sources:
         held = [value for place in places if (value := differences[place]) is not MISSING]
         with torch.inference_mode(False):
             return Source(
-                self._program, state, autocast_dtype(self._device.type), self._reduction, self._hooks, held, lasting
+                self._program, state, autocast_dtype(self._device_type), self._reduction, self._hooks, held, lasting
             )
 
     def _ask(self, state: State, autocast: torch.dtype | None) -> Source | str:
