@@ -27,6 +27,7 @@ from bridge_cg_plugin.upstream import direct_attention
 from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
 from bridge_cg_plugin.upstream.qwen3_vl import pack_segments
 from bridge_cg_plugin.upstream.rotary import fused_rotary
+from bridge_cg_plugin.vision.batch import VisionBatch
 from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
 from bridge_cg_plugin.graphs.program import Bucket
 from tests.interpreted import prepare
@@ -46,8 +47,8 @@ direct_attention.is_te_attention = attentions.__contains__
 pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
 bucket = Bucket(40, (8, 32))
 program = Qwen3VLEncoder(tower, pack_segments)
-buffers = {"pixels": torch.zeros(40, pixels.shape[1]).half(), "grid": torch.zeros(8, 3, dtype=torch.int64)}
-buffers["pixels"][:32], buffers["grid"][:2] = pixels, grid
+buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in program.input_specs(bucket).items()}
+program.load(buffers, VisionBatch(pixels.half(), grid, ((1, 4, 6), (2, 2, 2))))
 rows = 32 // tower.config.spatial_merge_size**2
 
 def run():
