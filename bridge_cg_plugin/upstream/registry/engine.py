@@ -282,6 +282,7 @@ SEAMS = (
         kind="function",
         touch="declared",
         purpose="cuDNN is called directly only where eager attends by its kernels",
+        features=(Feature.VISION_QWEN3_VL,),
         uses=(
             "use_fused_attention = int(os.environ.get('NVTE_FUSED_ATTN', '1'))",
             "use_flash_attention = int(os.environ.get('NVTE_FLASH_ATTN', '1'))",
@@ -295,6 +296,7 @@ SEAMS = (
         kind="class",
         touch="read",
         purpose="whether eager may prefer the package flash-attn to cuDNN's kernels",
+        features=(Feature.VISION_QWEN3_VL,),
         attributes=("is_installed",),
     ),
     Seam(
@@ -304,6 +306,7 @@ SEAMS = (
         kind="function",
         touch="declared",
         purpose="attention_backend is known by the variables that it is written into",
+        features=(Feature.VISION_QWEN3_VL,),
         uses=("NVTE_FUSED_ATTN",),
     ),
     Seam(
