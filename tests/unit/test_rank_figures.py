@@ -181,12 +181,19 @@ def fail_in(step_of):
 
 @pytest.mark.parametrize(
     "doing, said",
-    [("capture", "capture"), ("with graphs", "step 7, with graphs"), ("warming up", "step 7, warming up")],
+    [("with graphs", "step 7, with graphs"), ("warming up", "step 7, warming up")],
 )
 def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path, doing, said):
     first, second = run_ranks(2, fail_in, tmp_path, doing)
     assert first == []
     assert second == [f"[rank 1] this rank ends in {said}: RuntimeError: no more", "no more\nof it"]
+
+
+def test_a_rank_that_a_strict_capture_ends_says_so(tmp_path):
+    first, second = run_ranks(2, fail_in, tmp_path, "capture")
+    why = "vision CUDA graphs could not be captured: RuntimeError: no more."
+    assert first == []
+    assert second == [f"[rank 1] this rank ends in capture: CaptureError: {why}", why]
 
 
 def test_one_process_needs_no_name(caplog):
