@@ -1,13 +1,12 @@
 """A piece of work that saves tensors of every kind for its backward, as a region program for any device."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from bridge_cg_plugin.graphs.program import TensorSpec
+from .rows_program import RowsProgram
 
 WIDTH = 32
 DTYPES = (
@@ -113,43 +112,19 @@ class Saver(nn.Module):
         return x
 
 
-class SaverProgram:
-    """See `RegionProgram`."""
+class SaverProgram(RowsProgram):
+    """A model over batches that fill their bucket."""
 
     name = "saver"
 
-    def __init__(self, model: Saver) -> None:
-        self.model = model
-
-    def modules(self):
-        return (self.model,)
-
-    def input_specs(self, bucket):
-        return {"x": TensorSpec((bucket.tokens, WIDTH), torch.float32, differentiable=True)}
-
-    def size(self, batch):
-        return len(batch)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, (WIDTH,))
 
     def refuse(self, batch, bucket):
         return None if len(batch) == bucket.tokens else "too_few_tokens"
 
-    def load(self, buffers, batch):
-        buffers["x"].copy_(batch.detach())
-
     def load_example(self, buffers, bucket):
         buffers["x"].fill_(0.25)
-
-    def forward(self, buffers, bucket):
-        return (self.model(buffers["x"]),)
-
-    def recording(self):
-        return nullcontext()
-
-    def output_rows(self, batch):
-        return (len(batch),)
-
-    def differentiable_inputs(self, batch):
-        return (batch,)
 
 
 def batch_of(tokens: int, seed: int, device: torch.device | str = "cpu") -> Tensor:

@@ -27,14 +27,14 @@ class Table:
 
 
 class Tables:
-    """Keeps a table for every set of tensors that was asked for.
+    """Keeps the distances of every set of tensors that was asked for.
 
-    A table is a copy from the host, which must not be recorded: the passes before a capture make it. A recording holds
-    for as long as its tensors stay where they are, which the engine watches.
+    They are a copy from the host, which must not be recorded: the passes before a capture make it. Recordings read them
+    for as long as they are replayed. Tensors are not kept: they may be freed and taken again elsewhere.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._distances: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def of(self, tensors: Sequence[Tensor]) -> Table:
         """Return where contiguous tensors of one device and dtype are.
@@ -42,15 +42,15 @@ class Tables:
         Raises:
             RuntimeError: A capture is under way and no pass before it has made the table.
         """
-        key = tuple(map(Tensor.data_ptr, tensors))
-        if key not in self._tables:
-            first = tensors[0].detach()
+        first = tensors[0].detach()
+        start, size = first.data_ptr(), first.element_size()
+        distances = tuple((address - start) // size for address in map(Tensor.data_ptr, tensors))
+        key = first.device, distances
+        if key not in self._distances:
             if first.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a table of experts' matrices was first asked for inside a capture")
-            distances = [(address - key[0]) // first.element_size() for address in key]
-            made = torch.tensor(distances, dtype=torch.int64, device=first.device)
-            self._tables[key] = Table(first, made, _vector(first, distances))
-        return self._tables[key]
+            self._distances[key] = torch.tensor(distances, dtype=torch.int64, device=first.device)
+        return Table(first, self._distances[key], _vector(first, distances))
 
 
 def table_of_slices(stacked: Tensor) -> Table:

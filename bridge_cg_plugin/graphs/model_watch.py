@@ -44,7 +44,7 @@ class Exempt:
 NOTHING_EXEMPT = Exempt()
 
 
-class Place(NamedTuple):
+class Entry(NamedTuple):
     """One entry of a watched dict.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Seen(NamedTuple):
 
 
 # What differs from how the model was when the watch began.
-Differences = Mapping[Place, Any]
+Differences = Mapping[Entry, Any]
 
 
 class ModelWatch:
@@ -113,12 +113,12 @@ class ModelWatch:
         self.generation = 0
         self._roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
-        self._replaced = {Place(id(vars(module)), name) for module, name in replaced}
+        self._replaced = {Entry(id(vars(module)), name) for module, name in replaced}
         self._tables: dict[int, Table] = {}
-        self._before: dict[Place, Any] = {}
-        self._volatile: set[Place] = set()
+        self._before: dict[Entry, Any] = {}
+        self._volatile: set[Entry] = set()
         self._passing = 0
-        self._touched: dict[Place, Any] = {}
+        self._touched: dict[Entry, Any] = {}
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
         self._tree_changed = True
@@ -149,11 +149,16 @@ class ModelWatch:
             WATCHER.watch(table.values, self._note)
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Run a pass of the model itself inside; what it changes for good is a result of passes from now on."""
+    def passing(self, training: bool | None = None) -> Iterator[None]:
+        """Run a pass of the model itself inside; what it changes for good is a result of passes from now on.
+
+        Args:
+            training: Mode of all modules inside; None leaves each in its own.
+        """
         self._passing += 1
         try:
-            yield
+            with _training_mode(self._tree, training):
+                yield
         finally:
             self._passing -= 1
             if not self._passing:
@@ -161,7 +166,7 @@ class ModelWatch:
                 self._volatile.update(p for p, old in touched.items() if not same(old, self._value(p)))
 
     def _note(self, values: dict, key: Hashable) -> None:
-        place = Place(id(values), key)
+        place = Entry(id(values), key)
         if self._passing:
             self._touched.setdefault(place, values.get(key, MISSING))
         elif not (key in self._ignored or place in self._volatile or place in self._replaced):
@@ -169,7 +174,7 @@ class ModelWatch:
             self._tree_changed |= self._tables[place.table].submodules
             self._before.setdefault(place, values.get(key, MISSING))
 
-    def _value(self, place: Place) -> Any:
+    def _value(self, place: Entry) -> Any:
         return self._tables[place.table].values.get(place.key, MISSING)
 
     def _look(self) -> "_Seen":
@@ -186,7 +191,7 @@ class ModelWatch:
             self._seen = _Seen(self.generation, differences, self._modes(), self._find_foreign_hook())
         return self._seen
 
-    def _counts(self, place: Place, old: Any, now: Any) -> bool:
+    def _counts(self, place: Entry, old: Any, now: Any) -> bool:
         table = self._tables[place.table]
         if table.hooks or place.key == TRAINING:
             return False
@@ -220,11 +225,25 @@ class ModelWatch:
         """Return what differs now from when the watch began, besides modes and hooks."""
         return self._look().differences
 
+    def holders(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the followed modules that have one of these below them."""
+        held = set(modules)
+        return [module for module in self._tree if module not in held and not held.isdisjoint(module.modules())]
+
+    def tensors_of(self, modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+        """Return the tensors that modules hold besides parameters and what a pass leaves behind."""
+        for module in modules:
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+            for name, value in vars(module).items():
+                held = isinstance(value, torch.Tensor) and not value.requires_grad
+                if held and name not in self._ignored and Entry(id(vars(module)), name) not in self._volatile:
+                    yield value
+
     def tables_of(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Return the dicts of modules, without those below them, as `Place.table` names them."""
+        """Return the dicts of modules, without those below them, as `Entry.table` names them."""
         return frozenset(id(table.values) for module in modules for table in _tables_of(module, ""))
 
-    def described(self, places: Iterable[Place]) -> str:
+    def described(self, places: Iterable[Entry]) -> str:
         """Return in words what changed at some places."""
         said = []
         for place in places:
@@ -244,6 +263,19 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
     config = vars(module).get("config")
     if config is not None and hasattr(config, "__dict__"):
         yield Table(f"{name}.config", vars(config), plain_only=True)
+
+
+@contextmanager
+def _training_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
+    """Put modules into training or evaluation mode; every module's own mode comes back."""
+    switched = [] if training is None else [m for m in modules if m.training != training]
+    for module in switched:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.training = not training
 
 
 def same(old: Any, now: Any) -> bool:

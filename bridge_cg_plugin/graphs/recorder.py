@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Recorder:
         executor: Makes the recordings.
         buckets: All that may be recorded.
         statistics: Memory is counted there.
-        passing: Entered around every pass of the model's own forward and backward.
+        passing: Called with a mode or None, entered around every pass: see `ModelWatch.passing`.
         around: Entered around everything that is recorded.
         shared: Static inputs that the region has in common with others.
         offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
@@ -40,7 +41,7 @@ class Recorder:
         executor: Executor,
         buckets: Sequence[Bucket],
         statistics: RegionStatistics,
-        passing: Around,
+        passing: Callable[[bool | None], AbstractContextManager[None]],
         around: Around,
         shared: SharedInputs | None,
         offloading: Offloading | None,
@@ -117,7 +118,8 @@ class Recorder:
         switched = mode.training if isinstance(mode.training, bool) else None
         side = self._executor.side_work() if self._has_side_work(bucket) else None
         buffers = slot.buffers[bucket]
-        return RegionBody(self._program, buffers, bucket, source.aliases, sinks, switched, side, self._passing)
+        passing = partial(self._passing, switched)
+        return RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing)
 
 
 @contextmanager

@@ -66,9 +66,8 @@ class RegionBody:
         bucket: What is recorded for.
         aliases: Stand-ins for the program's parameters.
         sinks: Where parameter gradients go; None records a forward only, without autograd.
-        passing: Entered around every pass: what the modules note in attributes then is their own doing.
-        training: Mode of the modules while they run; None leaves it as it is.
         side: Takes work that the main stream need not wait for; None leaves all of it on one stream.
+        passing: Entered around every pass: sets modes, and what modules note in attributes then is their own doing.
 
     Attributes:
         bucket: What is recorded for.
@@ -83,11 +82,10 @@ class RegionBody:
         bucket: Bucket,
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
-        training: bool | None = None,
         side: SideWork | None = None,
         passing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._training, self._side, self._passing = training, side, passing
+        self._side, self._passing = side, passing
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
@@ -109,7 +107,6 @@ class RegionBody:
             _own_autocast_cache(),
             self._passing(),
             self._aliases.active(handed) as aliases,
-            training_mode(self._program.modules(), self._training),
             self._beside(),
             self._program.recording(),
             self._saving(aliases),
@@ -205,22 +202,6 @@ def _own_autocast_cache() -> Iterator[None]:
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
     there = [gradient for gradient in gradients if gradient is not None]
     return functools.reduce(operator.add, there) if there else None
-
-
-@contextmanager
-def training_mode(roots: Sequence[nn.Module], training: bool | None) -> Iterator[None]:
-    """Put modules into training or evaluation mode; every submodule's own mode comes back, None changes nothing."""
-    if training is None:
-        yield
-        return
-    modules = [m for m in every_module(roots) if m.training != training]
-    for module in modules:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = not training
 
 
 class ReferenceRecording:

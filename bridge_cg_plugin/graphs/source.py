@@ -1,13 +1,12 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .gradients import GradientSinks, ParameterHooks, Reduction
-from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Bucket, RegionProgram
 from .recording import Mode, Recording
@@ -40,6 +39,7 @@ class Source:
         autocast: What autocast casts to; None without it.
         reduction: What waits for gradients; None hands every gradient over to autograd.
         hooks: The region's hooks on parameters.
+        read: Tensors besides parameters that the piece reads.
         held: Objects whose identity the state names; kept alive, so that no other object takes it.
         lasting: Whether it was asked for before, so that what is missing is recorded at once.
 
@@ -57,6 +57,7 @@ class Source:
         autocast: torch.dtype | None,
         reduction: Reduction | None,
         hooks: ParameterHooks,
+        read: Iterable[Tensor] = (),
         held: Sequence[object] = (),
         lasting: bool = False,
     ) -> None:
@@ -66,7 +67,7 @@ class Source:
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         self.failed: dict[tuple[Bucket, Mode], str] = {}
-        self._reads = _Memory((*self.aliases.originals, *_tensors_of(every_module(program.modules()))))
+        self._reads = _Memory((*self.aliases.originals, *read))
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
 
     def uses(self, slot: Slot) -> bool:
@@ -95,10 +96,3 @@ class _Memory:
 
     def moved(self) -> bool:
         return self._look() != self._addresses
-
-
-def _tensors_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Return the tensors, besides parameters and activations, that modules hold."""
-    for module in modules:
-        yield from (b for b in module._buffers.values() if b is not None)
-        yield from (v for v in vars(module).values() if isinstance(v, Tensor) and not v.requires_grad)

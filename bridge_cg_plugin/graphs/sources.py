@@ -10,7 +10,7 @@ from torch import nn
 from ..announce import announce, warn
 from .errors import CaptureError
 from .gradients import ParameterHooks, Reduction
-from .model_watch import MISSING, ModelWatch, Place, token
+from .model_watch import MISSING, Entry, ModelWatch, token
 from .modules import every_module
 from .program import RegionProgram
 from .source import Source, State, autocast_dtype
@@ -39,13 +39,15 @@ class Sources:
     ) -> None:
         self._program, self._watch, self._reduction = program, watch, reduction
         self._device_type = device.type
+        # A part's forward also reads attributes of the layer that it belongs to.
+        self._holders = watch.holders(every_module(program.modules()))
         self._hooks = ParameterHooks()
         self._asked: Counter[Hashable] = Counter()
         self._adopted = 0
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
         self._found_at: tuple[int, torch.dtype | None] | None = None
-        self._state_at: tuple[int, State, list[Place]] | None = None
+        self._state_at: tuple[int, State, list[Entry]] | None = None
         if watch.foreign_hook is not None:
             raise CaptureError(f"{watch.foreign_hook}, which a graph would not run; remove it before capture")
         self.current = self._new(lasting=False)
@@ -139,14 +141,18 @@ class Sources:
     def _state(self) -> State:
         return self._look()[1]
 
-    def _look(self) -> tuple[int, State, list[Place]]:
+    def _look(self) -> tuple[int, State, list[Entry]]:
         if self._state_at is None or self._state_at[0] != self._watch.generation:
             differences = self._watch.differences()
-            tables = self._watch.tables_of(every_module(self._program.modules())) if differences else ()
+            tables = self._watch.tables_of(self._modules()) if differences else ()
             own = [place for place in differences if place.table in tables]
             state = frozenset((place, token(differences[place])) for place in own)
             self._state_at = self._watch.generation, state, own
         return self._state_at
+
+    def _modules(self) -> list[nn.Module]:
+        """Return the modules whose own attributes and tensors the piece may read."""
+        return [*self._holders, *every_module(self._program.modules())]
 
     def _new(self, lasting: bool = True) -> Source:
         _, state, places = self._look()
@@ -154,7 +160,14 @@ class Sources:
         held = [value for place in places if (value := differences[place]) is not MISSING]
         with torch.inference_mode(False):
             return Source(
-                self._program, state, autocast_dtype(self._device_type), self._reduction, self._hooks, held, lasting
+                self._program,
+                state,
+                autocast_dtype(self._device_type),
+                self._reduction,
+                self._hooks,
+                self._watch.tensors_of(self._modules()),
+                held,
+                lasting,
             )
 
     def _ask(self, state: State, autocast: torch.dtype | None) -> Source | str:

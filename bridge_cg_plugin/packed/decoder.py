@@ -83,9 +83,9 @@ class DecoderPart:
 
     Attributes:
         name: Of the region.
-        roots: Modules whose parameters it uses.
-        run: The piece.
         owner: Module whose attribute calls the piece; the decoder itself for all layers.
+        uses: Names of the owner's submodules whose parameters the piece uses; none are all of them.
+        run: The piece.
         attribute: That attribute; empty where the decoder's forward is the call.
         answer: Turns the piece's outputs into what the call returns.
         outputs: How many tensors the piece gives.
@@ -94,14 +94,18 @@ class DecoderPart:
     """
 
     name: str
-    roots: Sequence[nn.Module]
-    run: Run
     owner: nn.Module
+    uses: Sequence[str]
+    run: Run
     attribute: str = ""
     answer: Answer = first
     outputs: int = 1
     followers: tuple[Follower, ...] = ()
     counted: bool = False
+
+    def roots(self) -> list[nn.Module]:
+        """Return the modules whose parameters the piece uses now: a layer's submodules may be replaced."""
+        return [self.owner.get_submodule(name) for name in self.uses or ("",)]
 
 
 class DecoderFamily(Protocol):

@@ -79,7 +79,7 @@ class PackedProgram:
 
     Args:
         name: Of the region.
-        roots: Modules whose parameters the piece uses.
+        roots: Returns the modules whose parameters the piece uses.
         width: Of the hidden states.
         dtype: Of the hidden states.
         layout: What all packs of the recordings share.
@@ -92,7 +92,7 @@ class PackedProgram:
     def __init__(
         self,
         name: str,
-        roots: Sequence[nn.Module],
+        roots: Callable[[], Sequence[nn.Module]],
         width: int,
         dtype: torch.dtype,
         layout: PackLayout,
@@ -103,12 +103,12 @@ class PackedProgram:
     ) -> None:
         self.name = name
         self.layout = layout
-        self._roots, self._width, self._dtype = tuple(roots), width, dtype
+        self._roots, self._width, self._dtype = roots, width, dtype
         self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
-        return self._roots
+        return self._roots()
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
@@ -197,7 +197,7 @@ class PackedProgram:
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""
-        return self._kernels(self._roots)
+        return self._kernels(self._roots())
 
     def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""

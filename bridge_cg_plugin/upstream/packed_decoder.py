@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..experts.tables import Tables
 from ..options import MODULES as LAYER_PARTS
 from ..options import OptionError
 from ..options.language_model import MODULES
@@ -71,7 +72,8 @@ class TransformerBlockFamily:
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
-        self._experts: list[CapturedExperts] = []
+        self._inside: list[nn.Module] = []  # layers with experts inside the graph
+        self._tables = Tables()
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
         self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
         for layer in self._mamba:
@@ -126,11 +128,10 @@ class TransformerBlockFamily:
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
         if not modules or (set(modules) == every and not experts):
-            self._experts = [CapturedExperts(layer) for layer in experts]
-            block = (self._decoder,)
-            return [
-                DecoderPart("packed_decoder", block, self._run_block, self._decoder, counted=bool(experts)),
-            ]
+            for layer in experts:
+                CapturedExperts(layer, self._tables)  # refuses what cannot be recorded
+            self._inside = experts
+            return [DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))]
         return self.layer_parts(modules)
 
     def statistics_kept(self) -> AbstractContextManager[None]:
@@ -170,8 +171,8 @@ class TransformerBlockFamily:
         visual = {}
         indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
         with ExitStack() as stack:
-            for experts in self._experts:
-                stack.enter_context(experts.recorded(pack.used))
+            for layer in self._inside:  # looked at anew: the model may have changed since the last recording
+                stack.enter_context(CapturedExperts(layer, self._tables).recorded(pack.used))
             if pack.additions:
                 stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
                 visual = dict(zip(VISUAL, (None, pack.additions), strict=True))

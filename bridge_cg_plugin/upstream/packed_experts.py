@@ -54,12 +54,13 @@ class CapturedExperts:
 
     Args:
         layer: A transformer layer with experts.
+        tables: Where experts' weights are, for as long as recordings are replayed.
 
     Raises:
         OptionError: They are of a kind, or set in a way, that is not recorded; names it.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, tables: Tables) -> None:
         self._moe = layer.mlp
         config = self._moe.config
         check_fields(config, NEEDED)
@@ -67,7 +68,7 @@ class CapturedExperts:
         self._linear = _linear_layers(self._moe.experts)
         self._activate, self._is_swiglu = activation(config), is_swiglu(config)
         self._top_k = config.moe_router_topk
-        self._tables = Tables()
+        self._tables = tables
 
     def recorded(self, used: Tensor) -> AbstractContextManager[None]:
         """Let the layer compute so.

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..graphs.errors import CaptureError
 from ..options import OptionError
 from ..options.language_model import MODULES
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
@@ -14,6 +15,9 @@ from ..packed.program import RecordedPack
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
+# A layer's submodules that a piece uses.
+ATTENTION = ("input_layernorm", "self_attention")
+ROUTER = ("pre_mlp_layernorm", "mlp.router")
 # A router with one of these adds to statistics or losses that outlive the step, draws random numbers, or counts tokens:
 # only its matrix product is recorded, the rest runs on real tokens, eager.
 ROUTER_EFFECTS = (
@@ -49,9 +53,8 @@ def attention_part(layer: nn.Module) -> DecoderPart:
     def run(pack: RecordedPack) -> tuple[Tensor]:
         return (attend(pack),)
 
-    roots = (layer.input_layernorm, layer.self_attention)
     name = f"packed_attention_{layer.layer_number}"
-    return DecoderPart(name, roots, run, layer, "_forward_attention", _attention_answer)
+    return DecoderPart(name, layer, ATTENTION, run, "_forward_attention", _attention_answer)
 
 
 def mlp_part(layer: nn.Module) -> DecoderPart:
@@ -61,8 +64,7 @@ def mlp_part(layer: nn.Module) -> DecoderPart:
     def run(pack: RecordedPack) -> tuple[Tensor]:
         return (forward(pack.hidden),)
 
-    roots = (layer.pre_mlp_layernorm, layer.mlp)
-    return DecoderPart(f"packed_mlp_{layer.layer_number}", roots, run, layer, "_forward_mlp")
+    return DecoderPart(f"packed_mlp_{layer.layer_number}", layer, ("pre_mlp_layernorm", "mlp"), run, "_forward_mlp")
 
 
 def attention_and_router_part(layer: nn.Module) -> DecoderPart:
@@ -80,9 +82,9 @@ def attention_and_router_part(layer: nn.Module) -> DecoderPart:
 
     return DecoderPart(
         f"packed_attention_and_router_{layer.layer_number}",
-        (layer.input_layernorm, layer.self_attention, layer.pre_mlp_layernorm, layer.mlp.router),
-        run,
         layer,
+        ATTENTION + ROUTER,
+        run,
         "_forward_attention",
         _attention_answer,
         1 + count,
@@ -102,9 +104,8 @@ def router_part(layer: nn.Module) -> DecoderPart:
     def run(pack: RecordedPack) -> tuple[Tensor, ...]:
         return route(norm(pack.hidden))
 
-    roots = (layer.pre_mlp_layernorm, layer.mlp.router)
     name = f"packed_router_{layer.layer_number}"
-    return DecoderPart(name, roots, run, layer, NORM, first, count, (follower,))
+    return DecoderPart(name, layer, ROUTER, run, NORM, first, count, (follower,))
 
 
 def _attention(layer: nn.Module) -> Callable[[RecordedPack], Tensor]:
@@ -131,12 +132,18 @@ def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Ten
     """
     router = layer.mlp.router
     check_router(router)
-    if is_pure(router):
-        forward = router.forward
-        follower = Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2]))
-        return lambda normed: (normed, *forward(normed)), follower, 3
-    gating = router.gating
-    return lambda normed: (normed, gating(normed)), Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
+    pure = is_pure(router)
+    compute = router.forward if pure else router.gating
+
+    def route(normed: Tensor) -> tuple[Tensor, ...]:
+        if layer.mlp.router is not router or is_pure(router) != pure:
+            raise CaptureError("the router was replaced after capture, or its options now give it side effects")
+        computed = compute(normed)
+        return (normed, *computed) if pure else (normed, computed)
+
+    if pure:
+        return route, Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2])), 3
+    return route, Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
 
 
 def is_pure(router: nn.Module) -> bool:

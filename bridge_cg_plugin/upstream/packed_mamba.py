@@ -63,7 +63,7 @@ def mamba_part(layer: nn.Module, shards: int) -> DecoderPart:
         params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * shards)
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
-    return DecoderPart(f"packed_mamba_{layer.layer_number}", (layer,), run, layer, "forward")
+    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, "forward")
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
-from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
-from tests.unit.toy import ToyProgram
+from tests.rows_program import RowsProgram
 
 WIDTH, TOKENS = 16, 64
 
@@ -36,38 +36,12 @@ class Dropping(nn.Module):
         return dropped, self.out(dropped)
 
 
-class Program(ToyProgram):
-    def input_specs(self, bucket):
-        return {"x": TensorSpec((bucket.tokens, WIDTH), torch.float32, differentiable=True)}
-
-    def size(self, batch):
-        return len(batch)
-
-    def refuse(self, batch, bucket):
-        return None
-
-    def load(self, buffers, batch):
-        buffers["x"].copy_(batch.detach())
-
-    def load_example(self, buffers, bucket):
-        buffers["x"].zero_()
-
-    def forward(self, buffers, bucket):
-        return self.model(buffers["x"])
-
-    def output_rows(self, batch):
-        return len(batch), len(batch)
-
-    def differentiable_inputs(self, batch):
-        return (batch,)
-
-
 @pytest.fixture
 def region():
     generator = torch.cuda.default_generators[torch.cuda.current_device()].clone_state()
     generator.manual_seed(7)
     executor = CudaGraphExecutor(generators=lambda: (generator,))
-    return Region(Program(Dropping(generator)), executor, [Bucket(TOKENS)], evaluation=False)
+    return Region(RowsProgram(Dropping(generator), (WIDTH,), outputs=2), executor, [Bucket(TOKENS)], evaluation=False)
 
 
 def assert_draws_anew(region):

@@ -88,24 +88,15 @@ REGION = """
 from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
-from tests.saving import SaverProgram
+from tests.rows_program import RowsProgram
 from tests.unit.test_offload_store import LateTransfers, stores
 
 
-class Program(SaverProgram):
-    def input_specs(self, bucket):
-        return {"x": TensorSpec((bucket.tokens, 1, WIDTH), torch.float32, differentiable=True)}
-
-    def forward(self, buffers, bucket):
-        return tuple(self.model(buffers["x"]))
-
-    def output_rows(self, batch):
-        return len(batch), len(batch)
-
+class Program(RowsProgram):
     @contextmanager
     def recording(self):
         with layer_kernels.fused_layer_kernels([self.model]), layer_kernels.fused_layernorm_backward([self.model]):
@@ -122,7 +113,8 @@ for case in ("plain", "shared norm", "frozen"):
         offloading = RegionOffloading(policy, 1, torch.device("cpu")) if offloaded else None
         if offloaded:
             offloading._transfers = LateTransfers()
-        region = Region(Program(tower), ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
+        program = Program(tower, (1, WIDTH), outputs=2)
+        region = Region(program, ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
         region.capture()
         for repeat in range(2):
             outputs = region.run(x)

@@ -3,16 +3,18 @@
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.graphed_module import GraphedModule
-from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
+from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 
+from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
@@ -28,9 +30,15 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x)) * self.scale * self.gain * self.config.power
         self.last_mean = hidden.detach().mean()  # as statistics that a forward leaves behind
-        return x + self.second(hidden if self.training else 0.5 * hidden)
+        return self.second(hidden if self.training else 0.5 * hidden)
+
+    def linears(self) -> list[nn.Module]:
+        return [self.first, self.second]
 
 
 class Adapter(nn.Module):
@@ -83,61 +91,28 @@ def accumulates(parameter: nn.Parameter) -> Callable[..., None]:
     return accumulate
 
 
-class Program:
-    """The whole model as a region."""
-
-    name = "changing"
-
-    def __init__(self, model: Model, forward: Callable[[Tensor], Tensor]) -> None:
-        self._model, self._forward = model, forward
-
-    def modules(self):
-        return (self._model,)
-
-    def input_specs(self, bucket):
-        return {"x": TensorSpec((bucket.tokens, WIDTH), torch.float32, differentiable=True)}
-
-    def size(self, batch):
-        return len(batch)
-
-    def refuse(self, batch, bucket):
-        return None
-
-    def load(self, buffers, batch):
-        buffers["x"][: len(batch)].copy_(batch.detach())
-        buffers["x"][len(batch) :].zero_()
-
-    def load_example(self, buffers, bucket):
-        buffers["x"].zero_()
-
-    def forward(self, buffers, bucket):
-        return (self._forward(buffers["x"]),)
-
-    def recording(self):
-        return nullcontext()
-
-    def output_rows(self, batch):
-        return (len(batch),)
-
-    def differentiable_inputs(self, batch):
-        return (batch,)
-
-
 class Graphs(GraphedModule):
-    """The model on graphs."""
+    """The model on graphs: all of it as one region, or the inner part of every layer as a region of its own."""
 
     title, noun, group, out_of_memory_remedy = "graphs", "model", "toy", ""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, parts: bool) -> None:
+        self._parts = tuple(model.layers) if parts else ()
         super().__init__(model, TapeExecutor(), strict=True, before_replay=None)
 
+    def _replaced(self):
+        return [*super()._replaced(), *((layer, "inner") for layer in self._parts)]
+
     def _record(self) -> None:
-        program = Program(self.model, self._eager_forward)
-        region = Region(
-            program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._followed(), strict=True
-        )
-        region.capture()
-        self._regions = [region]
+        programs = [RowsProgram(layer, (WIDTH,), 1, layer.inner, layer.linears) for layer in self._parts]
+        self._regions = [
+            Region(program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._followed(), strict=True)
+            for program in programs or [RowsProgram(self.model, (WIDTH,), 1, self._eager_forward)]
+        ]
+        for region in self._regions:
+            region.capture()
+        for layer, region in zip(self._parts, self._regions, strict=False):
+            layer.inner = partial(self._replay, region, layer.inner)
 
     def _recorded(self) -> None: ...
 
@@ -148,10 +123,13 @@ class Graphs(GraphedModule):
         return {}
 
     def _forward(self, x: Tensor) -> Tensor:
-        outputs = self._regions[0].run(x)
+        return self._eager_forward(x) if self._parts else self._replay(self._regions[0], self._eager_forward, x)
+
+    def _replay(self, region: Region, eager: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        outputs = region.run(x)
         if outputs is None:
             self._note_eager()
-            return self._eager_forward(x)
+            return eager(x)
         return outputs[0]
 
 
@@ -160,12 +138,13 @@ class Twins:
 
     Args:
         seed: Decides weights and every choice.
+        parts: Whether a part of every layer is a region of its own, instead of the whole model.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, parts: bool = False) -> None:
         self.random = random.Random(seed)
         self.models = [Model(seed), Model(seed)]
-        self.graphs = Graphs(self.models[1])
+        self.graphs = Graphs(self.models[1], parts)
         self.graphs.capture()
         self.in_flight: list[tuple[Tensor, Tensor]] = []
         self.autocast = False

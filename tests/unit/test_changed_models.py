@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 
 from ..tape import TapeExecutor
 from . import packs
-from .changes import Twins, accumulates
+from .changes import LAYERS, Twins, accumulates
 from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
 
 
@@ -19,7 +19,7 @@ from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, 
 def test_any_sequence_of_changes_equals_eager(block):
     replays = fallbacks = 0
     for seed in range(100 * block, 100 * (block + 1)):
-        twins = Twins(seed)
+        twins = Twins(seed, parts=seed % 3 == 0)
         try:
             twins.random_sequence(12)
         except AssertionError as error:
@@ -29,6 +29,30 @@ def test_any_sequence_of_changes_equals_eager(block):
         fallbacks += statistics.fallbacks.total()
         twins.close()
     assert replays > fallbacks, "most microbatches should be replayed"
+
+
+def test_parts_of_layers_are_recorded_in_the_mode_of_their_layers():
+    twins = Twins(0, parts=True)
+    for model in twins.models:
+        model.eval()
+    twins.microbatch(gradients=False)
+    assert twins.graphs.statistics().replays == LAYERS and not twins.graphs.statistics().fallbacks
+    twins.close()
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
+def test_a_submodule_that_a_layer_gets_after_capture_runs_and_is_trained(modules):
+    tower, name = new_tower(), {"attn": "self_attention", "mlp": "mlp"}[modules[0]]
+    with graphs_on(tower, executor=TapeExecutor(), modules=modules) as graphs:
+        layer = tower.decoder.layers[1]
+        setattr(layer, name, Gained(getattr(layer, name)))
+        for seed in range(3):
+            actual = results(tower, [[1, 4, 4]], seed)
+            with graphs.paused():
+                expected = results(tower, [[1, 4, 4]], seed)
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 8
 
 
 @pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
@@ -205,6 +229,40 @@ def test_packed_layers_with_adapters_switched_off_equal_eager():
                     with lora.disable_adapter(model):
                         assert_close([model(**batch)], [off], 1e-4)
             assert graphs.statistics().fallbacks == {"model_changed": 1}
+
+
+@pytest.mark.parametrize("modules", [["attn"], ["mlp"]])
+def test_a_submodule_that_a_packed_layer_gets_after_capture_runs_and_is_trained(modules):
+    model, name = packs.new_model(), {"attn": "self_attention", "mlp": "mlp"}[modules[0]]
+    batch = packs.pack((120, 150))
+    options = {"executor": TapeExecutor(), "cuda_graph_modules": modules}
+    with packs.graphs_on(model, packs.pack((100, 150, 50)), **options) as graphs:
+        layer = model.decoder.layers[1]
+        setattr(layer, name, Gained(getattr(layer, name)))
+        for _ in range(3):
+            actual = packs.losses_and_gradients(model, batch)
+            with graphs.paused():
+                expected = packs.losses_and_gradients(model, batch)
+            assert_close([actual[0], *actual[1]], [expected[0], *expected[1]], 1e-4)
+        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 4
+
+
+class Gained(torch.nn.Module):
+    """A module whose output is multiplied by a trained number."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.gain = inner, torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *args, **kwargs):
+        output, bias = self.inner(*args, **kwargs)
+        return self.gain * output, bias
+
+    def __getattr__(self, name):  # a layer asks its parts for their settings
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
 
 
 @pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])

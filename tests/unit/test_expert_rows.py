@@ -1,5 +1,7 @@
 """Rows of experts from a routing map, and linear layers of experts, against loops over tokens and experts."""
 
+import weakref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,3 +87,14 @@ def test_experts_and_their_gradients_are_those_of_a_loop(routing, accumulated):
         found[2:] = [weight.main_grad - 1 for weight in (*first, *second)]
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_tables_keep_no_tensor_and_one_set_of_distances_wherever_the_tensors_lie():
+    tables, whole = Tables(), torch.zeros(4, 3)
+    first = tables.of(whole.unbind())
+    moved = whole.clone()
+    second = tables.of(moved.unbind())
+    assert first.distances is second.distances and second.first.data_ptr() == moved.data_ptr()
+    kept = weakref.ref(moved.untyped_storage())
+    del moved, second
+    assert kept() is None

@@ -15,7 +15,9 @@ WIDTH, ROTATED = 4, 6
 
 def program(shards=1, additions=0, exact_below=0, run=None, ranks=1, absolute=True, rotated=ROTATED):
     layout = PackLayout(OFFSETS, rotated, absolute=absolute, shards=shards, ranks=ranks, additions=additions)
-    return PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below=exact_below)
+    return PackedProgram(
+        "p", lambda: [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below=exact_below
+    )
 
 
 def batch(lengths=(3, 5), shards=1, additions=0, rows: int | None = 8, ranks=1):
@@ -96,7 +98,9 @@ def test_padding_is_a_document_where_ranks_share_documents():
 
 def test_only_room_is_given_to_padding_where_documents_have_room():
     names = (*OFFSETS, *PADDED_OFFSETS)
-    made = PackedProgram("p", [torch.nn.Linear(1, 1)], WIDTH, torch.float32, PackLayout(names, ROTATED, ranks=2), None)
+    made = PackedProgram(
+        "p", lambda: [torch.nn.Linear(1, 1)], WIDTH, torch.float32, PackLayout(names, ROTATED, ranks=2), None
+    )
     given = batch((4, 8), ranks=2)
     short = torch.tensor([0, 3, 9], dtype=torch.int32)
     given = replace(
