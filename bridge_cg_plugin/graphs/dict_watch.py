@@ -46,7 +46,8 @@ class DictWatcher:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
         if self._number is None:
             self._number = self._add()
-        self._listeners[id(table)] = (*self._listeners.get(id(table), ()), WeakMethod(listener))
+        others = tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
+        self._listeners[id(table)] = (*others, WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
 
     def unwatch(self, table: dict, listener: Listener) -> None:

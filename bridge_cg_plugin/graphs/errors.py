@@ -18,7 +18,7 @@ class PeerFailed(CaptureError):
 
 
 class ReplayError(GraphError):
-    """A replay was asked for in a way that cannot give right results (backward run twice, a stale lease)."""
+    """A replay was asked for in a way that cannot give right results: a backward twice, or after the model changed."""
 
 
 def first_line(error: BaseException) -> str:

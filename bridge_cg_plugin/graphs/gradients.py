@@ -2,16 +2,18 @@
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from .dict_watch import WATCHER
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
@@ -39,45 +41,52 @@ class ParameterHooks:
     """
 
     def __init__(self) -> None:
+        self.pending = PendingReplays()
+        self.zeros = Zeros()
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        self._tables: list[Mapping[int, Callable]] = []
         self._marked: list[nn.Parameter] = []
-        self._placeholders: dict[int, Placeholders] = {}
-        self._quiet = 0
+        self._changed = True
+        self._foreign: frozenset[nn.Parameter] = NO_PARAMETERS
 
-    def put_on(self, parameters: Sequence[nn.Parameter], placeholders: "Placeholders") -> None:
-        """Put a hook on the parameters that have none of the plugin's yet.
-
-        The placeholders are kept alive: a gradient must never lie where one of them was.
-        """
-        self._placeholders.update(dict.fromkeys(placeholders.addresses, placeholders))
+    def put_on(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put a hook on the parameters that have none of the plugin's yet."""
         for parameter in parameters:
             if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
-        # PyTorch keeps one table for a parameter from its first hook on.
-        self._tables = [parameter._backward_hooks for parameter in self._handles]
-        self._quiet = len(self._handles)
+                # PyTorch keeps one table for a parameter from its first hook on.
+                WATCHER.watch(parameter._backward_hooks, self._note)
+        self._changed = True
+
+    def keep(self, parameters: Set[nn.Parameter]) -> None:
+        """Take the hooks off all other parameters, which have left the model."""
+        for parameter in self._handles.keys() - parameters:
+            WATCHER.unwatch(parameter._backward_hooks, self._note)
+            self._handles.pop(parameter).remove()
+        self._changed = True
 
     def release(self) -> None:
         """Take the hooks off the parameters."""
         self.clear()
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles, self._tables, self._quiet = {}, [], 0
+        self.keep(NO_PARAMETERS)
+
+    def _note(self, hooks: dict, key: Hashable) -> None:
+        self._changed = True
 
     def foreign(self) -> frozenset[nn.Parameter]:
         """Return the parameters on which somebody else has a hook."""
+        if self._changed:
+            self._changed = False
+            self._foreign = frozenset(filter(_hooked_before_accumulation, self._handles))
         # Hundreds of parameters, before every replay: no line of Python for each.
-        if sum(map(len, self._tables)) == self._quiet and not any(map(_after_accumulation, self._handles)):
-            return NO_PARAMETERS
-        return frozenset(parameter for parameter in self._handles if hooked(parameter))
+        later = frozenset(compress(self._handles, map(_after_accumulation, self._handles)))
+        return self._foreign | later if later else self._foreign
 
     def arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
 
         A sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
         """
-        if gradient is not None and gradient.data_ptr() in self._placeholders:
+        if gradient is not None and gradient.data_ptr() in self.zeros.addresses:
             parameter.grad_added_to_main_grad = True
             self._marked.append(parameter)
 
@@ -104,8 +113,52 @@ _after_accumulation = operator.attrgetter("_post_accumulate_grad_hooks")
 
 def hooked(parameter: nn.Parameter) -> bool:
     """Whether somebody else than the plugin has a hook on a parameter."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return bool(_after_accumulation(parameter)) or any(not isinstance(hook, _Marker) for hook in hooks)
+    return bool(_after_accumulation(parameter)) or _hooked_before_accumulation(parameter)
+
+
+def _hooked_before_accumulation(parameter: nn.Parameter) -> bool:
+    return any(not isinstance(hook, _Marker) for hook in (parameter._backward_hooks or {}).values())
+
+
+class PendingReplays:
+    """Replayed backwards that are to come, of all recordings of a region, and those of the backward under way.
+
+    The reduction is told once in a backward, when the last replay has added its part.
+    """
+
+    def __init__(self) -> None:
+        self._accumulated: WeakKeyDictionary[Node, frozenset[nn.Parameter]] = WeakKeyDictionary()
+        self._done: dict[nn.Parameter, None] = {}
+        self._backward = NO_BACKWARD
+
+    def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
+        """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
+        self._accumulated[node] = accumulated
+
+    def ran(self, node: Node, accumulated: Sequence[nn.Parameter]) -> None:
+        """Note that the backward under way has replayed it."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # the one before may have failed
+            self._backward, self._done = backward, {}
+        self._accumulated.pop(node, None)
+        self._done.update(dict.fromkeys(accumulated))
+
+    def done(self) -> Sequence[nn.Parameter]:
+        """Return the parameters to which the backward under way has added by replays; nothing while one is to come."""
+        if self.to_come():
+            return ()
+        done, self._done = self._done, {}
+        return tuple(done)
+
+    def to_come(self) -> bool:
+        """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
+        return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._accumulated))
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            return False
+        return any(WILL_RUN(node) and not added.isdisjoint(parameters) for node, added in self._accumulated.items())
 
 
 class GradientSinks:
@@ -140,16 +193,16 @@ class GradientSinks:
             None if p in self.handed else g for p, g in zip(self.parameters, self._given, strict=True)
         )
         self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
-        self._placeholders = Placeholders(self._accumulated)
-        self._nodes: list[Node] = []
-        self._to_come: WeakSet[Node] = WeakSet()
+        self._added_to = frozenset(self._accumulated)
+        self._placeholders = Placeholders(self._accumulated, self._hooks.zeros)
+        self._nodes: dict[nn.Parameter, Node] = {}
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
         self._static: dict[nn.Parameter, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         if hooks is not None:
             followed = [p for p, g in zip(self.parameters, self._given, strict=True) if g is not None]
-            hooks.put_on(followed, self._placeholders)
+            hooks.put_on(followed)
 
     def prepare(self) -> None:
         """Take the memory of gradients that recordings return to autograd."""
@@ -206,22 +259,14 @@ class GradientSinks:
     def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
         """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
         if receivers is not self.parameters:
-            self._to_come.add(node)
-
-    def to_come(self) -> bool:
-        """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
-        return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._to_come))
-
-    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
-        """Whether `to_come`, and it adds to the gradient of one of these parameters."""
-        return self.to_come() and not parameters.isdisjoint(self._accumulated)
+            self._hooks.pending.expect(node, self._added_to)
 
     def hand_over(
         self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node
     ) -> tuple[Tensor | None, ...]:
         """Return what a replayed backward gives autograd for each receiver: placeholders, or copies."""
         if receivers is not self.parameters:
-            self._to_come.discard(node)
+            self._hooks.pending.ran(node, self._accumulated)
             self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
             return None, *(None if g is None else g.clone() for g in kept)
@@ -237,10 +282,12 @@ class GradientSinks:
 
         Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
         """
-        if self._reduction.waits() and not self.to_come():
-            self._nodes = self._nodes or [get_gradient_edge(p).node for p in self._accumulated]
-            reached = map(WILL_RUN, self._nodes)
-            self._reduction.arrived([p for p, r in zip(self._accumulated, reached, strict=True) if not r])
+        if self._reduction.waits() and (done := self._hooks.pending.done()):
+            for parameter in done:
+                if parameter not in self._nodes:
+                    self._nodes[parameter] = get_gradient_edge(parameter).node
+            reached = map(WILL_RUN, map(self._nodes.__getitem__, done))
+            self._reduction.arrived([p for p, r in zip(done, reached, strict=True) if not r])
 
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""
@@ -307,17 +354,43 @@ class SmallGradients:
         self._pairs = {}
 
 
-class Placeholders:
-    """Zero tensors of any parameter's shape over one storage per dtype and device; autograd steals them."""
+class Zeros:
+    """Zeros of any size over one storage per dtype and device.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    A storage that a larger one follows is kept: a gradient must never lie where a placeholder was.
+
+    Attributes:
+        addresses: Where the storages begin.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self.addresses: set[int] = set()
+
+    def reserve(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make room for the largest of these parameters."""
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for parameter in parameters:
             key = (parameter.dtype, parameter.device)
             sizes[key] = max(sizes.get(key, 0), parameter.numel())
-        self._flat = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
-        self.addresses = {flat.data_ptr() for flat in self._flat.values()}
-        self._shaped = [self._flat[p.dtype, p.device].as_strided(p.shape, p.stride()) for p in parameters]
+        for (dtype, device), size in sizes.items():
+            kept = self._flat.setdefault((dtype, device), [])
+            if not kept or kept[-1].numel() < size:
+                kept.append(torch.zeros(size, dtype=dtype, device=device))
+                self.addresses.add(kept[-1].data_ptr())
+
+    def like(self, parameter: nn.Parameter) -> Tensor:
+        """Return the storage for a parameter, of at least its size."""
+        return self._flat[parameter.dtype, parameter.device][-1]
+
+
+class Placeholders:
+    """Zero tensors of any parameter's shape over `Zeros`; autograd steals them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], zeros: Zeros) -> None:
+        zeros.reserve(parameters)
+        self._zeros = zeros
+        self._shaped = [zeros.like(p).as_strided(p.shape, p.stride()) for p in parameters]
 
     def fresh(self) -> Iterator[Tensor]:
         """Return a zero tensor of each parameter's shape, in order; nobody else holds it, so autograd steals it."""
@@ -325,4 +398,4 @@ class Placeholders:
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
         """Return a zero of the parameter's dtype and device, to be expanded to any shape."""
-        return self._flat[parameter.dtype, parameter.device][0]
+        return self._zeros.like(parameter)[0]

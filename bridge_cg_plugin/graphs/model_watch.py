@@ -1,11 +1,13 @@
 """What a model is, besides its tensors' memory: modules, their attributes, modes and hooks, and how that changes."""
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -14,18 +16,24 @@ from torch.nn.modules import module as torch_module
 from .dict_watch import WATCHER
 
 MISSING: Any = object()
-TRAINING = "training"
+TRAINING, CONFIG, FORWARD = "training", "config", "forward"
 # Dicts of a module that decide which tensors and modules its forward uses.
 PARTS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # What PyTorch notes of a module's hooks and leaves behind when they are gone.
 LEFT_BY_HOOKS = frozenset(("_is_full_backward_hook",))
+# Attributes that hold watched dicts.
+HOLD_TABLES = frozenset((*PARTS, *HOOKS, CONFIG))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Values that are the same where they are equal. Any other value is the same only where it is the same object.
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, MethodType)
 # Modules that compute nothing of their own; PEFT makes new ones of the same modules whenever it walks a model.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-COMPARED = (*PLAIN, *CONTAINERS)
+# Compared by what they hold, down to this depth. No watcher sees a list or a set change.
+UNWATCHED = (list, set)
+NESTED = 3
+_forward_of = operator.attrgetter(FORWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,8 @@ class Entry(NamedTuple):
     key: Hashable
 
 
-class Table(NamedTuple):
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Table:
     """A watched dict.
 
     Attributes:
@@ -74,13 +83,19 @@ class Table(NamedTuple):
     plain_only: bool = False
 
 
+class _Old(NamedTuple):
+    """A former value, kept alive so that no other object takes its identity, and what stood for it."""
+
+    value: Any
+    token: Hashable
+
+
 class _Seen(NamedTuple):
     """What a look found."""
 
     generation: int
     differences: "Differences"
     training: bool | tuple[bool, ...]
-    foreign_hook: str | None
 
 
 # What differs from how the model was when the watch began.
@@ -98,9 +113,6 @@ class ModelWatch:
         replaced: Attributes that the plugin replaces on a module, as (module, name).
         called: Modules whose own hooks run around a replay as well, because they are called in the usual way.
         exempt: What is no difference.
-
-    Attributes:
-        generation: Grows whenever something may have changed.
     """
 
     def __init__(
@@ -110,99 +122,182 @@ class ModelWatch:
         called: Sequence[nn.Module] = (),
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
-        self.generation = 0
+        self._generation = 0
         self._roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
         self._replaced = {Entry(id(vars(module)), name) for module, name in replaced}
-        self._tables: dict[int, Table] = {}
-        self._before: dict[Entry, Any] = {}
+        # A module that leaves the model may come back: its tables are followed for as long as somebody holds them.
+        self._tables: WeakValueDictionary[int, Table] = WeakValueDictionary()
+        self._before: dict[Entry, _Old] = {}
         self._volatile: set[Entry] = set()
         self._passing = 0
-        self._touched: dict[Entry, Any] = {}
+        self._touched: dict[Entry, _Old] = {}
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
-        self._tree_changed = True
-        self._look()
+        self._lists: dict[Entry, list | set] = {}
+        self._contents: dict[Entry, Hashable] = {}
+        self._lengths: list[int] = []
+        self._tokens: list[Hashable] = []
+        self._types: tuple[type, ...] = ()
+        self._forwards: list[Callable] = []
+        self._first_forwards: dict[type, Callable] = {}
+        self._follow()
+        self._at_first = self._followed
 
     def _follow(self) -> None:
-        """Follow the modules that the model consists of now; those that were replaced are followed on."""
+        """Follow the modules that the model consists of now."""
         self._tree_changed = False
         self._tree = {}
         for root in self._roots:
             for name, module in root.named_modules():
                 self._tree.setdefault(module, name or type(module).__name__)
-        for module, name in self._tree.items():
-            for table in _tables_of(module, name):
-                self._add(table)
+        followed = [table for module, name in self._tree.items() for table in _tables_of(module, name)]
         for hooks in GLOBAL_HOOKS:
-            self._add(Table(f"torch.nn.modules.module.{hooks}", getattr(torch_module, hooks), hooks=True))
+            followed.append(Table(f"torch.nn.modules.module.{hooks}", getattr(torch_module, hooks), hooks=True))
+        self._followed: tuple[Table, ...] = tuple(map(self._add, followed))
+        self._follow_unwatched()
+
+    def _add(self, table: Table) -> Table:
+        known = self._tables.get(id(table.values))
+        if known is not None:
+            return known
+        number = id(table.values)  # may have been that of a table that is gone
+        self._volatile = {entry for entry in self._volatile if entry.table != number}
+        self._contents = {entry: held for entry, held in self._contents.items() if entry.table != number}
+        self._tables[number] = table
+        WATCHER.watch(table.values, self._note)
+        return table
+
+    def _follow_unwatched(self) -> None:
+        """Follow what no watcher sees change: lists and sets, and the classes' `forward`."""
+        self._lists = {
+            Entry(id(vars(module)), name): value
+            for module in self._tree
+            for name, value in vars(module).items()
+            if isinstance(value, UNWATCHED) and name not in OF_EVERY_MODULE and name not in self._ignored
+        }
+        self._lists = {entry: values for entry, values in self._lists.items() if entry not in self._volatile}
+        for entry, values in self._lists.items():
+            self._contents.setdefault(entry, token(values))
+        self._lengths = list(map(len, self._lists.values()))
+        self._tokens = list(map(token, self._lists.values()))
+        self._types = tuple(dict.fromkeys(map(type, self._tree)))
+        self._forwards = list(map(_forward_of, self._types))
+        for kind, forward in zip(self._types, self._forwards, strict=True):
+            self._first_forwards.setdefault(kind, forward)
 
     def close(self) -> None:
         """Follow nothing any more."""
         for table in self._tables.values():
             WATCHER.unwatch(table.values, self._note)
-        self._tables, self._before, self._tree = {}, {}, {}
-
-    def _add(self, table: Table) -> None:
-        if id(table.values) not in self._tables:
-            self._tables[id(table.values)] = table
-            WATCHER.watch(table.values, self._note)
+        self._at_first = self._followed = ()
+        self._tables.clear()
+        self._before, self._tree, self._lists, self._types = {}, {}, {}, ()
 
     @contextmanager
-    def passing(self, training: bool | None = None) -> Iterator[None]:
+    def passing(self, training: bool | None = None) -> Iterator[list[Entry]]:
         """Run a pass of the model itself inside; what it changes for good is a result of passes from now on.
+
+        Yields:
+            What the outermost pass has changed for good, once it has ended.
 
         Args:
             training: Mode of all modules inside; None leaves each in its own.
         """
+        changed: list[Entry] = []
+        before = {} if self._passing else {entry: token(values) for entry, values in self._lists.items()}
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
-                yield
+                yield changed
         finally:
             self._passing -= 1
             if not self._passing:
                 touched, self._touched = self._touched, {}
-                self._volatile.update(p for p, old in touched.items() if not same(old, self._value(p)))
+                changed += (entry for entry, old in touched.items() if old.token != token(self._value(entry)))
+                changed += (entry for entry, held in before.items() if token(self._value(entry)) != held)
+                self._volatile.update(changed)
+                if not self._volatile.isdisjoint(self._lists):
+                    self._follow_unwatched()
 
     def _note(self, values: dict, key: Hashable) -> None:
-        place = Entry(id(values), key)
+        entry = Entry(id(values), key)
+        table = self._tables.get(entry.table)
+        if table is None:
+            return
+        old = values.get(key, MISSING)
         if self._passing:
-            self._touched.setdefault(place, values.get(key, MISSING))
-        elif not (key in self._ignored or place in self._volatile or place in self._replaced):
-            self.generation += 1
-            self._tree_changed |= self._tables[place.table].submodules
-            self._before.setdefault(place, values.get(key, MISSING))
+            self._touched.setdefault(entry, _Old(old, token(old)))
+        elif not (key in self._ignored or entry in self._replaced or (entry in self._volatile and not _plain(old))):
+            self._generation += 1
+            self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
+            self._before.setdefault(entry, _Old(old, self._contents.get(entry) or token(old)))
 
-    def _value(self, place: Entry) -> Any:
-        return self._tables[place.table].values.get(place.key, MISSING)
+    def _value(self, entry: Entry) -> Any:
+        table = self._tables.get(entry.table)
+        return MISSING if table is None else table.values.get(entry.key, MISSING)
+
+    def look(self, contents: bool = True) -> int:
+        """Look at what no watcher sees; returns a number that grows whenever something may have changed.
+
+        Args:
+            contents: Also look at what is in lists and sets, besides how many elements they have.
+        """
+        lengths = list(map(len, self._lists.values()))
+        forwards = list(map(_forward_of, self._types))
+        if lengths != self._lengths or forwards != self._forwards:
+            self._lengths, self._forwards = lengths, forwards
+            self._generation += 1
+        elif contents and (tokens := list(map(token, self._lists.values()))) != self._tokens:
+            self._tokens = tokens
+            self._generation += 1
+        return self._generation
 
     def _look(self) -> "_Seen":
-        if self._seen is None or self._seen.generation != self.generation:
-            if self._tree_changed:
+        if self._seen is None or self._seen.generation != self._generation:
+            differences = self._compare()
+            if self._tree_changed or any(isinstance(value, FOLLOWED) for value in differences.values()):
                 self._follow()
-            differences = {}
-            for place, old in list(self._before.items()):
-                now = self._value(place)
-                if same(old, now):
-                    del self._before[place]
-                elif self._counts(place, old, now):
-                    differences[place] = now
-            self._seen = _Seen(self.generation, differences, self._modes(), self._find_foreign_hook())
+                differences = self._compare()
+            self._seen = _Seen(self._generation, differences, self._modes())
         return self._seen
 
-    def _counts(self, place: Entry, old: Any, now: Any) -> bool:
-        table = self._tables[place.table]
-        if table.hooks or place.key == TRAINING:
+    def _compare(self) -> dict[Entry, Any]:
+        differences = {}
+        for entry, old in list(self._before.items()):
+            now = self._value(entry)
+            if entry.table not in self._tables or token(now) == old.token:
+                del self._before[entry]
+            elif self._counts(entry, old.value, now):
+                differences[entry] = now
+        for entry, values in self._lists.items():
+            if token(values) != self._contents[entry]:
+                differences[entry] = values
+        for kind, forward in self._first_forwards.items():
+            if _forward_of(kind) is not forward:
+                differences[Entry(id(kind), FORWARD)] = _forward_of(kind)
+        return differences
+
+    def _counts(self, entry: Entry, old: Any, now: Any) -> bool:
+        table = self._tables[entry.table]
+        if table.hooks or entry.key == TRAINING:
             return False
-        return not table.plain_only or all(v is None or isinstance(v, PLAIN[:-1]) for v in (old, now))
+        if entry in self._volatile:
+            return _plain(old) and _plain(now)
+        return not table.plain_only or (_plain(old) and _plain(now))
 
     def _modes(self) -> bool | tuple[bool, ...]:
         modes = tuple(module.training for module in self._tree if type(module) not in CONTAINERS)
         return modes[0] if len(set(modes)) == 1 else modes
 
-    def _find_foreign_hook(self) -> str | None:
-        bypassed = [(name, m) for m, name in self._tree.items() if m not in self._called]
+    @property
+    def training(self) -> bool | tuple[bool, ...]:
+        """The mode of all modules, or that of each where they differ."""
+        return self._look().training
+
+    def foreign_hook(self, modules: Iterable[nn.Module]) -> str | None:
+        """Return a hook on one of these modules, or on all, that a replay would not run, in words; None without one."""
+        bypassed = [(self._name(m), m) for m in modules if m not in self._called]
         hooked = [(name, getattr(m, hooks)) for name, m in bypassed for hooks in HOOKS]
         hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
         for name, hooks in hooked:
@@ -211,19 +306,36 @@ class ModelWatch:
                     return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
         return None
 
-    @property
-    def training(self) -> bool | tuple[bool, ...]:
-        """The mode of all modules, or that of each where they differ."""
-        return self._look().training
+    def trained_attribute(self, modules: Iterable[nn.Module]) -> str | None:
+        """Return a tensor that requires a gradient and is no parameter, in words; None without one.
 
-    @property
-    def foreign_hook(self) -> str | None:
-        """A hook that a replay would not run, in words; None where there is none."""
-        return self._look().foreign_hook
+        A replay gives gradients to parameters and inputs alone. What a pass has left in an attribute is no such tensor.
+        """
+        differences = self._look().differences
+        for module in modules:
+            for table in (vars(module), module._buffers):
+                for name, value in table.items():
+                    entry = Entry(id(table), name)
+                    if not (isinstance(value, torch.Tensor) and value.requires_grad) or self._left_by_passes(entry):
+                        continue
+                    if value.is_leaf or entry in differences:
+                        return f"{self._name(module)}.{name}"
+        return None
+
+    def _left_by_passes(self, entry: Entry) -> bool:
+        return entry.key in self._ignored or entry in self._volatile
+
+    def _name(self, module: nn.Module) -> str:
+        return self._tree.get(module, type(module).__name__)
 
     def differences(self) -> Differences:
         """Return what differs now from when the watch began, besides modes and hooks."""
         return self._look().differences
+
+    def followed(self) -> tuple[Table, ...]:
+        """Return the tables of the model's modules as they are now; whoever keeps them has them followed on."""
+        self._look()
+        return self._followed
 
     def holders(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the followed modules that have one of these below them."""
@@ -236,21 +348,34 @@ class ModelWatch:
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
             for name, value in vars(module).items():
                 held = isinstance(value, torch.Tensor) and not value.requires_grad
-                if held and name not in self._ignored and Entry(id(vars(module)), name) not in self._volatile:
+                if held and not self._left_by_passes(Entry(id(vars(module)), name)):
                     yield value
 
     def tables_of(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Return the dicts of modules, without those below them, as `Entry.table` names them."""
-        return frozenset(id(table.values) for module in modules for table in _tables_of(module, ""))
+        """Return what is followed of modules, without those below them, as `Entry.table` names it."""
+        found = {id(table.values) for module in modules for table in _tables_of(module, "")}
+        return frozenset(found.union(id(type(module)) for module in modules))
 
-    def described(self, places: Iterable[Entry]) -> str:
-        """Return in words what changed at some places."""
+    def described(self, entries: Iterable[Entry]) -> str:
+        """Return in words what changed at some entries."""
+        kinds = {id(kind): kind.__name__ for kind in self._first_forwards}
         said = []
-        for place in places:
-            table = self._tables[place.table]
-            old, now = self._before.get(place, MISSING), self._value(place)
-            said.append(f"{table.name}: {place.key} {_word(old)} -> {_word(now)}")
+        for entry in entries:
+            table = self._tables.get(entry.table)
+            name = kinds.get(entry.table, "a class") if table is None else table.name
+            if entry in self._before:
+                old, now = self._before[entry].value, self._value(entry)
+                said.append(f"{name}: {entry.key} {_word(old)} -> {_word(now)}")
+            else:
+                said.append(f"{name}: {entry.key} changed")
         return "; ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
+
+    def plain(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return those of some entries that hold a plain value and that somebody else does not write."""
+        return [e for e in entries if _plain(self._value(e)) and not self._left_for_others(e)]
+
+    def _left_for_others(self, entry: Entry) -> bool:
+        return entry.key in self._ignored or entry.key == TRAINING or entry in self._replaced
 
 
 def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
@@ -260,7 +385,10 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
         yield Table(name, getattr(module, part), submodules=part == "_modules")
     for hooks in HOOKS:
         yield Table(f"{name}.{hooks}", getattr(module, hooks), hooks=True)
-    config = vars(module).get("config")
+    for key, value in vars(module).items():
+        if isinstance(value, dict) and key not in OF_EVERY_MODULE:
+            yield Table(f"{name}.{key}", value)
+    config = vars(module).get(CONFIG)
     if config is not None and hasattr(config, "__dict__"):
         yield Table(f"{name}.config", vars(config), plain_only=True)
 
@@ -278,23 +406,32 @@ def _training_mode(modules: Iterable[nn.Module], training: bool | None) -> Itera
             module.training = not training
 
 
-def same(old: Any, now: Any) -> bool:
-    """Whether two values of an attribute are the same, without comparing tensors or other objects by value."""
-    if old is now:
-        return True
-    return type(old) is type(now) and isinstance(old, COMPARED) and token(old) == token(now)
-
-
-def token(value: Any) -> Hashable:
-    """Return what stands for a value in a state: itself where it is plain, its identity otherwise."""
+def token(value: Any, depth: int = NESTED) -> Hashable:
+    """Return what stands for a value in a state: its contents where they are plain, its identity otherwise."""
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # two zeros differ, and NaN is itself
     if isinstance(value, PLAIN):
         return type(value), value
     if type(value) in CONTAINERS:
         return type(value), tuple((name, id(module)) for name, module in value._modules.items())
+    if depth and type(value) in (list, tuple):
+        return type(value), tuple(token(element, depth - 1) for element in value)
+    if depth and type(value) in (set, frozenset):
+        return type(value), frozenset(token(element, depth - 1) for element in value)
+    if depth and type(value) is dict:
+        return dict, tuple((token(key, depth - 1), token(held, depth - 1)) for key, held in value.items())
     return id(value)
+
+
+# What is followed itself where an attribute holds it.
+FOLLOWED = (dict, *UNWATCHED)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, PLAIN[:-1])
 
 
 def _word(value: Any) -> str:
     if value is MISSING:
         return "absent"
-    return repr(value) if value is None or isinstance(value, PLAIN[:-1]) else type(value).__name__
+    return repr(value) if _plain(value) else type(value).__name__

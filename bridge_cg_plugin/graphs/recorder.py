@@ -1,5 +1,6 @@
 """Recording a region's buckets into slots."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -10,12 +11,14 @@ from torch import Tensor
 from .activations import Offloading
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
+from .model_watch import Entry, ModelWatch
 from .program import Bucket, RegionProgram
 from .recording import Mode, RegionBody
 from .slot import SharedInputs, Slot
 from .source import Recorded, Source
 from .statistics import RegionStatistics
 
+LOGGER = logging.getLogger("bridge_cg_plugin")
 # Entered around everything that is recorded.
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -28,7 +31,7 @@ class Recorder:
         executor: Makes the recordings.
         buckets: All that may be recorded.
         statistics: Memory is counted there.
-        passing: Called with a mode or None, entered around every pass: see `ModelWatch.passing`.
+        watch: Follows the model; everything that is recorded is a pass of it.
         around: Entered around everything that is recorded.
         shared: Static inputs that the region has in common with others.
         offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
@@ -41,7 +44,7 @@ class Recorder:
         executor: Executor,
         buckets: Sequence[Bucket],
         statistics: RegionStatistics,
-        passing: Callable[[bool | None], AbstractContextManager[None]],
+        watch: ModelWatch,
         around: Around,
         shared: SharedInputs | None,
         offloading: Offloading | None,
@@ -49,7 +52,7 @@ class Recorder:
     ) -> None:
         self._program, self._executor, self._statistics = program, executor, statistics
         self._buckets = sorted(buckets, reverse=True)
-        self._passing, self._around, self._shared = passing, around, shared
+        self._watch, self._around, self._shared = watch, around, shared
         self._offloading, self._has_side_work = offloading, has_side_work
 
     def slot(self, index: int) -> Slot:
@@ -107,8 +110,24 @@ class Recorder:
             self._executor.warm_up(body, output_gradients)
             if self._offloading is not None and mode.gradients:
                 body.activations = self._offloading.prepare(self._executor, body, slot.index)
-            recording = self._executor.record(body, slot.pool)
+            with self._watch.passing() as changed:
+                recording = self._executor.record(body, slot.pool)
+            self._check_changed(changed)
         source.recordings[slot.index, bucket, mode] = Recorded(recording, made)
+
+    def _check_changed(self, changed: Sequence[Entry]) -> None:
+        """Refuse a model whose every pass leaves another plain value in an attribute, which a replay would not.
+
+        Other values are named in the log: an attribute with the last pass's output, say.
+        """
+        if changed:
+            LOGGER.info(
+                "%s: replays do not set what a forward does: %s", self._program.name, self._watch.described(changed)
+            )
+        if plain := self._watch.plain(changed):
+            raise CaptureError(
+                f"each forward changes an attribute, which a graph does not: {self._watch.described(plain)}"
+            )
 
     def _body(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> RegionBody:
         """Return the work; modules that are in another mode than is recorded are switched while it runs."""
@@ -118,7 +137,7 @@ class Recorder:
         switched = mode.training if isinstance(mode.training, bool) else None
         side = self._executor.side_work() if self._has_side_work(bucket) else None
         buffers = slot.buffers[bucket]
-        passing = partial(self._passing, switched)
+        passing = partial(self._watch.passing, switched)
         return RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .activations import Activations
 from .capture import capture_graph
@@ -83,7 +84,7 @@ class RegionBody:
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
         side: SideWork | None = None,
-        passing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        passing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._side, self._passing = side, passing
         self._program, self._buffers, self._bucket = program, buffers, bucket
@@ -107,6 +108,7 @@ class RegionBody:
             _own_autocast_cache(),
             self._passing(),
             self._aliases.active(handed) as aliases,
+            _own_saved_tensors(),
             self._beside(),
             self._program.recording(),
             self._saving(aliases),
@@ -197,6 +199,13 @@ def _own_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _own_saved_tensors() -> AbstractContextManager[None]:
+    """Keep what autograd saves from hooks of the caller, as a checkpoint around the model has them."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:

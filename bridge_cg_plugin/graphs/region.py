@@ -27,6 +27,7 @@ from .sources import LASTING, Sources
 from .statistics import BucketStatistics, RegionStatistics
 
 ALONE = Alone()
+FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
 
 
 # Where a batch is replayed: its source, its recording, the slot and bucket of that, and whether a backward may follow.
@@ -93,17 +94,19 @@ class Region:
         self._before_replay, self._reduction = before_replay, reduction
         self._offloading, self._peers, self._strict = offloading, peers, strict
         self._watch, self._given_watch = watch, watch
-        self._recorder = partial(
+        self._new_recorder = partial(
             Recorder,
             around=around,
             shared=shared,
             offloading=offloading,
             has_side_work=has_side_work,
         )
-        self._recording: Recorder | None = None
+        self._recorder: Recorder | None = None
         self._slots: list[Slot] = []
         self._forward_slot: Slot | None = None
+        self._forward_slot_failed = False
         self._asked: Counter[Hashable] = Counter()
+        self._warned: set[str] = set()
 
     @property
     def captured(self) -> bool:
@@ -123,12 +126,10 @@ class Region:
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
             self.sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
-            self._recording = self._recorder(
-                self.program, self.executor, self.buckets, self.statistics, self._watch.passing
-            )
+            self._recorder = self._new_recorder(self.program, self.executor, self.buckets, self.statistics, self._watch)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)
-                slots.append(self._recording.accepted_slot(index, self.sources.current, modes))
+                slots.append(self._recorder.accepted_slot(index, self.sources.current, modes))
         except BaseException:
             slots.clear()
             self.reset()
@@ -170,8 +171,9 @@ class Region:
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
-        self._slots, self._forward_slot, self._asked = [], None, Counter()
-        self.sources = self._recording = None
+        self._slots, self._forward_slot, self._forward_slot_failed = [], None, False
+        self._asked = Counter()
+        self.sources = self._recorder = None
         if self._offloading is not None:
             self._offloading.release()
 
@@ -253,7 +255,7 @@ class Region:
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self.sources is not None and any(source.sinks.adds_later(parameters) for source in self.sources)
+        return self.sources is not None and self.sources.adds_later(parameters)
 
     def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
         """Return where the batch is replayed, or why it cannot be."""
@@ -261,14 +263,37 @@ class Region:
             return "not_captured"
         self.sources.clear()
         gradients = torch.is_grad_enabled()
-        source = self.sources.find(gradients, self._is_idle)
+        source = self._source(gradients)
         if isinstance(source, str):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
         bucket, reason = self.choose(batch, mode)
         if bucket is None:
             return reason
-        return self._recorded(source, bucket, mode, index, records)
+        return self._recorded_place(source, bucket, mode, index, records)
+
+    def _source(self, gradients: bool) -> Source | str:
+        """Return the source that the model is now, or why there is none."""
+        alone = isinstance(self._peers, Alone)
+        try:
+            source = self.sources.find(gradients, self._is_idle)
+        except Exception as error:
+            # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
+            if self._strict or not (alone or isinstance(error, CaptureError)):
+                raise CaptureError(f"{self.program.name}: {named(error)}") from error
+            self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
+            return "capture_failed"
+        if source == "memory_moved" and not alone:
+            raise CaptureError(
+                f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "
+                "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
+            )
+        return source
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(text)
 
     def _is_idle(self) -> bool:
         return self.free_slots() == len(self._slots)
@@ -276,9 +301,15 @@ class Region:
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    def _recorded(self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool) -> Place | str:
+    def _recorded_place(
+        self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
+    ) -> Place | str:
         """Return a free slot with the recording, made now if it is missing, or why there is none."""
-        slot = self._free_slot(mode, index, source.lasting)
+        try:
+            slot = self._free_slot(mode, index, source.lasting)
+        except Exception as error:  # no memory for one more slot
+            self._forward_slot, self._forward_slot_failed = None, True
+            return self._failed(source, bucket, mode, error)
         if slot is None:
             return "no_free_slot"
         recorded = source.recordings.get((slot.index, bucket, mode))
@@ -302,9 +333,14 @@ class Region:
 
         It is made once such passes come again: a reference pass between a policy's forward and its backward.
         """
-        if self._forward_slot is None and (lasting or self._asked_before("forward-only slot")):
-            self._forward_slot = self._recording.slot(len(self._slots))
+        missing = self._forward_slot is None and not self._forward_slot_failed
+        if missing and (lasting or self._asked_before("forward-only slot")):
+            self._peers.agree(self._add_forward_only_slot)
         return self._forward_slot
+
+    def _add_forward_only_slot(self) -> float:
+        self._forward_slot = self._recorder.slot(len(self._slots))
+        return 0.0
 
     def _asked_before(self, what: Hashable) -> bool:
         self._asked[what] += 1
@@ -319,25 +355,36 @@ class Region:
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return "not_captured_yet"
         started = time.perf_counter()
+        by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not isinstance(self._peers, Alone)
         try:
-            self._peers.agree(partial(self._add, source, slot, bucket, mode))
+            (ALONE if by_peers else self._peers).agree(partial(self._add, source, slot, bucket, mode))
         except Exception as error:
-            source.failed[bucket, mode] = named(error)
-            said = f"{self.program.name}: bucket {bucket} could not be captured"
-            if self._strict:
-                raise CaptureError(f"{said}: {named(error)}") from error
-            if not isinstance(error, PeerFailed):  # the rank that failed says it
-                warn(f"{said}, it runs eager: {named(error)}")
-            return "capture_failed"
+            if by_peers:  # they replay it now
+                raise CaptureError(f"{self.program.name}: bucket {bucket} {FAILED_ALONE}: {named(error)}") from error
+            return self._failed(source, bucket, mode, error)
         finally:
             self.statistics.capture_seconds += time.perf_counter() - started
             self._count_memory()
         return None
 
+    def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> str:
+        """Note that a bucket cannot be captured; returns the reason for running eager.
+
+        Raises:
+            CaptureError: The region is strict.
+        """
+        source.failed[bucket, mode] = named(error)
+        said = f"{self.program.name}: bucket {bucket} could not be captured"
+        if self._strict:
+            raise CaptureError(f"{said}: {named(error)}") from error
+        if not isinstance(error, PeerFailed):  # the rank that failed says it
+            warn(f"{said}, it runs eager: {named(error)}")
+        return "capture_failed"
+
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
         if not any(each.uses(slot) for each in self.sources):
             slot.pool = self.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
-        self._recording.add(source, slot, bucket, mode)
+        self._recorder.add(source, slot, bucket, mode)
         return 0.0
 
 

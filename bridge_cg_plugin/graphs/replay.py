@@ -105,7 +105,8 @@ class _Replay(Function):
         if not call.holds(call.source):
             raise ReplayError(
                 f"{call.name}: between the forward and the backward of a graphed microbatch, memory of parameters or "
-                "of their main_grad was moved or freed, or a hook was put on a parameter; do it between steps"
+                "of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook was put on one; "
+                "do it between steps"
             )
         slot.order_after_last_use()
         if call.observer is not None:

@@ -1,8 +1,9 @@
 """Which of a region's sources the model is now: what a replay must find unchanged, and what follows where it is not."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from ..announce import announce, warn
 from .errors import CaptureError
 from .gradients import ParameterHooks, Reduction
-from .model_watch import MISSING, Entry, ModelWatch, token
+from .model_watch import Differences, ModelWatch, token
 from .modules import every_module
 from .program import RegionProgram
 from .source import Source, State, autocast_dtype
@@ -19,6 +20,32 @@ from .source import Source, State, autocast_dtype
 LASTING = 2
 # States whose recordings are kept, and after how many new ones a model is taken to change all the time.
 MOST_SOURCES, MOST_ADOPTED = 4, 16
+# States that were asked for and are remembered: a model may never be in one of them again.
+MOST_ASKED = 64
+
+
+LASTS = "graphs of its own are captured if this lasts"
+
+
+class _State(NamedTuple):
+    """What a look at the piece's modules found.
+
+    Attributes:
+        generation: Of the watch.
+        state: What stands for the differences from when the watch began.
+        own: These differences.
+        foreign_hook: A hook that a replay would not run, in words.
+    """
+
+    generation: int
+    state: State
+    own: Differences
+    foreign_hook: str | None
+
+
+def numerics() -> tuple[str, bool]:
+    """Return the settings of this process by which kernels are chosen, besides autocast."""
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
 
 class Sources:
@@ -46,10 +73,12 @@ class Sources:
         self._adopted = 0
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
+        self._numerics = numerics()
         self._found_at: tuple[int, torch.dtype | None] | None = None
-        self._state_at: tuple[int, State, list[Entry]] | None = None
-        if watch.foreign_hook is not None:
-            raise CaptureError(f"{watch.foreign_hook}, which a graph would not run; remove it before capture")
+        self._seen: _State | None = None
+        watch.look()
+        if (hook := self._look().foreign_hook) is not None:
+            raise CaptureError(f"{hook}, which a graph would not run; remove it before capture")
         self.current = self._new(lasting=False)
         self._all = [self.current]
 
@@ -64,6 +93,10 @@ class Sources:
     def clear(self) -> None:
         """Take back the flags that replays set on parameters."""
         self._hooks.clear()
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return self._hooks.pending.adds_later(parameters)
 
     @property
     def training(self) -> bool | tuple[bool, ...]:
@@ -85,9 +118,17 @@ class Sources:
         Args:
             gradients: Whether a backward may follow.
             idle: Whether no microbatch is between its forward and its backward, so that recordings may be dropped.
+
+        Raises:
+            CaptureError: The model is in a state that cannot be recorded.
         """
         autocast = autocast_dtype(self._device_type)
-        if self._found_at == (self._watch.generation, autocast):
+        generation = self._watch.look(contents=not self._looked)
+        if numerics() != self._numerics:
+            what = f"float32 matmul precision and deterministic algorithms are {numerics()}, not {self._numerics}"
+            self._warn("numerics", what, "eager until they are as at capture")
+            return "numerics_changed"
+        if self._found_at == (generation, autocast):
             found = self._as_recorded(self.current, gradients, idle)
             if found is not None:
                 return found
@@ -95,10 +136,10 @@ class Sources:
 
     def _look_around(self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]) -> Source | str:
         """Return what `find` does, without what it found last."""
-        if self._watch.foreign_hook is not None:
-            self._warn("forward_hooks", f"{self._watch.foreign_hook}, which a graph would not run")
+        hook, state = self._look().foreign_hook, self._look().state
+        if hook is not None:
+            self._warn("forward_hooks", f"{hook}, which a graph would not run", "eager until it is removed")
             return "forward_hooks"
-        state = self._state()
         for source in self._all:
             if source.state == state and source.autocast == autocast:
                 found = self._as_recorded(source, gradients, idle)
@@ -107,20 +148,21 @@ class Sources:
         return self._ask(state, autocast)
 
     def holds(self, source: Source) -> bool:
-        """Whether a backward may be replayed: memory lies where it was, and nobody put a hook on a parameter since."""
-        return self._looked or not (source.moved(gradients=True) or source.sinks.hooked_otherwise())
+        """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked."""
+        if source.aliases.trained_otherwise() or source.sinks.hooked_otherwise():
+            return False
+        return self._looked or not source.moved(gradients=True)
 
     def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | str | None:
         """Return a source of the model's state, why it cannot be used now, None if something else changed."""
-        if gradients and source.sinks.hooked_otherwise():
+        if source.aliases.trained_otherwise() or (gradients and source.sinks.hooked_otherwise()):
             return None
         if self._looked and source is self.current:
             return source
-        if source.aliases.trained_otherwise():
-            return None
-        if source.moved(gradients):
+        if source.moved(gradients, layouts=self._looks_once):
             if not idle():
-                self._warn("memory_moved", "memory of parameters or of their main_grad was moved inside a step")
+                what = "memory of parameters or of their main_grad was moved inside a step"
+                self._warn("memory_moved", what, "recorded anew at the next step")
                 return "memory_moved"
             source = self._instead_of(source)
         self._looked = self._looks_once and gradients
@@ -129,74 +171,81 @@ class Sources:
 
     def _choose(self, source: Source) -> None:
         self.current = source
-        self._found_at = self._watch.generation, source.autocast
+        self._found_at = self._watch.look(contents=False), source.autocast
 
     def _instead_of(self, stale: Source) -> Source:
         """Return a source like one whose memory was moved, without recordings."""
+        fresh = self._new(instead_of=stale)
         stale.recordings.clear()
-        fresh = self._new()
-        self._all[self._all.index(stale)] = fresh
+        self._replace_all([fresh if source is stale else source for source in self._all])
         return fresh
 
-    def _state(self) -> State:
-        return self._look()[1]
+    def _replace_all(self, sources: list[Source]) -> None:
+        self._all = sources
+        self._hooks.keep(frozenset(p for source in sources for p in source.aliases.originals))
 
-    def _look(self) -> tuple[int, State, list[Entry]]:
-        if self._state_at is None or self._state_at[0] != self._watch.generation:
+    def _look(self) -> "_State":
+        generation = self._watch.look(contents=False)
+        if self._seen is None or self._seen.generation != generation:
             differences = self._watch.differences()
             tables = self._watch.tables_of(self._modules()) if differences else ()
-            own = [place for place in differences if place.table in tables]
-            state = frozenset((place, token(differences[place])) for place in own)
-            self._state_at = self._watch.generation, state, own
-        return self._state_at
+            own = {entry: value for entry, value in differences.items() if entry.table in tables}
+            state = frozenset((entry, token(value)) for entry, value in own.items())
+            hook = self._watch.foreign_hook(every_module(self._program.modules()))
+            self._seen = _State(generation, state, own, hook)
+        return self._seen
 
     def _modules(self) -> list[nn.Module]:
         """Return the modules whose own attributes and tensors the piece may read."""
         return [*self._holders, *every_module(self._program.modules())]
 
-    def _new(self, lasting: bool = True) -> Source:
-        _, state, places = self._look()
-        differences = self._watch.differences()
-        held = [value for place in places if (value := differences[place]) is not MISSING]
+    def _new(self, lasting: bool = True, instead_of: Source | None = None) -> Source:
+        seen = self._look()
+        if (name := self._watch.trained_attribute(self._modules())) is not None:
+            raise CaptureError(f"{name} requires a gradient and is no parameter, so a replay would give it none")
         with torch.inference_mode(False):
             return Source(
                 self._program,
-                state,
+                seen.state,
                 autocast_dtype(self._device_type),
                 self._reduction,
                 self._hooks,
-                self._watch.tensors_of(self._modules()),
-                held,
+                self._device_type,
+                list(self._watch.tensors_of(self._modules())),
+                (*seen.own.values(), *self._watch.followed()),
                 lasting,
+                instead_of,
             )
 
     def _ask(self, state: State, autocast: torch.dtype | None) -> Source | str:
         """Return recordings' new source once the model has been asked for in this state often enough."""
         reason, what = self._reason(state, autocast)
         if self._adopted >= MOST_ADOPTED:
-            self._warn("all the time", f"the model changes all the time, last: {what}", lasts=False)
+            self._warn("all the time", f"the model changes all the time, last: {what}", "eager from now on")
             return reason
-        key = (state, autocast, self._trained(), self._hooks.foreign())
+        key = (state, autocast, self._trained(), frozenset(map(id, self._hooks.foreign())))
+        if len(self._asked) == MOST_ASKED and key not in self._asked:
+            self._asked.clear()
         self._asked[key] += 1
         self._warn(what, what)
         if self._asked[key] < LASTING:
             return reason
-        self._adopted += 1
         fresh = self._new()
-        self._all = [*self._all[-MOST_SOURCES + 1 :], fresh]
+        self._adopted += 1
+        self._replace_all([*self._all[-MOST_SOURCES + 1 :], fresh])
         self._choose(fresh)
         announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
         return fresh
 
-    def _trained(self) -> frozenset[nn.Parameter]:
+    def _trained(self) -> tuple[bool, ...]:
         modules = every_module(self._program.modules())
-        return frozenset(p for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
+        return tuple(p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
 
     def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[str, str]:
         """Return why no source describes the model, as a word and in words."""
         alike = [source for source in self._all if source.state == state]
         if not alike:
-            return "model_changed", self._watch.described(self._look()[2]) or "the model is as when its watch began"
+            return "model_changed", self._watch.described(self._look().own) or "the model is as when its watch began"
         alike = [source for source in alike if source.autocast == autocast]
         if not alike:
             return "autocast_changed", f"autocast is {autocast or 'off'}"
@@ -204,9 +253,8 @@ class Sources:
             return "parameters_changed", "other parameters require a gradient"
         return "parameter_hooks", "other parameters have a hook"
 
-    def _warn(self, what: str, text: str, lasts: bool = True) -> None:
-        """Say something once."""
-        if what not in self._warned and (not lasts or len(self._warned) < MOST_ADOPTED):
+    def _warn(self, what: str, text: str, after: str = LASTS) -> None:
+        """Say something once, and no more than a few of the changes that come and go."""
+        if what not in self._warned and (after != LASTS or len(self._warned) < MOST_ADOPTED):
             self._warned.add(what)
-            after = "graphs of its own are captured if this lasts" if lasts else "eager from now on"
             warn(f"{self._program.name}: {text}; microbatches run eager, {after}")

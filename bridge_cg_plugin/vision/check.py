@@ -76,7 +76,8 @@ class ReplayCheck:
         """Run eager forward and backward and set its gradients aside. See `BackwardObserver`."""
         self._before = [None if g is None else g.clone() for g in self._source.sinks.main_grads]
         with torch.enable_grad(), self._source.aliases.active(self._source.sinks.handed) as aliases:
-            outputs = self._eager(self._batch)
+            with self._source.autocasting():
+                outputs = self._eager(self._batch)
             pairs = [
                 (o, g) for o, g in zip(outputs, output_gradients, strict=True) if g is not None and o.requires_grad
             ]

@@ -26,6 +26,7 @@ class Scaled(nn.Module):
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
         self.config, self.gain = config, 1.0
+        self.marks, self.scales = [], {"first": 1.0}
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -33,7 +34,8 @@ class Scaled(nn.Module):
         return x + self.inner(x)
 
     def inner(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x)) * self.scale * self.gain * self.config.power
+        gain = self.gain * self.config.power * self.scales["first"] + len(self.marks)
+        hidden = torch.tanh(self.first(x)) * self.scale * gain
         self.last_mean = hidden.detach().mean()  # as statistics that a forward leaves behind
         return self.second(hidden if self.training else 0.5 * hidden)
 
@@ -251,6 +253,16 @@ class Twins:
         for model in self.models:
             model.layers[0].config.power = power
 
+    def contents_set(self) -> None:
+        layer, marks, scale = (
+            self.random.randrange(LAYERS),
+            self.random.choice(["", "a", "ab"]),
+            self.random.choice([1.0, 3.0]),
+        )
+        for model in self.models:
+            model.layers[layer].marks[:] = marks
+            model.layers[layer].scales["first"] = scale
+
     def mode_set(self) -> None:
         part, training = self.random.choice(["", "layers.0", "layers.1"]), self.random.random() < 0.6
         for model in self.models:
@@ -345,6 +357,7 @@ class Twins:
         adapters_switched,
         adapter_added,
         attribute_set,
+        contents_set,
         config_set,
         mode_set,
         buffer_replaced,

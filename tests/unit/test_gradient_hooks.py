@@ -54,6 +54,24 @@ def test_a_reduction_that_waits_only_after_the_forward_is_told():
     assert reduction.told == [set(parallel.model.parameters())]
 
 
+def test_recordings_of_two_states_tell_a_reduction_once_in_a_backward_of_both():
+    _, parallel, reduction, region = setup()
+    model = region.program.model
+    region_loss(region, toy_batch(FITTING)).backward()
+    model.note = 1
+    for _ in range(2):
+        region_loss(region, toy_batch(FITTING)).backward()
+    reduction.now, seen = True, []
+    reduction.told.clear()
+    reduction.then = lambda: seen.append([gradient.clone() for gradient in parallel.main_grads])
+    loss = region_loss(region, toy_batch(FITTING, 0))
+    del model.note
+    (loss + region_loss(region, toy_batch(FITTING, 1))).backward()
+    assert region.statistics.fallbacks == {"model_changed": 1}
+    assert reduction.told == [set(model.parameters())]
+    assert_same(parallel.main_grads, seen[0])
+
+
 def test_a_reduction_is_told_when_the_last_replay_of_a_backward_has_added_its_gradients():
     reference, parallel, reduction, region = setup()
     reduction.now = True
@@ -99,14 +117,14 @@ def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
     losses = [region_loss(region, batch) for batch in batches]
     sum(reversed(losses) if flip else losses).backward()
     assert [to_come for to_come, _ in later] == [not done for _, done in later]
-    assert not region.sources.current.sinks.to_come()
+    assert not region.sources._hooks.pending.to_come()
 
 
 def test_gradients_of_another_module_wait_for_no_replay():
     _, _, _, region = setup()
     other, seen = nn.Parameter(torch.ones(())), []
     other.register_hook(
-        lambda gradient: seen.append((region.sources.current.sinks.to_come(), region.adds_later({other})))
+        lambda gradient: seen.append((region.sources._hooks.pending.to_come(), region.adds_later({other})))
     )
     (region_loss(region, toy_batch(FITTING)) * other).backward()
     assert seen == [(True, False)]

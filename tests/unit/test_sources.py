@@ -1,0 +1,359 @@
+"""What a recording was made from, and everything by which a model can be another than that."""
+
+import gc
+import weakref
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
+from bridge_cg_plugin.graphs.model_watch import ModelWatch
+from bridge_cg_plugin.graphs.peers import Agreed
+from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.region import Region
+
+from ..rows_program import RowsProgram
+from ..tape import TapeExecutor
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    """Reads attributes of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain, self.extra = 1.0, None
+        self.merged, self.scaling = [], {"default": 2.0}
+        self.config = SimpleNamespace(power=1.0)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x)) * self.gain * self.config.power
+        if not self.merged:
+            y = y + self.scaling["default"] * x
+        return y if self.extra is None else y * self.extra
+
+
+class Counting(nn.Linear):
+    """Leaves something in an attribute with every pass."""
+
+    def __init__(self, note):
+        super().__init__(WIDTH, WIDTH)
+        self.calls, self.note = 0, note
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.note(self, y)
+        return y
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+def region_of(model, **options):
+    region = Region(RowsProgram(model, (WIDTH,)), TapeExecutor(), [Bucket(8)], **options)
+    region.capture()
+    return region
+
+
+def with_main_grads(model):
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    return model
+
+
+def batch(rows=3):
+    return torch.randn(rows, WIDTH)
+
+
+def strip_hooks(model):
+    model[0]._forward_hooks = OrderedDict()
+
+
+def replace_config(model):
+    model[0].config = SimpleNamespace(power=1.0)
+
+
+def patch_class(model, monkeypatch):
+    forward = Layer.forward
+    monkeypatch.setattr(Layer, "forward", lambda self, x: 7 * forward(self, x))
+
+
+CHANGES = {
+    "a list that grew": lambda model: model[0].merged.append("default"),
+    "an entry of a dict": lambda model: model[0].scaling.update(default=5.0),
+    "another config": lambda model: setattr(model[0], "config", SimpleNamespace(power=3.0)),
+    "another dict of modules": lambda model: setattr(model, "_modules", OrderedDict(model._modules, **{"1": Layer()})),
+    "another sign of zero": lambda model: setattr(model[0], "gain", -0.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed_and_gets_recordings_of_its_own(change):
+    model = two_layers()
+    region = region_of(model)
+    change(model)
+    x = batch()
+    assert region.run(x) is None and region.statistics.fallbacks == {"model_changed": 1}
+    (found,) = region.run(x)
+    torch.testing.assert_close(found, model(x))
+
+
+def test_a_class_whose_forward_is_replaced_is_another_model(monkeypatch):
+    model = two_layers()
+    region, x = region_of(model), batch()
+    patch_class(model, monkeypatch)
+    assert region.run(x) is None
+    torch.testing.assert_close(region.run(x)[0], model(x))
+    monkeypatch.undo()
+    torch.testing.assert_close(region.run(x)[0], model(x))
+    assert region.statistics.fallbacks == {"model_changed": 1}
+
+
+@pytest.mark.parametrize(
+    "replace, change",
+    [
+        (strip_hooks, lambda model: model[0].register_forward_hook(lambda module, given, out: 2 * out)),
+        (replace_config, lambda model: setattr(model[0].config, "power", 3.0)),
+        (lambda model: setattr(model[0], "scaling", {"default": 2.0}), lambda model: model[0].scaling.clear()),
+    ],
+    ids=["hooks", "config", "dict"],
+)
+def test_what_takes_the_place_of_a_followed_dict_is_followed(replace, change):
+    model = two_layers()
+    region, x = region_of(model), batch()
+    replace(model)
+    for _ in range(2):
+        region.run(x)
+    assert region.statistics.replays
+    change(model)
+    assert region.run(x) is None
+
+
+def test_a_list_with_the_same_values_is_no_change():
+    model = two_layers()
+    region = region_of(model)
+    model[0].merged = []
+    assert region.run(batch()) is not None
+
+
+def test_modules_that_come_and_go_are_not_kept():
+    model = two_layers()
+    region, x = region_of(model), batch()
+    gone = []
+    for _ in range(12):
+        model[1] = Layer()
+        gone.append(weakref.ref(model[1].linear.weight))
+        for _ in range(3):
+            region.run(x)
+    gc.collect()
+    assert sum(reference() is not None for reference in gone) <= 5  # of kept recordings, and the one in use
+    assert len(region._watch._tables) < 200
+
+
+def test_memory_that_moves_takes_no_more_memory_each_time():
+    model = with_main_grads(two_layers())
+    region = region_of(model)
+    for _ in range(10):
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        region.run(batch())[0].sum().backward()
+    assert len(region.sources._hooks.zeros.addresses) == 1 and region.statistics.replays == 10
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_attributes_that_require_a_gradient_keep_the_model_eager(leaf):
+    model, factor = two_layers(), torch.ones(WIDTH, requires_grad=True)
+    region, x = region_of(model), batch()
+    model[0].extra = factor if leaf else factor * 2
+    for _ in range(3):
+        assert region.run(x) is None
+    assert region.statistics.fallbacks == {"model_changed": 1, "capture_failed": 2}
+
+
+def test_a_leaf_among_the_attributes_refuses_a_capture():
+    model = two_layers()
+    model[0].extra = torch.ones(WIDTH, requires_grad=True)
+    with pytest.raises(CaptureError, match="0.extra requires a gradient"):
+        region_of(model)
+
+
+def count_calls(module, y):
+    module.calls += 1
+
+
+def test_a_number_that_every_forward_changes_refuses_a_capture():
+    with pytest.raises(CaptureError, match="each forward changes an attribute.*calls"):
+        region_of(Counting(count_calls))
+
+
+def test_a_plain_value_that_a_forward_left_once_counts_when_somebody_else_sets_it():
+    def once(module, y):
+        if module.calls == 0:
+            module.calls = 1
+
+    model = nn.Sequential(Counting(once))
+    watch = ModelWatch((model,))
+    with watch.passing():
+        model(batch())
+    region = region_of(model, watch=watch)
+    assert region.run(batch()) is not None
+    model[0].calls = 2
+    assert region.run(batch()) is None
+
+
+def test_a_checkpoint_around_the_model_does_not_reach_into_a_recording():
+    model, reference = two_layers(), two_layers()
+    region = region_of(model)
+
+    def graphed(x):
+        outputs = region.run(x)
+        return model(x) if outputs is None else outputs[0]
+
+    x = batch()
+    for step in range(4):
+        model[0].gain = reference[0].gain = 1.0 if step == 0 else 2.0
+        for call in (graphed, reference):
+            checkpoint(call, x.clone().requires_grad_(), use_reentrant=False).sum().backward()
+        torch.testing.assert_close(model[0].linear.weight.grad, reference[0].linear.weight.grad)
+    assert region.statistics.replays and "capture_failed" not in region.statistics.fallbacks
+
+
+def test_parameters_frozen_inside_a_step_get_no_gradient():
+    model = with_main_grads(two_layers())
+    region = region_of(model)
+    with region.memory_kept():
+        region.run(batch())[0].sum().backward()
+        weight = model[0].linear.weight.requires_grad_(False)
+        before = weight.main_grad.clone()
+        outputs = region.run(batch())
+        assert outputs is None and region.statistics.fallbacks == {"parameters_changed": 1}
+    torch.testing.assert_close(weight.main_grad, before)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.requires_grad_(False), lambda p: p.register_hook(lambda g: g)], ids=["frozen", "hooked"]
+)
+def test_a_backward_whose_parameters_changed_since_its_forward_is_refused(change, inside):
+    model = with_main_grads(two_layers())
+    region = region_of(model)
+    with region.memory_kept() if inside else torch.enable_grad():
+        (outputs,) = region.run(batch())
+        change(model[0].linear.weight)
+        with pytest.raises(ReplayError, match="frozen or unfrozen, or a hook"):
+            outputs.sum().backward()
+    assert not any(parameter.main_grad.any() for parameter in model.parameters())
+
+
+def test_weights_in_another_layout_at_the_same_address_are_recorded_anew():
+    model = two_layers()
+    region, x = region_of(model), batch()
+    model[0].linear.weight.data = model[0].linear.weight.data.t()
+    with region.memory_kept():
+        torch.testing.assert_close(region.run(x)[0], model(x))
+
+
+def test_other_numerics_run_eager_until_they_are_back():
+    model = two_layers()
+    region, x = region_of(model), batch()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert region.run(x) is None and region.statistics.fallbacks == {"numerics_changed": 1}
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert region.run(x) is not None
+
+
+def test_a_hook_on_a_module_outside_of_a_part_is_nobodys_concern():
+    model = two_layers()
+    watch = ModelWatch((model,))
+    part = model[0].linear
+    region = Region(RowsProgram(part, (WIDTH,)), TapeExecutor(), [Bucket(8)], watch=watch)
+    region.capture()
+    model[1].linear.register_forward_hook(lambda *_: None)
+    assert region.run(batch()) is not None
+    part.register_forward_hook(lambda *_: None)
+    assert region.run(batch()) is None
+
+
+class Counted:
+    """Ranks that agree; counts how often."""
+
+    def __init__(self):
+        self.times = 0
+
+    def agree(self, work):
+        self.times += 1
+        value = work()
+        return Agreed(value, value)
+
+
+def test_a_rank_whose_memory_moved_asks_no_other():
+    peers, model = Counted(), with_main_grads(two_layers())
+    region = region_of(model, peers=peers)
+    region.run(batch())[0].sum().backward()
+    asked = peers.times
+    model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+    region.run(batch())[0].sum().backward()
+    assert peers.times == asked and model[0].linear.weight.main_grad.any()
+
+
+def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_running_eager(monkeypatch):
+    model = with_main_grads(two_layers())
+    region = region_of(model, peers=Counted())
+    model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+    monkeypatch.setattr(region.executor, "record", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.raises(CaptureError, match="memory was moved on this rank"):
+        region.run(batch())
+
+
+def test_memory_that_moves_inside_a_step_ends_ranks_that_share_layers():
+    model = with_main_grads(two_layers())
+    region = region_of(model, peers=Counted(), slots=2)
+    outputs = region.run(batch())
+    model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+    with pytest.raises(CaptureError, match="move it between steps"):
+        region.run(batch())
+    del outputs
+
+
+def test_a_model_that_lost_a_part_runs_eager(caplog):
+    model = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(router=nn.Linear(WIDTH, WIDTH)))))
+    program = RowsProgram(model, (WIDTH,), modules=lambda: [model.get_submodule("mlp.router")])
+    region = Region(program, TapeExecutor(), [Bucket(8)], watch=ModelWatch((model,)))
+    region.capture()
+    model.mlp = nn.Linear(WIDTH, WIDTH)
+    for _ in range(3):
+        assert region.run(batch()) is None
+    assert region.statistics.fallbacks == {"capture_failed": 3}
+    assert sum("cannot be captured as it is now" in record.message for record in caplog.records) == 1
+
+
+def test_no_memory_for_a_further_slot_is_no_error(monkeypatch):
+    model = two_layers()
+    region = region_of(model)
+    outputs = region.run(batch())
+    monkeypatch.setattr(region.executor, "new_pool", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+    with torch.no_grad():
+        for _ in range(3):
+            assert region.run(batch()) is None
+    assert region.statistics.fallbacks == {"no_free_slot": 2, "capture_failed": 1}
+    outputs[0].sum().backward()
+
+
+def test_states_that_never_come_again_are_forgotten():
+    model = two_layers()
+    region = region_of(model)
+    for step in range(200):
+        model[0].step = step
+        region.run(batch())
+    assert len(region.sources._asked) <= 64
