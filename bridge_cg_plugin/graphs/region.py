@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ..announce import warn
 from .activations import Offloading
+from .buckets import choose
 from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
+from .fallback import Fallback
 from .gradients import NO_BACKWARD, Reduction
 from .model_watch import ModelWatch
 from .peers import Alone, Peers
@@ -175,19 +177,12 @@ class Region:
         if self._offloading is not None:
             self._offloading.release()
 
-    def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
+    def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
         if not buckets:
-            return None, "evaluation_not_captured"
-        size, reason = self.program.size(batch), "too_many_tokens"
-        for bucket in buckets:
-            if size <= bucket.tokens:
-                refusal = self.program.refuse(batch, bucket)
-                if refusal is None:
-                    return bucket, None
-                reason = refusal
-        return None, reason
+            return Fallback.EVALUATION_NOT_CAPTURED
+        return choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
 
     def run(
         self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
@@ -204,8 +199,8 @@ class Region:
         """
         # What one part has loaded for all must not be overwritten: parts record in `why_not`, before the first runs.
         place = self._place(batch, index, records=index is None)
-        if isinstance(place, str):
-            self.statistics.fallbacks[place] += 1
+        if not isinstance(place, tuple):
+            self.statistics.fell_back(self.program.name, place, self.program.size(batch))
             return None
         if self._before_replay is not None:
             self._before_replay()
@@ -224,7 +219,7 @@ class Region:
         self.statistics.replayed(bucket, self.program.size(batch), gradients)
         return outputs
 
-    def why_not(self, batch: Any, index: int | None = None) -> str | None:
+    def why_not(self, batch: Any, index: int | None = None) -> Fallback | None:
         """Return why a batch cannot be replayed now, None if it can: a missing recording is made, nothing is counted.
 
         Args:
@@ -232,7 +227,7 @@ class Region:
             index: The slot that it must use; None is any.
         """
         place = self._place(batch, index, records=True)
-        return place if isinstance(place, str) else None
+        return None if isinstance(place, tuple) else place
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot with this number."""
@@ -255,19 +250,19 @@ class Region:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self.sources is not None and any(source.sinks.adds_later(parameters) for source in self.sources)
 
-    def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
+    def _place(self, batch: Any, index: int | None, records: bool) -> Place | Fallback:
         """Return where the batch is replayed, or why it cannot be."""
         if not self._slots:
-            return "not_captured"
+            return Fallback.NOT_CAPTURED
         self.sources.clear()
         gradients = torch.is_grad_enabled()
         source = self.sources.find(gradients, self._is_idle)
-        if isinstance(source, str):
+        if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
-        bucket, reason = self.choose(batch, mode)
-        if bucket is None:
-            return reason
+        bucket = self.choose(batch, mode)
+        if not isinstance(bucket, Bucket):
+            return bucket
         return self._recorded(source, bucket, mode, index, records)
 
     def _is_idle(self) -> bool:
@@ -276,14 +271,16 @@ class Region:
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    def _recorded(self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool) -> Place | str:
+    def _recorded(
+        self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
+    ) -> Place | Fallback:
         """Return a free slot with the recording, made now if it is missing, or why there is none."""
         slot = self._free_slot(mode, index, source.lasting)
         if slot is None:
-            return "no_free_slot"
+            return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
         if recorded is None:
-            refusal = self._record_now(source, slot, bucket, mode) if records else "not_captured_yet"
+            refusal = self._record_now(source, slot, bucket, mode) if records else Fallback.NOT_CAPTURED_YET
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
@@ -310,14 +307,14 @@ class Region:
         self._asked[what] += 1
         return self._asked[what] >= LASTING
 
-    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> str | None:
+    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
         if (bucket, mode) in source.failed:
-            return "capture_failed"
+            return Fallback.CAPTURE_FAILED
         if not source.lasting and not self._asked_before((mode, slot is self._forward_slot)):
-            return "mode_not_captured"
+            return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
-            return "not_captured_yet"
+            return Fallback.NOT_CAPTURED_YET
         started = time.perf_counter()
         try:
             self._peers.agree(partial(self._add, source, slot, bucket, mode))
@@ -328,7 +325,7 @@ class Region:
                 raise CaptureError(f"{said}: {named(error)}") from error
             if not isinstance(error, PeerFailed):  # the rank that failed says it
                 warn(f"{said}, it runs eager: {named(error)}")
-            return "capture_failed"
+            return Fallback.CAPTURE_FAILED
         finally:
             self.statistics.capture_seconds += time.perf_counter() - started
             self._count_memory()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..announce import announce, warn
 from .errors import CaptureError
+from .fallback import Fallback
 from .gradients import ParameterHooks, Reduction
 from .model_watch import MISSING, Entry, ModelWatch, token
 from .modules import every_module
@@ -79,7 +80,7 @@ class Sources:
         finally:
             self._looks_once = self._looked = False
 
-    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | str:
+    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback:
         """Return the source that the model is now, or why there is none.
 
         Args:
@@ -93,11 +94,13 @@ class Sources:
                 return found
         return self._look_around(autocast, gradients, idle)
 
-    def _look_around(self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]) -> Source | str:
+    def _look_around(
+        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]
+    ) -> Source | Fallback:
         """Return what `find` does, without what it found last."""
         if self._watch.foreign_hook is not None:
-            self._warn("forward_hooks", f"{self._watch.foreign_hook}, which a graph would not run")
-            return "forward_hooks"
+            self._warn(Fallback.FORWARD_HOOKS, f"{self._watch.foreign_hook}, which a graph would not run")
+            return Fallback.FORWARD_HOOKS
         state = self._state()
         for source in self._all:
             if source.state == state and source.autocast == autocast:
@@ -110,7 +113,7 @@ class Sources:
         """Whether a backward may be replayed: memory lies where it was, and nobody put a hook on a parameter since."""
         return self._looked or not (source.moved(gradients=True) or source.sinks.hooked_otherwise())
 
-    def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | str | None:
+    def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
         """Return a source of the model's state, why it cannot be used now, None if something else changed."""
         if gradients and source.sinks.hooked_otherwise():
             return None
@@ -120,8 +123,8 @@ class Sources:
             return None
         if source.moved(gradients):
             if not idle():
-                self._warn("memory_moved", "memory of parameters or of their main_grad was moved inside a step")
-                return "memory_moved"
+                self._warn(Fallback.MEMORY_MOVED, "memory of parameters or of their main_grad was moved inside a step")
+                return Fallback.MEMORY_MOVED
             source = self._instead_of(source)
         self._looked = self._looks_once and gradients
         self._choose(source)
@@ -170,7 +173,7 @@ class Sources:
                 lasting,
             )
 
-    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | str:
+    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | Fallback:
         """Return recordings' new source once the model has been asked for in this state often enough."""
         reason, what = self._reason(state, autocast)
         if self._adopted >= MOST_ADOPTED:
@@ -192,17 +195,18 @@ class Sources:
         modules = every_module(self._program.modules())
         return frozenset(p for m in modules for p in m._parameters.values() if p is not None and p.requires_grad)
 
-    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[str, str]:
-        """Return why no source describes the model, as a word and in words."""
+    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[Fallback, str]:
+        """Return why no source describes the model, as a reason and in words."""
         alike = [source for source in self._all if source.state == state]
         if not alike:
-            return "model_changed", self._watch.described(self._look()[2]) or "the model is as when its watch began"
+            changes = self._watch.described(self._look()[2])
+            return Fallback.MODEL_CHANGED, changes or "the model is as when its watch began"
         alike = [source for source in alike if source.autocast == autocast]
         if not alike:
-            return "autocast_changed", f"autocast is {autocast or 'off'}"
+            return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
         if all(source.aliases.trained_otherwise() for source in alike):
-            return "parameters_changed", "other parameters require a gradient"
-        return "parameter_hooks", "other parameters have a hook"
+            return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
+        return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
 
     def _warn(self, what: str, text: str, lasts: bool = True) -> None:
         """Say something once."""
