@@ -179,10 +179,13 @@ class Region:
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
+        return self._choose(batch, self.program.size(batch), mode)
+
+    def _choose(self, batch: Any, size: int, mode: Mode) -> Bucket | Fallback:
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
         if not buckets:
             return Fallback.EVALUATION_NOT_CAPTURED
-        return choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
+        return choose(size, buckets, partial(self.program.refuse, batch))
 
     def run(
         self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
@@ -197,10 +200,11 @@ class Region:
         Raises:
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
+        size = self.program.size(batch)
         # What one part has loaded for all must not be overwritten: parts record in `why_not`, before the first runs.
-        place = self._place(batch, index, records=index is None)
+        place = self._place(batch, size, index, records=index is None)
         if not isinstance(place, tuple):
-            self.statistics.fell_back(self.program.name, place, self.program.size(batch))
+            self.statistics.fell_back(self.program.name, place, size)
             return None
         if self._before_replay is not None:
             self._before_replay()
@@ -216,7 +220,7 @@ class Region:
             self.sources.holds,
             observer,
         )
-        self.statistics.replayed(bucket, self.program.size(batch), gradients)
+        self.statistics.replayed(bucket, size, gradients)
         return outputs
 
     def why_not(self, batch: Any, index: int | None = None) -> Fallback | None:
@@ -226,7 +230,7 @@ class Region:
             batch: The microbatch.
             index: The slot that it must use; None is any.
         """
-        place = self._place(batch, index, records=True)
+        place = self._place(batch, self.program.size(batch), index, records=True)
         return None if isinstance(place, tuple) else place
 
     def is_free(self, index: int) -> bool:
@@ -250,7 +254,7 @@ class Region:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self.sources is not None and any(source.sinks.adds_later(parameters) for source in self.sources)
 
-    def _place(self, batch: Any, index: int | None, records: bool) -> Place | Fallback:
+    def _place(self, batch: Any, size: int, index: int | None, records: bool) -> Place | Fallback:
         """Return where the batch is replayed, or why it cannot be."""
         if not self._slots:
             return Fallback.NOT_CAPTURED
@@ -260,7 +264,7 @@ class Region:
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
-        bucket = self.choose(batch, mode)
+        bucket = self._choose(batch, size, mode)
         if not isinstance(bucket, Bucket):
             return bucket
         return self._recorded(source, bucket, mode, index, records)
