@@ -72,7 +72,7 @@ class Fallback(StrEnum):
         "much larger than the microbatch",
         "add a bucket nearer to its size; `vision_cuda_graph_cost_fallback=False` replays all the same",
     )
-    # What the graphs are there for
+    # Slots and recordings
     NO_FREE_SLOT = (
         "no_free_slot",
         "as many microbatches as there are slots are between their forward and their backward",
