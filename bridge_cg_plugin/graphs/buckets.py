@@ -1,10 +1,13 @@
-"""Choosing bucket capacities from the sizes that warm-up steps saw."""
+"""Choosing bucket capacities from the sizes that warm-up steps saw, and the bucket of a batch. Imports no torch."""
 
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from .fallback import Fallback
 
 # Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
 GRANULARITY = 64
@@ -13,6 +16,43 @@ EXACT_BELOW = 256
 # Between the planned capacities, neighbours differ by at most this factor, which bounds the padding of sizes that
 # warm-up did not show. A further bucket costs capture time and little memory: it shares its slot's pool.
 LARGEST_STEP = 1.25
+
+
+class Bucket(NamedTuple):
+    """What one recording of a region is made for. Every replay looks it up several times: a tuple, hashed in C.
+
+    Attributes:
+        tokens: Capacity.
+        limits: Further upper bounds that the program gave the recording; the engine knows no meaning of them.
+    """
+
+    tokens: int
+    limits: tuple[int, ...] = ()
+
+    def contains(self, other: "Bucket") -> bool:
+        """Whether both have the same capacity and every limit here is at least the other's."""
+        return self.tokens == other.tokens and all(a >= b for a, b in zip(self.limits, other.limits, strict=True))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, (self.tokens, *self.limits)))
+
+
+def choose(tokens: int, buckets: Iterable[Bucket], refuse: Callable[[Bucket], Fallback | None]) -> Bucket | Fallback:
+    """Return the first bucket that accepts a batch, or the reason why none does.
+
+    Args:
+        tokens: The batch's size.
+        buckets: In the order in which they are tried.
+        refuse: Returns why the batch may not use a bucket that has room for its tokens, or None if it may.
+    """
+    reason = Fallback.TOO_MANY_TOKENS
+    for bucket in buckets:
+        if tokens <= bucket.tokens:
+            refusal = refuse(bucket)
+            if refusal is None:
+                return bucket
+            reason = refusal
+    return reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """A module that runs on graphs over a training run: eager until capture, then replays, then its own forward again."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from ..announce import warn
 from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
+from .fallback import Fallback
 from .instance import InstanceMethod
 from .model_watch import NOTHING_EXEMPT, Exempt, ModelWatch
 from .region import Region
@@ -56,8 +56,7 @@ class GraphedModule(ABC):
         self.failure: str | None = None
         self._before_replay = before_replay
         self._regions: list[Region] = []
-        self._fallbacks: Counter[str] = Counter()
-        self._step = 0
+        self._own = RegionStatistics()
         self._paused = 0
         self._exempt = exempt
         self._watch: ModelWatch | None = None
@@ -138,9 +137,16 @@ class GraphedModule(ABC):
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return any(region.adds_later(parameters) for region in self._regions)
 
+    @property
+    def _step(self) -> int:
+        """Number of the training step under way, from 1."""
+        return self._own.step
+
     def begin_step(self) -> None:
         """Note that a training step begins."""
-        self._step += 1
+        self._own.step += 1
+        for region in self._regions:
+            region.statistics.step = self._step
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -193,6 +199,10 @@ class GraphedModule(ABC):
             return  # the rank that failed says it
         warn(f"{self.title} could not be captured, the {self.noun} runs eager: {self.failure}.{remedy}")
 
+    def _fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager in the whole module."""
+        self._own.fell_back(self.noun, reason, tokens)
+
     def _note_eager(self) -> None:
         """Let gradients of an eager pass reach `main_grad` after replays."""
         for region in self._regions:
@@ -200,8 +210,7 @@ class GraphedModule(ABC):
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
-        own = RegionStatistics(fallbacks=self._fallbacks)
-        total = merge_statistics([own, *(region.statistics for region in self._regions)])
+        total = merge_statistics([self._own, *(region.statistics for region in self._regions)])
         total.warmup_microbatches = self._warmup_microbatches()
         return total
 

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The reason under which a microbatch is counted whose inputs want a gradient that no recording returns.
-INPUT_GRADIENTS = "input_gradients"
-
 
 def want_gradients(inputs: Iterable[Tensor | None]) -> bool:
     """Return whether autograd would compute a gradient for one of these inputs now."""

@@ -3,31 +3,15 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .buckets import Bucket
+from .fallback import Fallback
+
 Buffers = dict[str, Tensor]
-
-
-class Bucket(NamedTuple):
-    """What one recording of a region is made for. Every replay looks it up several times: a tuple, hashed in C.
-
-    Attributes:
-        tokens: Capacity.
-        limits: Further upper bounds that the program gave the recording; the engine knows no meaning of them.
-    """
-
-    tokens: int
-    limits: tuple[int, ...] = ()
-
-    def contains(self, other: "Bucket") -> bool:
-        """Whether both have the same capacity and every limit here is at least the other's."""
-        return self.tokens == other.tokens and all(a >= b for a, b in zip(self.limits, other.limits, strict=True))
-
-    def __str__(self) -> str:
-        return "/".join(map(str, (self.tokens, *self.limits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +47,7 @@ class RegionProgram(Protocol):
     def size(self, batch: Any) -> int:
         """Return the batch's size in tokens, known to the host without reading the device."""
 
-    def refuse(self, batch: Any, bucket: Bucket) -> str | None:
+    def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
         """Return why this batch, small enough in tokens, may not use the bucket, or None if it may."""
 
     def load(self, buffers: Buffers, batch: Any) -> None:

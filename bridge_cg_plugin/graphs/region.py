@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ..announce import warn
 from .activations import Offloading
+from .buckets import choose
 from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
+from .fallback import Fallback
 from .gradients import NO_BACKWARD, Reduction
 from .model_watch import ModelWatch
 from .peers import Alone, Peers
@@ -177,19 +179,15 @@ class Region:
         if self._offloading is not None:
             self._offloading.release()
 
-    def choose(self, batch: Any, mode: Mode = TRAINING) -> tuple[Bucket, None] | tuple[None, str]:
+    def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
+        return self._choose(batch, self.program.size(batch), mode)
+
+    def _choose(self, batch: Any, size: int, mode: Mode) -> Bucket | Fallback:
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
         if not buckets:
-            return None, "evaluation_not_captured"
-        size, reason = self.program.size(batch), "too_many_tokens"
-        for bucket in buckets:
-            if size <= bucket.tokens:
-                refusal = self.program.refuse(batch, bucket)
-                if refusal is None:
-                    return bucket, None
-                reason = refusal
-        return None, reason
+            return Fallback.EVALUATION_NOT_CAPTURED
+        return choose(size, buckets, partial(self.program.refuse, batch))
 
     def run(
         self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
@@ -204,10 +202,11 @@ class Region:
         Raises:
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
+        size = self.program.size(batch)
         # What one part has loaded for all must not be overwritten: parts record in `why_not`, before the first runs.
-        place = self._place(batch, index, records=index is None)
-        if isinstance(place, str):
-            self.statistics.fallbacks[place] += 1
+        place = self._place(batch, size, index, records=index is None)
+        if not isinstance(place, tuple):
+            self.statistics.fell_back(self.program.name, place, size)
             return None
         if self._before_replay is not None:
             self._before_replay()
@@ -223,18 +222,18 @@ class Region:
             self.sources.holds,
             observer,
         )
-        self.statistics.replayed(bucket, self.program.size(batch), gradients)
+        self.statistics.replayed(bucket, size, gradients)
         return outputs
 
-    def why_not(self, batch: Any, index: int | None = None) -> str | None:
+    def why_not(self, batch: Any, index: int | None = None) -> Fallback | None:
         """Return why a batch cannot be replayed now, None if it can: a missing recording is made, nothing is counted.
 
         Args:
             batch: The microbatch.
             index: The slot that it must use; None is any.
         """
-        place = self._place(batch, index, records=True)
-        return place if isinstance(place, str) else None
+        place = self._place(batch, self.program.size(batch), index, records=True)
+        return None if isinstance(place, tuple) else place
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot with this number."""
@@ -257,22 +256,22 @@ class Region:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self.sources is not None and self.sources.adds_later(parameters)
 
-    def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
+    def _place(self, batch: Any, size: int, index: int | None, records: bool) -> Place | Fallback:
         """Return where the batch is replayed, or why it cannot be."""
         if not self._slots:
-            return "not_captured"
+            return Fallback.NOT_CAPTURED
         self.sources.clear()
         gradients = torch.is_grad_enabled()
         source = self._source(gradients)
-        if isinstance(source, str):
+        if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
-        bucket, reason = self.choose(batch, mode)
-        if bucket is None:
-            return reason
+        bucket = self._choose(batch, size, mode)
+        if not isinstance(bucket, Bucket):
+            return bucket
         return self._recorded_place(source, bucket, mode, index, records)
 
-    def _source(self, gradients: bool) -> Source | str:
+    def _source(self, gradients: bool) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
         alone = isinstance(self._peers, Alone)
         try:
@@ -282,8 +281,8 @@ class Region:
             if self._strict or not (alone or isinstance(error, CaptureError)):
                 raise CaptureError(f"{self.program.name}: {named(error)}") from error
             self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
-            return "capture_failed"
-        if source == "memory_moved" and not alone:
+            return Fallback.CAPTURE_FAILED
+        if source is Fallback.MEMORY_MOVED and not alone:
             raise CaptureError(
                 f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "
                 "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
@@ -303,7 +302,7 @@ class Region:
 
     def _recorded_place(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
-    ) -> Place | str:
+    ) -> Place | Fallback:
         """Return a free slot with the recording, made now if it is missing, or why there is none."""
         try:
             slot = self._free_slot(mode, index, source.lasting)
@@ -311,10 +310,10 @@ class Region:
             self._forward_slot, self._forward_slot_failed = None, True
             return self._failed(source, bucket, mode, error)
         if slot is None:
-            return "no_free_slot"
+            return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
         if recorded is None:
-            refusal = self._record_now(source, slot, bucket, mode) if records else "not_captured_yet"
+            refusal = self._record_now(source, slot, bucket, mode) if records else Fallback.NOT_CAPTURED_YET
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
@@ -346,14 +345,14 @@ class Region:
         self._asked[what] += 1
         return self._asked[what] >= LASTING
 
-    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> str | None:
+    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
         if (bucket, mode) in source.failed:
-            return "capture_failed"
+            return Fallback.CAPTURE_FAILED
         if not source.lasting and not self._asked_before((mode, slot is self._forward_slot)):
-            return "mode_not_captured"
+            return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
-            return "not_captured_yet"
+            return Fallback.NOT_CAPTURED_YET
         started = time.perf_counter()
         by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not isinstance(self._peers, Alone)
         try:
@@ -367,7 +366,7 @@ class Region:
             self._count_memory()
         return None
 
-    def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> str:
+    def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> Fallback:
         """Note that a bucket cannot be captured; returns the reason for running eager.
 
         Raises:
@@ -379,7 +378,7 @@ class Region:
             raise CaptureError(f"{said}: {named(error)}") from error
         if not isinstance(error, PeerFailed):  # the rank that failed says it
             warn(f"{said}, it runs eager: {named(error)}")
-        return "capture_failed"
+        return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
         if not any(each.uses(slot) for each in self.sources):

@@ -27,6 +27,8 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
             sums.tokens += counts.tokens
             sums.padding += counts.padding
             sums.memory += counts.memory
+    runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
+    total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total
 
 
@@ -121,6 +123,7 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
     lines += [
         f"buckets not used: {len(statistics.buckets) - len(used)}",
         f"eager fallbacks: {fallbacks}",
+        *_last_fallbacks(statistics),
         f"warm-up microbatches: {statistics.warmup_microbatches}; "
         f"padding over all replays: {statistics.padding_share:.1%}",
         f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
@@ -130,3 +133,12 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
         lines.append(f"offloaded activations: {statistics.pinned_bytes / GIB:.2f} GiB of page-locked host memory")
     lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
     return "\n".join(lines)
+
+
+def _last_fallbacks(statistics: RegionStatistics) -> list[str]:
+    """Return the last microbatches that ran eager, and what to do about the most frequent reason."""
+    if not statistics.fallbacks:
+        return []
+    ((reason, _),) = statistics.fallbacks.most_common(1)
+    last = ", ".join(map(str, statistics.last_fallbacks))
+    return [f"last fallbacks: {last}", f"remedy of {reason}: {reason.remedy.replace('`', '')}"]

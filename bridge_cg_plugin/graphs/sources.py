@@ -10,6 +10,7 @@ from torch import nn
 
 from ..announce import announce, warn
 from .errors import CaptureError
+from .fallback import Fallback
 from .gradients import ParameterHooks, Reduction
 from .model_watch import Differences, ModelWatch, token
 from .modules import every_module
@@ -112,7 +113,7 @@ class Sources:
         finally:
             self._looks_once = self._looked = False
 
-    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | str:
+    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback:
         """Return the source that the model is now, or why there is none.
 
         Args:
@@ -126,20 +127,22 @@ class Sources:
         generation = self._watch.look(contents=not self._looked)
         if numerics() != self._numerics:
             what = f"float32 matmul precision and deterministic algorithms are {numerics()}, not {self._numerics}"
-            self._warn("numerics", what, "eager until they are as at capture")
-            return "numerics_changed"
+            self._warn(Fallback.NUMERICS_CHANGED, what, "eager until they are as at capture")
+            return Fallback.NUMERICS_CHANGED
         if self._found_at == (generation, autocast):
             found = self._as_recorded(self.current, gradients, idle)
             if found is not None:
                 return found
         return self._look_around(autocast, gradients, idle)
 
-    def _look_around(self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]) -> Source | str:
+    def _look_around(
+        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]
+    ) -> Source | Fallback:
         """Return what `find` does, without what it found last."""
         hook, state = self._look().foreign_hook, self._look().state
         if hook is not None:
-            self._warn("forward_hooks", f"{hook}, which a graph would not run", "eager until it is removed")
-            return "forward_hooks"
+            self._warn(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run", "eager until it is removed")
+            return Fallback.FORWARD_HOOKS
         for source in self._all:
             if source.state == state and source.autocast == autocast:
                 found = self._as_recorded(source, gradients, idle)
@@ -153,7 +156,7 @@ class Sources:
             return False
         return self._looked or not source.moved(gradients=True)
 
-    def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | str | None:
+    def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
         """Return a source of the model's state, why it cannot be used now, None if something else changed."""
         if source.aliases.trained_otherwise() or (gradients and source.sinks.hooked_otherwise()):
             return None
@@ -162,8 +165,8 @@ class Sources:
         if source.moved(gradients, layouts=self._looks_once):
             if not idle():
                 what = "memory of parameters or of their main_grad was moved inside a step"
-                self._warn("memory_moved", what, "recorded anew at the next step")
-                return "memory_moved"
+                self._warn(Fallback.MEMORY_MOVED, what, "recorded anew at the next step")
+                return Fallback.MEMORY_MOVED
             source = self._instead_of(source)
         self._looked = self._looks_once and gradients
         self._choose(source)
@@ -217,7 +220,7 @@ class Sources:
                 instead_of,
             )
 
-    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | str:
+    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | Fallback:
         """Return recordings' new source once the model has been asked for in this state often enough."""
         reason, what = self._reason(state, autocast)
         if self._adopted >= MOST_ADOPTED:
@@ -241,17 +244,18 @@ class Sources:
         modules = every_module(self._program.modules())
         return tuple(p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
 
-    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[str, str]:
-        """Return why no source describes the model, as a word and in words."""
+    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[Fallback, str]:
+        """Return why no source describes the model, as a reason and in words."""
         alike = [source for source in self._all if source.state == state]
         if not alike:
-            return "model_changed", self._watch.described(self._look().own) or "the model is as when its watch began"
+            changes = self._watch.described(self._look().own)
+            return Fallback.MODEL_CHANGED, changes or "the model is as when its watch began"
         alike = [source for source in alike if source.autocast == autocast]
         if not alike:
-            return "autocast_changed", f"autocast is {autocast or 'off'}"
+            return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
         if all(source.aliases.trained_otherwise() for source in alike):
-            return "parameters_changed", "other parameters require a gradient"
-        return "parameter_hooks", "other parameters have a hook"
+            return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
+        return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
 
     def _warn(self, what: str, text: str, after: str = LASTS) -> None:
         """Say something once, and no more than a few of the changes that come and go."""

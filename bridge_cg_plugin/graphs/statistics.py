@@ -1,10 +1,33 @@
 """What a region did: replays per bucket, padding, fallbacks with their reasons, memory, capture time."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+from ..announce import LOGGER, rank
+from .fallback import Fallback
 from .program import Bucket
+
+LAST_FALLBACKS = 5
+
+
+class EagerRun(NamedTuple):
+    """A microbatch that ran eager although there are graphs.
+
+    Attributes:
+        step: Number of the training step, from 1; 0 where nobody counts them.
+        reason: Why it did.
+        tokens: Its size; None where it is not known.
+    """
+
+    step: int
+    reason: Fallback
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.tokens is None else f" ({self.tokens} tokens)"
+        return f"step {self.step} {self.reason}{size}"
 
 
 @dataclass(slots=True)
@@ -31,6 +54,9 @@ class RegionStatistics:
     """Counts of one region since it was made.
 
     Attributes:
+        fallbacks: Microbatches that ran eager, by reason.
+        last_fallbacks: The last of them, oldest first.
+        step: Number of the training step under way, from 1; 0 where nobody counts them.
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
@@ -39,7 +65,9 @@ class RegionStatistics:
     """
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
-    fallbacks: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
+    last_fallbacks: deque[EagerRun] = field(default_factory=partial(deque, maxlen=LAST_FALLBACKS))
+    step: int = 0
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     static_bytes: int = 0
@@ -56,6 +84,19 @@ class RegionStatistics:
             counts.evaluations += 1
         counts.tokens += tokens
         counts.padding += bucket.tokens - tokens
+
+    def fell_back(self, where: str, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager, and log it for debugging.
+
+        Args:
+            where: Name of the region or the module.
+            reason: Why it does.
+            tokens: Its size, if it is known.
+        """
+        run = EagerRun(self.step, reason, tokens)
+        self.fallbacks[reason] += 1
+        self.last_fallbacks.append(run)
+        LOGGER.debug("[rank %d] %s runs eager: %s", rank(), where, run)
 
     @property
     def replays(self) -> int:
@@ -78,7 +119,7 @@ class RegionStatistics:
         """Return plain values for logs and JSON."""
         return {
             "replays": self.replays,
-            "fallbacks": dict(self.fallbacks),
+            "fallbacks": {reason.value: count for reason, count in self.fallbacks.items()},
             "warmup_microbatches": self.warmup_microbatches,
             "padding_share": self.padding_share,
             "capture_seconds": self.capture_seconds,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.executor import Executor
+from ..graphs.fallback import Fallback
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
@@ -105,20 +106,24 @@ class LanguageModelGraphs(GraphedModule):
         if not self.captured:
             self._look_on(microbatch)
             return self._eager_forward(*args, **kwargs)
-        reason = "call_arguments" if microbatch is None else microbatch.fits(self._example)
+        reason = Fallback.CALL_ARGUMENTS if microbatch is None else microbatch.fits(self._example)
         if reason is None:
             outputs = self._regions[0].run(microbatch)
             if outputs is not None:
                 return outputs[0]
         else:
-            self._fallbacks[reason] += 1
+            self._fell_back(reason, _tokens(microbatch))
             self._note_eager()
         return self._eager_forward(*args, **kwargs)
 
     def _look_on(self, microbatch: Microbatch | None) -> None:
         """Observe an eager microbatch before capture, or count it as one that a failed capture left eager."""
         if self.failure is not None:
-            self._fallbacks["capture_failed"] += 1
+            self._fell_back(Fallback.CAPTURE_FAILED, _tokens(microbatch))
         elif microbatch is not None and self.model.training and torch.is_grad_enabled():
             self._example = microbatch.shapes()
             self._observed += 1
+
+
+def _tokens(microbatch: Microbatch | None) -> int | None:
+    return None if microbatch is None else microbatch.tokens

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+from ..graphs.fallback import Fallback
+from ..graphs.inputs import want_gradients
 
 DIFFERENTIABLE = "decoder_input"
 POSITIONS = "visual_pos_masks"
@@ -41,17 +42,17 @@ class Microbatch:
         tensors = {name: tensor.detach().to("meta") for name, tensor in self.tensors.items()}
         return Microbatch(self.decoder_input.detach().to("meta"), None, (), tensors, self.constants)
 
-    def fits(self, other: "Microbatch") -> str | None:
+    def fits(self, other: "Microbatch") -> Fallback | None:
         """Return why this microbatch cannot use what was captured for another, or None if it can."""
         if self.constants != other.constants:
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         ours, theirs = ({**m.tensors, DIFFERENTIABLE: m.decoder_input} for m in (self, other))
         same = ours.keys() == theirs.keys() and all(
             (t.shape, t.dtype) == (theirs[name].shape, theirs[name].dtype) for name, t in ours.items()
         )
         if not same:
-            return "other_shapes"
-        return INPUT_GRADIENTS if want_gradients(self.tensors.values()) else None
+            return Fallback.OTHER_SHAPES
+        return Fallback.INPUT_GRADIENTS if want_gradients(self.tensors.values()) else None
 
 
 def read_call(args: tuple, kwargs: Mapping[str, Any]) -> Microbatch | None:

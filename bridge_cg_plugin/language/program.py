@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from ..graphs.fallback import Fallback
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch
@@ -74,7 +75,7 @@ class LanguageModel:
         """See `RegionProgram`."""
         return batch.tokens
 
-    def refuse(self, batch: Microbatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: Microbatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`: microbatches of other shapes do not get here."""
         return None
 

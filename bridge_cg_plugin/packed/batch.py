@@ -44,11 +44,6 @@ class PackedBatch:
         return len(self.lengths)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(self.lengths)
-
-    @property
     def rotated(self) -> int:
         """Width of a row of rotary angles, 0 without rotation."""
         return 0 if self.angles is None else self.angles.shape[-1]

@@ -11,22 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import EXACT_BELOW, BucketPlan, plan_buckets, segment_limits
+from ..graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, plan_buckets
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
+from ..graphs.fallback import Fallback
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.host_copies import HostCopies
-from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+from ..graphs.inputs import want_gradients
 from ..graphs.instance import InstanceMethod
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
-from ..graphs.program import Bucket
 from ..graphs.region import Region
 from ..graphs.slot import SharedInputs
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import PackedBatch, pack_batch
+from .fit import pack_buckets
 from .layout import spread
 from .program import SHARED, PackedProgram, PackLayout, RecordingKernels, Run
 
@@ -119,7 +120,7 @@ class DecoderFamily(Protocol):
     kernels: RecordingKernels
     known_activations: RecordingKernels
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """Return what a call says, or why a graph cannot serve it."""
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
@@ -226,7 +227,7 @@ class PackedGraphs(GraphedModule):
         return digest(self.slots, self._kind(), *map(str, self._buckets(self.plan)))
 
     def _buckets(self, plan: BucketPlan) -> list[Bucket]:
-        return [Bucket(c, limits) for c in plan.capacities for limits in self._limits(c)]
+        return pack_buckets(plan.capacities, self.options.max_packed_seqs or 1, self.options.max_seqlen)
 
     def _record_plan(self) -> float:
         buckets = self._buckets(self.plan or self._plan())
@@ -292,11 +293,6 @@ class PackedGraphs(GraphedModule):
             allowed = f"multiples of {self._unit}, which ranks share in equal parts"
             raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
 
-    def _limits(self, capacity: int) -> list[tuple[int, int]]:
-        longest = min(self.options.max_seqlen or capacity, capacity)
-        found = segment_limits(capacity, min(self.options.max_packed_seqs or 1, capacity))
-        return list(dict.fromkeys((documents, min(most, longest)) for documents, most in found))
-
     def _kind(self) -> tuple[tuple[str, ...], int, int, torch.dtype]:
         """Return what the packs that were seen most often share."""
         return Counter(seen.kind for seen in self._observed).most_common(1)[0][0]
@@ -360,7 +356,7 @@ class PackedGraphs(GraphedModule):
         """
         self._before_eager()
         batch = self._batch(args, kwargs)
-        if isinstance(batch, str):
+        if not isinstance(batch, PackedBatch):
             self._count_unsuited(batch)
             return self._eager_forward(*args, **kwargs)
         if not self._may_replay(batch):
@@ -377,12 +373,12 @@ class PackedGraphs(GraphedModule):
             for follower in self._followers:
                 follower.outputs = None
 
-    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | str:
+    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedBatch | Fallback:
         call = self.family.read(args, kwargs)
-        if isinstance(call, str):
+        if not isinstance(call, DecoderCall):
             return call
         if want_gradients((call.angles,)):
-            return INPUT_GRADIENTS
+            return Fallback.INPUT_GRADIENTS
         family = self.family
         batch = pack_batch(
             call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
@@ -392,12 +388,12 @@ class PackedGraphs(GraphedModule):
         mask, embeddings = call.visual
         return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
 
-    def _count_unsuited(self, reason: str) -> None:
+    def _count_unsuited(self, reason: Fallback) -> None:
         """Count a call that no graph can serve, if there are graphs."""
         if self.captured:
             self._note_eager()
             if not self._paused:
-                self._fallbacks[reason] += 1
+                self._fell_back(reason)
 
     def _may_replay(self, batch: PackedBatch) -> bool:
         """Whether a replay may be tried; a batch is observed before capture."""
@@ -406,7 +402,7 @@ class PackedGraphs(GraphedModule):
                 self._note_eager()
             return not self._paused
         if self.failure is not None:
-            self._fallbacks["capture_failed"] += 1
+            self._fell_back(Fallback.CAPTURE_FAILED, batch.tokens)
         else:
             self._observed.append(_observed(batch))
         return False
@@ -420,7 +416,7 @@ class PackedGraphs(GraphedModule):
         if reason is None:
             return slot
         self._note_eager()
-        self._fallbacks[reason] += 1
+        self._fell_back(reason, batch.tokens)
         return None
 
     @property

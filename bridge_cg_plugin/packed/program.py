@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..graphs.fallback import Fallback
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import leading, write_rows
 from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
+from .fit import refuse_pack
 from .layout import token_angles
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
@@ -128,23 +130,13 @@ class PackedProgram:
         """See `RegionProgram`."""
         return batch.tokens
 
-    def refuse(self, batch: PackedBatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: PackedBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        documents, longest = bucket.limits
-        known = batch.layout == self.layout.offsets and batch.rotated == self.layout.rotated
-        if not known or len(batch.additions) > self.layout.additions:
-            return "other_layout"
-        if batch.documents > documents:
-            return "too_many_documents"
-        padding = bucket.tokens - sum(batch.lengths) if self.layout.ranks > 1 else 0
-        if max(batch.longest, padding) > longest:
-            return "document_too_long"
-        if batch.tokens != bucket.tokens:
-            if self.layout.shards > 1:
-                return "sharded_tokens"
-            if batch.tokens <= self._exact_below * self.layout.ranks:
-                return "too_few_tokens"
-        return None
+        layout = self.layout
+        known = batch.layout == layout.offsets and batch.rotated == layout.rotated
+        if not known or len(batch.additions) > layout.additions:
+            return Fallback.OTHER_LAYOUT
+        return refuse_pack(batch.lengths, batch.tokens, self._exact_below, bucket, layout.shards, layout.ranks)
 
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""

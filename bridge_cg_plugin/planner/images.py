@@ -5,10 +5,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..graphs.buckets import EXACT_BELOW, frame_limits, plan_buckets
+from ..graphs.buckets import EXACT_BELOW, Bucket, choose, frame_limits, plan_buckets
+from ..graphs.fallback import Fallback
+from ..vision.fit import refuse_images
 from .cost import CostModel
 from .errors import PlanError
 from .plan import BUCKET_COUNTS, Percentiles, percentiles
@@ -193,23 +196,14 @@ def _expect(
     """Return mean time, share on graphs, padding, and the buckets."""
     total = 0.0
     replayed = real = padded = 0
-    limits = {capacity: frame_limits(capacity, bound) for capacity in buckets}
+    recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
     for batch in batches:
-        tokens, largest = sum(batch), max(batch)
-        place = next(
-            (
-                (capacity, *limit)
-                for capacity in buckets
-                if tokens <= capacity and (tokens > EXACT_BELOW or tokens == capacity)
-                for limit in limits[capacity]
-                if len(batch) <= limit[0] and largest <= limit[1]
-            ),
-            None,
-        )
-        if place is None:
+        tokens = sum(batch)
+        found = choose(tokens, recorded, partial(refuse_images, tokens, len(batch), max(batch), EXACT_BELOW))
+        if isinstance(found, Fallback):
             total += cost.eager_ms(batch)
             continue
-        replayed, real, padded = replayed + 1, real + tokens, padded + place[0]
-        total += cost.graph_ms(place[0], batch, place[1], place[2])
+        replayed, real, padded = replayed + 1, real + tokens, padded + found.tokens
+        total += cost.graph_ms(found.tokens, batch, *found.limits)
     share = replayed / len(batches)
     return total / len(batches), share, 1 - real / padded if padded else 0.0, buckets

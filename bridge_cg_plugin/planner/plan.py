@@ -4,8 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ..graphs.buckets import EXACT_BELOW, plan_buckets, segment_limits
+from ..graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
+from ..graphs.fallback import Fallback
+from ..packed.fit import pack_buckets, refuse_pack
 from .cost import CostModel
 from .errors import PlanError
 from .packing import Pack
@@ -47,7 +50,7 @@ class Choice:
     on_graphs: float
     padding: float
     memory_gb: float
-    fallbacks: tuple[tuple[str, int], ...] = ()
+    fallbacks: tuple[tuple[Fallback, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +135,19 @@ def candidates(packs: Sequence[Pack]) -> tuple[list[int], list[tuple[int, ...]]]
 
 def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int, ...]) -> Choice:
     """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it."""
-    limits = limits_of(bound, buckets)
+    recorded = pack_buckets(buckets, bound)
     total = replayed = real = padded = 0.0
-    fallbacks: Counter[str] = Counter()
+    fallbacks: Counter[Fallback] = Counter()
     for pack, count in packs.items():
-        found = place(pack, limits)
-        if isinstance(found, str):
+        found = place(pack, recorded)
+        if isinstance(found, Fallback):
             fallbacks[found] += count
             total += count * cost.eager_ms(pack)
             continue
         replayed += count
         real += count * sum(pack)
-        padded += count * found[0]
-        total += count * cost.graph_ms(found[0], pack, found[1], found[2])
+        padded += count * found.tokens
+        total += count * cost.graph_ms(found.tokens, pack, *found.limits)
     everything = packs.total()
     return Choice(
         max_packed_seqs=bound,
@@ -157,27 +160,10 @@ def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int
     )
 
 
-def limits_of(bound: int, buckets: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return what is recorded for a document bound and buckets: (capacity, documents, tokens of the longest)."""
-    return [(c, most, longest) for c in buckets for most, longest in segment_limits(c, min(bound, c))]
-
-
-def place(pack: Pack, limits: Sequence[tuple[int, int, int]]) -> tuple[int, int, int] | str:
-    """Return the first recording that takes a pack, or why none does."""
-    tokens, documents, longest, reason = sum(pack), len(pack), max(pack), "too_many_tokens"
-    for limit in limits:
-        capacity, most, largest = limit
-        if tokens > capacity:
-            continue
-        if documents > most:
-            reason = "too_many_documents"
-        elif longest > largest:
-            reason = "document_too_long"
-        elif tokens <= EXACT_BELOW and tokens != capacity:
-            reason = "too_few_tokens"
-        else:
-            return limit
-    return reason
+def place(pack: Pack, buckets: Sequence[Bucket]) -> Bucket | Fallback:
+    """Return the first bucket that takes a pack, or why none does, on a rank that shares packs with no other."""
+    tokens = sum(pack)
+    return choose(tokens, buckets, partial(refuse_pack, pack, tokens, EXACT_BELOW))
 
 
 def _bucket_sets(tokens: Sequence[int]) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts.tables import Tables
+from ..graphs.fallback import Fallback
 from ..options import MODULES as LAYER_PARTS
 from ..options import OptionError
 from ..options.language_model import MODULES
@@ -83,26 +84,26 @@ class TransformerBlockFamily:
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
         self.absolute = not config.apply_rope_fusion
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | str:
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """See `DecoderFamily`."""
         params = kwargs.get("packed_seq_params")
         if params is None or params.qkv_format != "thd":
-            return "unpacked_batch"
+            return Fallback.UNPACKED_BATCH
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
         angles = kwargs.get("rotary_pos_emb")
         if args or not isinstance(hidden, Tensor):
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
         if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         tokens = hidden.shape[0] * self.shards
         if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         if self._mamba and (params.seq_idx is None or params.total_tokens != tokens):
-            return "no_seq_idx"
+            return Fallback.NO_SEQ_IDX
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
 

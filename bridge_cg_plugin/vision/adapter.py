@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+from ..graphs.fallback import Fallback
+from ..graphs.inputs import want_gradients
 from ..graphs.program import RegionProgram
 from .batch import BatchError
 from .grids import HostGrids
@@ -57,13 +58,13 @@ class EncoderCall:
     misfit: str | None = None
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self) -> Fallback | None:
         """The reason to count where no recording can serve the call, None where one may."""
         if not self.usual:
-            return "call_arguments"
+            return Fallback.CALL_ARGUMENTS
         if self.misfit is not None:
-            return "other_batch"
-        return INPUT_GRADIENTS if want_gradients((self.batch.pixels,)) else None
+            return Fallback.OTHER_BATCH
+        return Fallback.INPUT_GRADIENTS if want_gradients((self.batch.pixels,)) else None
 
     def run(self, eager: Callable[[], Any]) -> Any:
         """Return what eager makes of the call.

@@ -19,6 +19,7 @@ from ..graphs.buckets import (
 )
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.executor import Executor
+from ..graphs.fallback import Fallback
 from ..graphs.gradients import Reduction
 from ..graphs.graphed_module import GraphedModule
 from ..graphs.instance import InstanceMethod
@@ -431,14 +432,14 @@ class VisionGraphs(GraphedModule):
         """Whether the encoder as a whole may try a replay; counts what keeps it from one."""
         if not self.captured:
             if self.failure is not None:
-                self._fallbacks["capture_failed"] += 1
+                self._fell_back(Fallback.CAPTURE_FAILED, call.batch.tokens)
             elif call.misfit is None:
                 self._observe(call.batch)
             return False
         if self._paused or not self.options.whole_encoder:
             return False
         if call.refusal is not None:
-            self._fallbacks[call.refusal] += 1
+            self._fell_back(call.refusal, call.batch.tokens)
             return False
         return True
 
@@ -449,7 +450,7 @@ class VisionGraphs(GraphedModule):
         region = self._regions[0]
         bucket = self._chosen_bucket(batch) if self._may_time() else None
         if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
-            self._fallbacks["eager_is_faster"] += 1
+            self._fell_back(Fallback.EAGER_IS_FASTER, batch.tokens)
             region.clear()
             return None
         if not self._check_is_due():
@@ -481,7 +482,8 @@ class VisionGraphs(GraphedModule):
         """Return the bucket that a training microbatch takes, remembered by its shape."""
         shape = shape_of(batch)
         if shape not in self._chosen:
-            remember(self._chosen, shape, self._regions[0].choose(batch)[0])
+            found = self._regions[0].choose(batch)
+            remember(self._chosen, shape, found if isinstance(found, Bucket) else None)
         return self._chosen[shape]
 
     def _check_is_due(self) -> bool:

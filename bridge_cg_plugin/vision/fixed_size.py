@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..graphs.fallback import Fallback
 from ..graphs.program import Bucket, Buffers, RegionProgram, TensorSpec
 from ..graphs.rows import write_rows
 from .adapter import EncoderCall, RecordingKernels
@@ -44,7 +45,7 @@ class SiglipEncoder:
         """See `RegionProgram`."""
         return batch.tokens
 
-    def refuse(self, batch: ImageBatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: ImageBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         return None
 

@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from ..graphs.fallback import Fallback
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from .adapter import RecordingKernels
 from .batch import VisionBatch
+from .fit import refuse_images
 from .guard import guarded_shape, write_guarded
 
 
@@ -50,14 +52,9 @@ class GridProgram:
         """See `RegionProgram`."""
         return batch.tokens
 
-    def refuse(self, batch: VisionBatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: VisionBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        frames, largest = bucket.limits
-        if batch.tokens <= self._exact_below and batch.tokens != bucket.tokens:
-            return "too_few_tokens"
-        if batch.frames > frames:
-            return "too_many_frames"
-        return "frame_too_large" if batch.largest_frame > largest else None
+        return refuse_images(batch.tokens, batch.frames, batch.largest_frame, self._exact_below, bucket)
 
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""

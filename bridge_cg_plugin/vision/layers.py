@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..graphs.inputs import INPUT_GRADIENTS, want_gradients
+from ..graphs.fallback import Fallback
+from ..graphs.inputs import want_gradients
 from ..graphs.program import Bucket, Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from ..graphs.segments import fill_one_segment, write_offsets
@@ -46,10 +47,10 @@ class _LayerPart:
         """See `RegionProgram`."""
         return batch.hidden.shape[0]
 
-    def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: LayerBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         tokens = self.size(batch)
-        return "too_few_tokens" if tokens <= self._exact_below and tokens != bucket.tokens else None
+        return Fallback.TOO_FEW_TOKENS if tokens <= self._exact_below and tokens != bucket.tokens else None
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:
         """See `RegionProgram`."""
@@ -106,12 +107,12 @@ class AttentionPart(_LayerPart):
             "offsets": TensorSpec((bucket.limits[0] + 1,), torch.int32),
         }
 
-    def refuse(self, batch: LayerBatch, bucket: Bucket) -> str | None:
+    def refuse(self, batch: LayerBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         if want_gradients((batch.angles,)):
-            return INPUT_GRADIENTS
+            return Fallback.INPUT_GRADIENTS
         if batch.offsets.shape[0] > bucket.limits[0] + 1:
-            return "too_many_frames"
+            return Fallback.TOO_MANY_FRAMES
         return super().refuse(batch, bucket)
 
     def load(self, buffers: Buffers, batch: LayerBatch) -> None:

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
-from bridge_cg_plugin.planner.plan import limits_of, place  # noqa: E402
+from bridge_cg_plugin.packed.fit import pack_buckets  # noqa: E402
+from bridge_cg_plugin.planner.plan import place  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
 from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
@@ -393,24 +394,19 @@ class Bench:
 
     def _exhaustive(self, found: Distribution, packs: Sequence[Any]) -> dict[Any, float]:
         """Return the time of every choice, from one capture of all recordings that one of them needs."""
-        from bridge_cg_plugin.graphs.program import Bucket
-
         needed = sorted({each for row in found.places().values() for each in row if each is not None})
-        limits: dict[int, list[tuple[int, int]]] = {}
-        for capacity, documents, longest in needed:
-            limits.setdefault(capacity, []).append((documents, longest))
         options = {
-            "cuda_graph_max_packed_seqs": max(documents for _, documents, _ in needed),
-            "cuda_graph_packed_buckets": sorted(limits),
+            "cuda_graph_max_packed_seqs": max(documents for _, (documents, _) in needed),
+            "cuda_graph_packed_buckets": sorted({bucket.tokens for bucket in needed}),
         }
-        helper = self._new_helper(packs[0], limits=limits, **options)
+        helper = self._new_helper(packs[0], recorded=needed, **options)
         (region,) = helper.graphs._regions
 
         def run(number: int, each: Any) -> float:
             if each is None:
                 with helper.graphs.paused():
                     return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
-            region.buckets = (Bucket(each[0], each[1:]),)
+            region.buckets = (each,)
             return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
 
         choices = found.measured(run)
@@ -420,10 +416,9 @@ class Bench:
 
     def _helper(self, pack: Any, most: int, modules: Sequence[str] | None) -> Any:
         """Capture for packs of up to `most` documents, of all bounds the one that this pack takes."""
-        _, *limits = place(pack.lengths, limits_of(most, (pack.tokens,)))
         return self._new_helper(
             pack,
-            limits={pack.tokens: [tuple(limits)]},
+            recorded=[place(pack.lengths, pack_buckets([pack.tokens], most))],
             modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
             by_layer=modules is None,
             cuda_graph_max_packed_seqs=most,

@@ -1,13 +1,15 @@
 """A GPT model or Mamba hybrid on a GPU with packed documents, as Bridge builds and calls one, and benchmarks' packs."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from bridge_cg_plugin.graphs.buckets import Bucket
 
 VOCABULARY = 32_768
 
@@ -256,7 +258,7 @@ def new_helper(
     modules: Sequence[str] = (),
     by_layer: bool = False,
     capture: bool = True,
-    limits: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    recorded: Sequence[Bucket] | None = None,
     **options: Any,
 ) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
@@ -267,7 +269,7 @@ def new_helper(
         modules: Parts of layers to capture; none are all layers as one region.
         by_layer: Whether parts stay regions of their own where they could be one.
         capture: Whether to capture at once.
-        limits: Bounds (documents, tokens of the longest) to record by capacity; None is what options give.
+        recorded: What to record, with the limits (documents, tokens of the longest); None is what options give.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
@@ -279,8 +281,8 @@ def new_helper(
     if by_layer:
         family = helper.chunks[0].graphs.family
         family.parts = family.layer_parts
-    if limits is not None:
-        helper.chunks[0].graphs._limits = limits.__getitem__
+    if recorded is not None:
+        helper.chunks[0].graphs._buckets = lambda plan: list(recorded)
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

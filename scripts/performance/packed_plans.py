@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_cg_plugin.graphs.buckets import COMMON_SEGMENTS
+from bridge_cg_plugin.graphs.buckets import COMMON_SEGMENTS, Bucket
+from bridge_cg_plugin.packed.fit import pack_buckets
 from bridge_cg_plugin.planner.cost import CostModel
 from bridge_cg_plugin.planner.packing import Pack, first_fit_shuffle
-from bridge_cg_plugin.planner.plan import Choice, candidates, expect, limits_of, place, plan_packs
+from bridge_cg_plugin.planner.plan import Choice, candidates, expect, place, plan_packs
 
 # Document lengths, and how often each comes.
 DISTRIBUTIONS = {
@@ -26,10 +27,8 @@ DOCUMENTS = 4000
 PACK_SIZE = 4096
 MEASURED_PACKS = 16
 
-# A recording: capacity, documents and tokens of the longest document.
-Recording = tuple[int, int, int]
 # What a pack runs on; None is eager.
-Place = Recording | None
+Place = Bucket | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,8 @@ class Distribution:
 
     @staticmethod
     def _place(candidate: Candidate, pack: Pack) -> Place:
-        found = place(pack, limits_of(candidate.bound, candidate.buckets))
-        return None if isinstance(found, str) else found
+        found = place(pack, pack_buckets(candidate.buckets, candidate.bound))
+        return found if isinstance(found, Bucket) else None
 
     def measured(self, run: Callable[[int, Place], float]) -> dict[Candidate, float]:
         """Return the time of every choice in ms a microbatch.
@@ -85,19 +84,19 @@ class Distribution:
         return {c: sum(ms[pair] for pair in enumerate(row)) / len(row) for c, row in places.items()}
 
 
-def _kind(recording: Recording) -> Recording:
+def _kind(bucket: Bucket) -> tuple[int, int, int]:
     """Return what attention scans for a recording."""
-    capacity, documents, longest = recording
-    return capacity, max(documents, COMMON_SEGMENTS), (longest - 1).bit_length()
+    documents, longest = bucket.limits
+    return bucket.tokens, max(documents, COMMON_SEGMENTS), (longest - 1).bit_length()
 
 
-def _widest(recordings: Iterator[Recording]) -> dict[Recording, Recording]:
+def _widest(buckets: Iterator[Bucket]) -> dict[tuple[int, int, int], Bucket]:
     """Return a recording of each kind that takes what any of its kind takes."""
-    widest: dict[Recording, Recording] = {}
-    for recording in recordings:
-        capacity, documents, longest = recording
-        _, most, largest = widest.get(_kind(recording), recording)
-        widest[_kind(recording)] = capacity, max(documents, most), max(longest, largest)
+    widest: dict[tuple[int, int, int], Bucket] = {}
+    for bucket in buckets:
+        other = widest.get(_kind(bucket), bucket)
+        limits = tuple(map(max, bucket.limits, other.limits))
+        widest[_kind(bucket)] = Bucket(bucket.tokens, limits)
     return widest
 
 

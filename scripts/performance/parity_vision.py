@@ -63,6 +63,7 @@ def measure(repeats: int) -> list[dict]:
     """Replay every mix from one set of captures and compare with two eager runs."""
     import torch
 
+    from bridge_cg_plugin.graphs.fallback import Fallback
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
     from scripts.performance import tower
@@ -89,7 +90,8 @@ def measure(repeats: int) -> list[dict]:
         records = []
         for name, batch in batches.items():
             before = dict(helper.graphs.statistics().fallbacks)
-            bucket, _ = helper.graphs._regions[0].choose(_as_vision_batch(batch))
+            found = helper.graphs._regions[0].choose(_as_vision_batch(batch))
+            bucket = None if isinstance(found, Fallback) else found
             if bucket is None and deterministic:
                 continue  # eager itself would run, often out of memory: deterministic attention needs much workspace
             if bucket is not None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.graphs.buckets import Bucket  # noqa: E402
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
 from scripts.performance.results import first_line, loss_distance, output_path, provenance, put_record  # noqa: E402
 
@@ -274,7 +275,7 @@ class Trainer:
         }
         kept = {name: config.get(name) for name in wanted}
         helper = lm.new_helper(
-            self.model, self.packs[0], limits={tokens: [(2 * DOCUMENTS, tokens)]}, capture=False, **wanted
+            self.model, self.packs[0], recorded=[Bucket(tokens, (2 * DOCUMENTS, tokens))], capture=False, **wanted
         )
         try:
             helper.create_cudagraphs()

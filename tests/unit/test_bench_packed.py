@@ -10,8 +10,10 @@ import torch
 
 from bridge_cg_plugin.graphs.buckets import scan_cost
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.packed.fit import pack_buckets
 from bridge_cg_plugin.planner.cost import DEFAULTS
-from bridge_cg_plugin.planner.plan import limits_of, place
+from bridge_cg_plugin.planner.plan import place
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_packed, language_model, packed_plans
 from scripts.performance.bench_packed import PLANNED, WANTED, failures
@@ -291,14 +293,14 @@ def test_recordings_take_the_packs_that_run_on_them(distribution):
     places = distribution.places()
     assert list(places) == distribution.candidates
     for candidate, row in places.items():
-        limits = limits_of(candidate.bound, candidate.buckets)
+        buckets = pack_buckets(candidate.buckets, candidate.bound)
         for pack, recording in zip(distribution.drawn, row, strict=True):
-            found = place(pack, limits)
-            assert isinstance(found, str) is (recording is None)
+            found = place(pack, buckets)
+            assert isinstance(found, Fallback) is (recording is None)
             if recording is not None:
-                capacity, documents, longest = recording
-                assert capacity == found[0] and len(pack) <= documents and max(pack) <= longest
-                assert scan_cost(documents, longest) == scan_cost(*found[1:])
+                documents, longest = recording.limits
+                assert recording.tokens == found.tokens and len(pack) <= documents and max(pack) <= longest
+                assert scan_cost(documents, longest) == scan_cost(*found.limits)
 
 
 def test_a_choices_time_is_that_of_its_packs(distribution):

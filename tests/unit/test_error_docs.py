@@ -1,15 +1,22 @@
-"""docs/errors.md against the code: every refused option, kind of error, and message of the planner and the audit."""
+"""docs/errors.md against the code: fallbacks, refused options, kinds of errors, messages of the planner and the audit.
+
+`python -m tests.unit.test_error_docs` writes the table of fallbacks.
+"""
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.options.explain import table
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "errors.md").read_text()
+FILE = ROOT / "docs" / "errors.md"
+PAGE = FILE.read_text()
 SOURCES = [
     path
     for folder in ("bridge_cg_plugin", "scripts/performance", "recipes")
@@ -18,6 +25,7 @@ SOURCES = [
 # Refused are their arguments, by the caller's name for them.
 INDIRECT = {"field", "name", "longest_field", "on[0]", "str(error.argument_name)", "match['name']", "fields[option]"}
 IN_FULL = ("PlanError", "AuditError")
+FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)
 # Not for a user: a seam that does not fit becomes a state, the group's failure a fallback that names its cause.
 INTERNAL = {"TimeIsUp", "OutOfSpace", "GraphError", "NoSourceError", "DriftError", "ReplayError"}
 
@@ -84,3 +92,26 @@ def test_messages_are_found_at_all():
 @pytest.mark.parametrize("message", MESSAGES)
 def test_every_message_of_the_planner_and_the_audit_is_on_the_page(message):
     assert message in PAGE
+
+
+def fallbacks():
+    rows = [(f"`{reason}`", reason.meaning, reason.remedy) for reason in Fallback]
+    return table(("reason", "meaning", "remedy"), rows) + "\n"
+
+
+def test_the_table_of_fallbacks_is_the_enumerations():
+    assert FALLBACKS.search(PAGE)[0] == fallbacks()
+
+
+def test_every_reason_is_given_somewhere_and_none_by_its_word():
+    """Whoever gives one names the member, so that there is no reason without a meaning and a remedy."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    named = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "Fallback"}
+    assert named == set(Fallback.__members__)
+    package = [path for path in SOURCES if path.is_relative_to(ROOT / "bridge_cg_plugin") and path.stem != "fallback"]
+    words = [n.value for path in package for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+    assert not {word for word in words if isinstance(word, str)} & set(Fallback)
+
+
+if __name__ == "__main__":
+    FILE.write_text(FALLBACKS.sub(lambda found: fallbacks(), PAGE))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.inputs import INPUT_GRADIENTS
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.language.microbatch import Microbatch
 
 from . import packs
@@ -54,7 +54,7 @@ def test_pixels_get_eagers_gradient(family, frozen):
     expected = trained(model, run, batch())
     with graphs_on(model, **options) as graphs:
         assert_close(trained(model, run, batch()), expected, 0.0)
-        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: 1}
+        assert graphs.statistics().fallbacks == {Fallback.INPUT_GRADIENTS: 1}
         assert graphs.statistics().replays == 0
 
 
@@ -92,7 +92,7 @@ def test_rotary_angles_of_a_layers_attention_get_eagers_gradient():
     expected = angle_gradient(model)
     with graphs_on(model, modules=("attn",)) as graphs:
         assert_close(angle_gradient(model), expected, 0.0)
-        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: len(model.decoder.layers)}
+        assert graphs.statistics().fallbacks == {Fallback.INPUT_GRADIENTS: len(model.decoder.layers)}
         with torch.no_grad():
             run_qwen3(model.eval(), *draw(IMAGES))
         assert graphs.statistics().replays == len(model.decoder.layers)
@@ -128,7 +128,7 @@ def test_rotary_angles_of_packed_layers_get_eagers_gradient(modules):
     expected = packed_results(model)
     with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_modules=modules) as graphs:
         assert_close(packed_results(model), expected, 0.0)
-        assert graphs.statistics().fallbacks == {INPUT_GRADIENTS: 1}
+        assert graphs.statistics().fallbacks == {Fallback.INPUT_GRADIENTS: 1}
         assert graphs.statistics().replays == 0
         packs.losses_and_gradients(model, packs.pack((120, 150)))
         assert graphs.statistics().replays > 0
@@ -140,5 +140,5 @@ def test_a_language_models_other_tensors_get_eagers_gradient(grad):
     recorded = Microbatch(hidden, None, (), {"loss_mask": mask}, {})
     call = Microbatch(hidden.requires_grad_(), None, (), {"loss_mask": mask.clone().requires_grad_()}, {})
     with torch.set_grad_enabled(grad):
-        assert call.fits(recorded) == (INPUT_GRADIENTS if grad else None)
+        assert call.fits(recorded) == (Fallback.INPUT_GRADIENTS if grad else None)
         assert recorded.fits(recorded) is None

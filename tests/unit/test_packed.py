@@ -7,13 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.segments import write_offsets
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.packed import program
-from bridge_cg_plugin.packed.batch import OFFSETS, PackedBatchError
+from bridge_cg_plugin.packed.batch import OFFSETS, PackedBatchError, pack_batch
+from bridge_cg_plugin.packed.fit import pack_buckets
+from bridge_cg_plugin.planner.plan import place
 
 from .packs import ON_CPU, ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
 from .towers import assert_close, poison
@@ -49,6 +52,18 @@ def bare():
 def graphs(model):
     with graphs_on(model, pack(WARMUP)) as made:
         yield made
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=9))
+def test_the_planner_places_a_pack_where_the_runtime_replays_it(graphs, lengths):
+    (region,) = graphs._regions
+    tokens, offsets = sum(lengths), ends(lengths)
+    angles = torch.zeros(tokens, 1, 1, region.program.layout.rotated)
+    batch = pack_batch(torch.zeros(tokens, 1, 1), angles, dict.fromkeys(OFFSETS, offsets), {}, Tensor.tolist)
+    buckets = pack_buckets((320, 512), 6)
+    assert place(tuple(lengths), buckets) == region.choose(batch)
+    assert region.buckets == tuple(buckets)
 
 
 def eager(model, graphs, arguments):

@@ -55,7 +55,7 @@ def test_bad_offsets_are_refused(case):
 
 def test_what_a_pack_is():
     batch = packed(offsets_of(0, 4, 9), padded=offsets_of(0, 5, 12))
-    assert (batch.documents, batch.longest, batch.lengths, batch.tokens) == (2, 7, (5, 7), 12)
+    assert (batch.documents, batch.lengths, batch.tokens) == (2, (5, 7), 12)
     assert batch.layout == (*OFFSETS, *PADDED_OFFSETS)
     assert packed().layout == OFFSETS
 

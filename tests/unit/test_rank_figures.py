@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch import distributed
 
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
@@ -25,7 +26,7 @@ from .towers import new_tower, results
 def statistics(tokens, padding, memory, **fallbacks):
     bucket = BucketStatistics(replays=2, tokens=tokens, padding=padding, memory=memory)
     found = RegionStatistics(buckets={Bucket(64): bucket})
-    found.fallbacks.update(fallbacks)
+    found.fallbacks.update({Fallback(reason): count for reason, count in fallbacks.items()})
     return found
 
 

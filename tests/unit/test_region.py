@@ -1,4 +1,5 @@
 import gc
+import logging
 import weakref
 
 import pytest
@@ -9,9 +10,11 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.slot import Arena
+from bridge_cg_plugin.graphs.statistics import EagerRun
 
 from .toy import Toy, ToyProgram, assert_same, eager_results, evaluation, loss_of, poison, toy_batch, toy_region
 
@@ -83,7 +86,7 @@ def test_equal_token_counts_with_other_boundaries_are_told_apart():
 def test_a_batch_takes_the_first_bucket_that_holds_it():
     region = toy_region()
     for lengths, capacity in [((2,), 4), ((4,), 4), ((4, 2), 8), ((10,), 16)]:
-        assert region.choose(toy_batch(lengths)) == (Bucket(capacity), None)
+        assert region.choose(toy_batch(lengths)) == Bucket(capacity)
         assert_equals_eager(region, toy_batch(lengths))
     counts = region.statistics.buckets
     assert [counts[Bucket(c)].replays for c in (4, 8, 16)] == [2, 1, 1]
@@ -99,7 +102,7 @@ def test_a_batch_above_all_buckets_falls_back_with_its_reason():
 def test_what_the_program_refuses_falls_back_with_its_reason():
     region = toy_region()
     assert region.run(toy_batch((2, 2, 2, 2, 2))) is None
-    assert region.statistics.fallbacks == {"too_many_segments": 1}
+    assert region.statistics.fallbacks == {"too_many_frames": 1}
 
 
 def test_a_slot_is_taken_at_forward_and_returned_after_backward():
@@ -484,6 +487,17 @@ def test_statistics_as_plain_values():
     assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena._flat.values()) > 0
     assert found["gradient_bytes"] == sum(p.nbytes for p in region.program.model.parameters())
     assert found["buckets"]["8"]["tokens"] == 6
+
+
+def test_a_fallback_is_kept_with_its_step_and_size_and_logged_for_debugging(caplog):
+    region = toy_region()
+    with caplog.at_level(logging.DEBUG, "bridge_cg_plugin"):
+        region.statistics.step = 3
+        assert region.run(toy_batch((18,))) is None
+        assert_equals_eager(region, toy_batch((2, 4)))
+    assert list(region.statistics.last_fallbacks) == [EagerRun(3, Fallback.TOO_MANY_TOKENS, 18)]
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert said == ["[rank 0] toy runs eager: step 3 too_many_tokens (18 tokens)"]
 
 
 def test_forward_only_recordings_cover_limits_that_do_not_contain_each_other():

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin import cli
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Bucket
-from bridge_cg_plugin.graphs.report import metrics, render
-from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
+from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render
+from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.report.gpus import peak_tflops
 from bridge_cg_plugin.report.kinds import KINDS
@@ -38,7 +40,10 @@ def statistics():
     found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200, memory=GIB)
     found.buckets[Bucket(2048, (32, 1024))] = BucketStatistics(replays=3, evaluations=2, tokens=900, padding=100)
     found.buckets[Bucket(4096, (32, 1024))] = BucketStatistics()
-    found.fallbacks.update({"too_many_tokens": 3, "no_free_slot": 1})
+    found.step = 7
+    for tokens in (5000, 6000, 7000):
+        found.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, tokens)
+    found.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
     return found
 
 
@@ -106,7 +111,8 @@ regions = st.builds(
         counted,
         max_size=6,
     ),
-    fallbacks=st.dictionaries(st.sampled_from(["too_many_tokens", "no_free_slot", "other_shapes"]), st.integers(1, 99)),
+    fallbacks=st.dictionaries(st.sampled_from(Fallback), st.integers(1, 99)).map(Counter),
+    last_fallbacks=st.lists(st.builds(EagerRun, st.integers(0), st.sampled_from(Fallback), st.none() | st.integers(1))),
     warmup_microbatches=st.integers(0, 10**6),
     capture_seconds=st.floats(0, 1e4),
     static_bytes=st.integers(0, 100 * GIB),
@@ -128,6 +134,33 @@ def test_every_report_of_the_plugin_is_read_as_it_was_counted(found, names):
     assert [(b.name, b.replays, b.evaluations) for b in read.buckets] == [
         (b.name, b.replays, b.evaluations) for b in meant.buckets
     ]
+
+
+# The plugin's report
+
+
+def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent():
+    lines = render(statistics(), "vision CUDA graphs").splitlines()
+    place = lines.index("eager fallbacks: no_free_slot 1, too_many_tokens 3")
+    last = [f"step 7 too_many_tokens ({tokens} tokens)" for tokens in (5000, 6000, 7000)]
+    assert lines[place + 1] == f"last fallbacks: {', '.join(last)}, step 7 no_free_slot"
+    remedy = "raise max_vision_cuda_graph_seq_length, or add a bucket to vision_cuda_graph_buckets"
+    assert lines[place + 2].startswith(f"remedy of too_many_tokens: {remedy}")
+    assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
+
+
+def test_the_last_fallbacks_of_regions_are_put_in_order_and_alike_ones_said_once():
+    parts = [RegionStatistics() for _ in range(3)]
+    for step in range(1, 9):
+        for part in parts:
+            part.step = step
+            part.fell_back("layer", Fallback.TOO_MANY_FRAMES, 10 * step)
+    parts[1].fell_back("layer", Fallback.MEMORY_MOVED)
+    total = merge_statistics(parts)
+    expected = [EagerRun(step, Fallback.TOO_MANY_FRAMES, 10 * step) for step in (5, 6, 7, 8)]
+    assert list(total.last_fallbacks) == [*expected, EagerRun(8, Fallback.MEMORY_MOVED)]
+    assert all(len(part.last_fallbacks) == LAST_FALLBACKS for part in parts)
+    assert total.fallbacks == {"too_many_frames": 24, "memory_moved": 1}
 
 
 # Event files

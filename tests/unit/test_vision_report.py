@@ -4,7 +4,9 @@ import gc
 
 import pytest
 
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.report import metrics_of_ranks
+from bridge_cg_plugin.graphs.statistics import EagerRun
 
 from .mixes import EXACT, IMAGES, TOO_MANY_FRAMES, TOO_MANY_TOKENS
 from .towers import forward, graphs_on, new_tower, results
@@ -21,6 +23,21 @@ def test_report_names_replays_fallbacks_and_plan():
     assert row.split()[1] == "2"
     assert "too_many_frames 1" in text and "too_many_tokens 1" in text
     assert "plan: buckets 32, 64, 128, 256 tokens" in text
+
+
+@pytest.mark.parametrize("modules", [(), ("mlp",)], ids=str)
+def test_the_report_says_in_which_step_what_fell_back(modules):
+    model = new_tower()
+    with graphs_on(model, modules=modules) as graphs:
+        for rows in (IMAGES, TOO_MANY_TOKENS):
+            with graphs.step():
+                forward(model, rows)
+        with graphs.step():
+            model.eval()
+            forward(model, TOO_MANY_TOKENS)
+        last = graphs.statistics().last_fallbacks
+    size = sum(t * h * w for t, h, w in TOO_MANY_TOKENS)
+    assert list(last) == [EagerRun(step, Fallback.TOO_MANY_TOKENS, size) for step in (2, 3)]
 
 
 def test_report_without_fallbacks_says_so():

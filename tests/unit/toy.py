@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Bucket, TensorSpec
 from bridge_cg_plugin.graphs.recording import Gradients
 from bridge_cg_plugin.graphs.region import Region
@@ -64,7 +65,7 @@ class ToyProgram:
         return len(batch.x)
 
     def refuse(self, batch, bucket):
-        return "too_many_segments" if len(batch.offsets) > SEGMENTS + 1 else None
+        return Fallback.TOO_MANY_FRAMES if len(batch.offsets) > SEGMENTS + 1 else None
 
     def load(self, buffers, batch):
         tokens, count = len(batch.x), len(batch.offsets)
