@@ -5,13 +5,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from ..upstream_types import MegatronParameter
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
@@ -40,8 +42,8 @@ class ParameterHooks:
 
     def __init__(self) -> None:
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        self._tables: list[Mapping[int, Callable]] = []
-        self._marked: list[nn.Parameter] = []
+        self._tables: list[Mapping[int, Callable[..., Any]]] = []
+        self._marked: list[MegatronParameter] = []
         self._placeholders: dict[int, Placeholders] = {}
         self._quiet = 0
 
@@ -55,7 +57,7 @@ class ParameterHooks:
             if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
         # PyTorch keeps one table for a parameter from its first hook on.
-        self._tables = [parameter._backward_hooks for parameter in self._handles]
+        self._tables = [table for p in self._handles if (table := p._backward_hooks) is not None]
         self._quiet = len(self._handles)
 
     def release(self) -> None:
@@ -72,7 +74,7 @@ class ParameterHooks:
             return NO_PARAMETERS
         return frozenset(parameter for parameter in self._handles if hooked(parameter))
 
-    def arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def arrived(self, parameter: MegatronParameter, gradient: Tensor | None) -> None:
         """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
 
         A sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
@@ -176,7 +178,7 @@ class GradientSinks:
         """Add gradients of the aliases to their `main_grad`, or keep them, while a backward over them runs."""
         handles, small = [], SmallGradients()
         for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
-            alias = aliases[parameter]
+            alias: MegatronParameter = aliases[parameter]
             alias.grad_added_to_main_grad = False
             if main_grad is not None:
                 receive = _adder(alias, main_grad, self._placeholders.scalar(alias), small)
@@ -237,7 +239,7 @@ class GradientSinks:
 
         Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
         """
-        if self._reduction.waits() and not self.to_come():
+        if self._reduction is not None and self._reduction.waits() and not self.to_come():
             self._nodes = self._nodes or [get_gradient_edge(p).node for p in self._accumulated]
             reached = map(WILL_RUN, self._nodes)
             self._reduction.arrived([p for p, r in zip(self._accumulated, reached, strict=True) if not r])
@@ -269,7 +271,7 @@ def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None]
 
 
 def _adder(
-    alias: nn.Parameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
+    alias: MegatronParameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
 ) -> Callable[[Tensor | None], Tensor | None]:
     def add(gradient: Tensor | None) -> Tensor | None:
         # A function may give a parameter that it uses no gradient: Transformer Engine's a bias whose weight is frozen.

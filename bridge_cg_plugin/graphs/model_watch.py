@@ -68,7 +68,7 @@ class Table(NamedTuple):
     """
 
     name: str
-    values: dict
+    values: dict[Any, Any]
     hooks: bool = False
     submodules: bool = False
     plain_only: bool = False
@@ -165,7 +165,7 @@ class ModelWatch:
                 touched, self._touched = self._touched, {}
                 self._volatile.update(p for p, old in touched.items() if not same(old, self._value(p)))
 
-    def _note(self, values: dict, key: Hashable) -> None:
+    def _note(self, values: dict[Any, Any], key: Hashable) -> None:
         place = Entry(id(values), key)
         if self._passing:
             self._touched.setdefault(place, values.get(key, MISSING))
@@ -268,7 +268,10 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
 @contextmanager
 def _training_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
     """Put modules into training or evaluation mode; every module's own mode comes back."""
-    switched = [] if training is None else [m for m in modules if m.training != training]
+    if training is None:
+        yield
+        return
+    switched = [m for m in modules if m.training != training]
     for module in switched:
         module.training = training
     try:

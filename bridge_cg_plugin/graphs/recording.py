@@ -122,6 +122,8 @@ class RegionBody:
 
     def backward(self) -> Gradients:
         """Run backward over the last forward's autograd graph."""
+        if self._live is None or self._sinks is None:
+            raise RuntimeError(f"{self.name}: a backward follows a forward with gradients")
         outputs, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
@@ -237,14 +239,13 @@ class CudaGraphRecording:
     ) -> None:
         self._replay_stream = replay_stream
         self._forward = torch.cuda.CUDAGraph()
-        self._backward: torch.cuda.CUDAGraph | None = None
+        self._backward = torch.cuda.CUDAGraph()
         try:
             with capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
                 replay_stream.record_event(stream)
                 body.join()
             if body.has_backward:
-                self._backward = torch.cuda.CUDAGraph()
                 with capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
                     replay_stream.record_event(stream)

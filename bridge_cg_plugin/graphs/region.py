@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,13 @@ ALONE = Alone()
 Place = tuple[Source, Recorded, Slot, Bucket, bool]
 
 
+class _Made(NamedTuple):
+    """What a capture makes besides slots."""
+
+    sources: Sources
+    recorder: Recorder
+
+
 class Region:
     """Captures a program for several buckets and replays the first that accepts a batch.
 
@@ -54,9 +61,6 @@ class Region:
         around: Entered around everything that is recorded.
         peers: Ranks that record together with this one or not at all, once graphs exist.
         strict: Whether a recording that fails raises once graphs exist.
-
-    Attributes:
-        sources: What recordings were made from, once captured.
 
     Raises:
         ValueError: No bucket, a bucket or `slots` below 1.
@@ -89,7 +93,7 @@ class Region:
         self.slot_count = slots
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
-        self.sources: Sources | None = None
+
         self._before_replay, self._reduction = before_replay, reduction
         self._offloading, self._peers, self._strict = offloading, peers, strict
         self._watch, self._given_watch = watch, watch
@@ -100,7 +104,7 @@ class Region:
             offloading=offloading,
             has_side_work=has_side_work,
         )
-        self._recording: Recorder | None = None
+        self._made: _Made | None = None
         self._slots: list[Slot] = []
         self._forward_slot: Slot | None = None
         self._asked: Counter[Hashable] = Counter()
@@ -109,6 +113,20 @@ class Region:
     def captured(self) -> bool:
         """Whether recordings exist."""
         return bool(self._slots)
+
+    @property
+    def sources(self) -> Sources:
+        """What recordings were made from.
+
+        Raises:
+            RuntimeError: Nothing is captured.
+        """
+        return self._from_capture().sources
+
+    def _from_capture(self) -> _Made:
+        if self._made is None:
+            raise RuntimeError(f"{self.program.name} is not captured")
+        return self._made
 
     def capture(self) -> None:
         """Record every bucket in every slot, largest first.
@@ -122,13 +140,12 @@ class Region:
         slots: list[Slot] = []
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
-            self.sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
-            self._recording = self._recorder(
-                self.program, self.executor, self.buckets, self.statistics, self._watch.passing
-            )
+            sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
+            recorder = self._recorder(self.program, self.executor, self.buckets, self.statistics, self._watch.passing)
+            self._made = _Made(sources, recorder)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)
-                slots.append(self._recording.accepted_slot(index, self.sources.current, modes))
+                slots.append(recorder.accepted_slot(index, sources.current, modes))
         except BaseException:
             slots.clear()
             self.reset()
@@ -165,13 +182,13 @@ class Region:
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self.sources is not None:
-            self.sources.release()
+        if self._made is not None:
+            self._made.sources.release()
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
         self._slots, self._forward_slot, self._asked = [], None, Counter()
-        self.sources = self._recording = None
+        self._made = None
         if self._offloading is not None:
             self._offloading.release()
 
@@ -244,16 +261,16 @@ class Region:
 
     def memory_kept(self) -> AbstractContextManager[None]:
         """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
-        return nullcontext() if self.sources is None else self.sources.memory_kept()
+        return nullcontext() if self._made is None else self._made.sources.memory_kept()
 
     def clear(self) -> None:
         """Let gradients of an eager pass reach `main_grad` after replays."""
-        if self.sources is not None:
-            self.sources.clear()
+        if self._made is not None:
+            self._made.sources.clear()
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self.sources is not None and any(source.sinks.adds_later(parameters) for source in self.sources)
+        return self._made is not None and any(source.sinks.adds_later(parameters) for source in self._made.sources)
 
     def _place(self, batch: Any, index: int | None, records: bool) -> Place | str:
         """Return where the batch is replayed, or why it cannot be."""
@@ -265,10 +282,10 @@ class Region:
         if isinstance(source, str):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
-        bucket, reason = self.choose(batch, mode)
-        if bucket is None:
-            return reason
-        return self._recorded(source, bucket, mode, index, records)
+        chosen = self.choose(batch, mode)
+        if chosen[0] is None:
+            return chosen[1]
+        return self._recorded(source, chosen[0], mode, index, records)
 
     def _is_idle(self) -> bool:
         return self.free_slots() == len(self._slots)
@@ -303,7 +320,7 @@ class Region:
         It is made once such passes come again: a reference pass between a policy's forward and its backward.
         """
         if self._forward_slot is None and (lasting or self._asked_before("forward-only slot")):
-            self._forward_slot = self._recording.slot(len(self._slots))
+            self._forward_slot = self._from_capture().recorder.slot(len(self._slots))
         return self._forward_slot
 
     def _asked_before(self, what: Hashable) -> bool:
@@ -337,7 +354,7 @@ class Region:
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
         if not any(each.uses(slot) for each in self.sources):
             slot.pool = self.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
-        self._recording.add(source, slot, bucket, mode)
+        self._from_capture().recorder.add(source, slot, bucket, mode)
         return 0.0
 
 

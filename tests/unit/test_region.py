@@ -433,7 +433,8 @@ def test_reset_drops_everything():
     gc.collect()
     assert [s() for s in slots] == [None, None]
     assert not region.captured and region.free_slots() == 0
-    assert region.sources is None
+    with pytest.raises(RuntimeError, match="not captured"):
+        _ = region.sources
     assert region.run(toy_batch()) is None
     assert region.statistics.fallbacks == {"not_captured": 1}
 
