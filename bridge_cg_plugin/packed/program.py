@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from .layout import token_angles
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
-RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
