@@ -11,7 +11,8 @@ def rank() -> int:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return 0
-    return torch.distributed.get_rank()
+    number: int = torch.distributed.get_rank()
+    return number
 
 
 def announce(message: str) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -61,7 +62,7 @@ def caption(name: str, words: int) -> list[int]:
     return [rng.randrange(FIRST_WORD, words) for _ in range(CAPTION_TOKENS)]
 
 
-class CaptionedImages(Dataset, ABC):
+class CaptionedImages(Dataset[dict[str, Any]], ABC):
     """Sequences of images, each followed by its caption, padded to a fixed length.
 
     Args:
@@ -81,7 +82,7 @@ class CaptionedImages(Dataset, ABC):
         samples: int,
         sequence: int,
         most: int,
-        sizes: tuple[tuple[int, int], ...],
+        sizes: Sequence[tuple[int, int]],
         seed: int,
         text_only_every: int,
         distinct: int = 0,
@@ -131,7 +132,8 @@ class CaptionedImages(Dataset, ABC):
     @staticmethod
     def collate_fn(items: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack a microbatch; its images lie one behind the other."""
-        batch = {key: torch.stack([item[key] for item in items]) for key in items[0] if key != "images"}
+        tensors = [key for key in items[0] if key != "images"]
+        batch: dict[str, Any] = {key: torch.stack([item[key] for item in items]) for key in tensors}
         images = [item["images"] for item in items if item["images"] is not None]
         batch["attention_mask"] = None
         batch["visual_inputs"] = (
@@ -160,10 +162,10 @@ class CaptionedImageProvider(DatasetProvider):
     skip_getting_attention_mask_from_dataset: bool = True
     enable_in_batch_packing: bool = False
 
-    def build_datasets(self, context: DatasetBuildContext) -> tuple[Dataset, Dataset, Dataset]:
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[CaptionedImages, CaptionedImages, CaptionedImages]:
         """Build train, validation and test sets of the sizes that training asks for."""
         counts = (context.train_samples, context.valid_samples, context.test_samples)
-        return tuple(
+        train, valid, test = (
             self.kind(
                 max(count, 1),
                 self.seq_length,
@@ -175,6 +177,7 @@ class CaptionedImageProvider(DatasetProvider):
             )
             for i, count in enumerate(counts)
         )
+        return train, valid, test
 
 
 class MockImages(CaptionedImages):

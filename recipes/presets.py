@@ -96,7 +96,7 @@ def bridges_recipe(name: str, base: str) -> Callable[..., Any]:
         RuntimeError: The plugin is not active, or the installed release lacks the recipe.
     """
     require_plugin(name, f"Without it, use {base}.")
-    recipe = getattr(importlib.import_module(BRIDGE_RECIPES), base, None)
+    recipe: Callable[..., Any] | None = getattr(importlib.import_module(BRIDGE_RECIPES), base, None)
     if recipe is None:
         raise RuntimeError(f"{name} derives from {base}, which comes with megatron-bridge {SINCE}")
     return recipe
@@ -154,15 +154,15 @@ def mock_dataset(dataset: Any) -> Any:
 
 def _recipe(preset: Preset) -> Callable[..., Any]:
     """Return the function that builds a preset, with the parameters of Bridge's recipe."""
-    if preset.task == "peft" and preset.model in SCHEME_MODELS:
 
-        def recipe(peft_scheme: Any = "lora") -> Any:
-            return build(preset, peft_scheme=peft_scheme)
-    else:
+    def with_scheme(peft_scheme: Any = "lora") -> Any:
+        return build(preset, peft_scheme=peft_scheme)
 
-        def recipe() -> Any:
-            return build(preset)
+    def plain() -> Any:
+        return build(preset)
 
+    takes_scheme = preset.task == "peft" and preset.model in SCHEME_MODELS
+    recipe: Callable[..., Any] = with_scheme if takes_scheme else plain
     recipe.__name__ = recipe.__qualname__ = preset.name
     recipe.__module__ = __package__
     data = " on mock data" if preset.replaces_data else ""

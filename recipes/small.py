@@ -62,7 +62,8 @@ def _most_patches(dataset: Any) -> int:
     """Return the patches of a sample with as many images as can be, all of the largest size."""
     from .captioned_images import PATCH_SIDE
 
-    return dataset.most_images * max(height * width for height, width in dataset.sizes) // PATCH_SIDE**2
+    pixels: int = dataset.most_images * max(height * width for height, width in dataset.sizes)
+    return pixels // PATCH_SIDE**2
 
 
 def _model(longest: int) -> Any:

@@ -19,7 +19,8 @@ def weighted_swiglu(inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
     Returns:
         `[rows, width]` in the dtype of `inner`; rows behind the last bound hold anything.
     """
-    return _WeightedSwiglu.apply(inner, weights, rows.bounds)
+    out: Tensor = _WeightedSwiglu.apply(inner, weights, rows.bounds)
+    return out
 
 
 class _WeightedSwiglu(torch.autograd.Function):

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..upstream_types import MegatronParameter
 from .products import add_weight_gradients, combine, multiply, new_weight_gradients
 from .rows import Rows
 from .tables import Tables
+
+# Both factors of a product whose rows belong to experts: each with its rows' tokens or None, then the experts' bounds.
+Sides = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 
 
 def dispatch_linear(x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables) -> Tensor:
@@ -23,7 +27,8 @@ def dispatch_linear(x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tabl
     Returns:
         `[rows, out]`; rows behind the last bound hold anything.
     """
-    return _ExpertLinear.apply(x, rows, tables, True, *weights)
+    out: Tensor = _ExpertLinear.apply(x, rows, tables, True, *weights)
+    return out
 
 
 def combine_linear(x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables) -> Tensor:
@@ -35,7 +40,8 @@ def combine_linear(x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], table
         weights: See `dispatch_linear`.
         tables: See `dispatch_linear`.
     """
-    return _ExpertLinear.apply(x, rows, tables, False, *weights)
+    out: Tensor = _ExpertLinear.apply(x, rows, tables, False, *weights)
+    return out
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -61,17 +67,15 @@ class _ExpertLinear(torch.autograd.Function):
                 x_gradient = combine(x_gradient, places)
         weight_gradients: Sequence[Tensor | None] = (None,) * len(ctx.weights)
         if all(ctx.needs_input_grad[4:]):
-            sides = (gradient, gradient_tokens, x, x_tokens, bounds)
+            sides: Sides = (gradient, gradient_tokens, x, x_tokens, bounds)
             weight_gradients = _weight_gradients(ctx.weights, sides, ctx.tables)
         return x_gradient, None, None, None, *weight_gradients
 
 
-def _weight_gradients(
-    weights: Sequence[nn.Parameter], sides: tuple[Any, ...], tables: Tables
-) -> Sequence[Tensor | None]:
+def _weight_gradients(weights: Sequence[MegatronParameter], sides: Sides, tables: Tables) -> Sequence[Tensor | None]:
     """Return the gradients; those added to `main_grad` are empty, by the convention of fused accumulation."""
-    sums = [getattr(weight, "main_grad", None) for weight in weights]
-    if any(each is None for each in sums):
+    sums = [main_grad for weight in weights if (main_grad := getattr(weight, "main_grad", None)) is not None]
+    if len(sums) < len(weights):
         return new_weight_gradients(*sides)
     add_weight_gradients(*sides, tables, sums)
     for weight in weights:

@@ -73,7 +73,8 @@ def row_weights(probabilities: Tensor, rows: Rows) -> Tensor:
         probabilities: `[tokens, experts]`, of any floating-point type.
         rows: Of the batch.
     """
-    return _RowWeights.apply(probabilities, rows.entries, rows.rows_of, rows.bounds)
+    weights: Tensor = _RowWeights.apply(probabilities, rows.entries, rows.rows_of, rows.bounds)
+    return weights
 
 
 class _RowWeights(torch.autograd.Function):

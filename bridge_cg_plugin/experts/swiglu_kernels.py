@@ -89,4 +89,5 @@ def swiglu_backward(gradient: Tensor, inner: Tensor, weights: Tensor, bounds: Te
 
 
 def _columns_of(columns: int) -> int:
-    return min(triton.next_power_of_2(columns), MOST_COLUMNS)
+    whole: int = triton.next_power_of_2(columns)
+    return min(whole, MOST_COLUMNS)

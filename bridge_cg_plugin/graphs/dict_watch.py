@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakMethod
 
 # Called with a watched dict and a key of it whose value is about to change.
-Listener = Callable[[dict, Hashable], None]
+Listener = Callable[[dict[Any, Any], Hashable], None]
 
 
 class _Event(IntEnum):
@@ -38,11 +38,11 @@ class DictWatcher:
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[int, tuple[WeakMethod, ...]] = {}
+        self._listeners: dict[int, tuple[WeakMethod[Listener], ...]] = {}
         self._callback = _Callback(self._changes)
         self._number: int | None = None
 
-    def watch(self, table: dict, listener: Listener) -> None:
+    def watch(self, table: dict[Any, Any], listener: Listener) -> None:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
         if self._number is None:
             self._number = self._add()
@@ -50,7 +50,7 @@ class DictWatcher:
         self._listeners[id(table)] = (*others, WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
 
-    def unwatch(self, table: dict, listener: Listener) -> None:
+    def unwatch(self, table: dict[Any, Any], listener: Listener) -> None:
         """Take one listener off a dict."""
         left = tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
         if left:
@@ -61,7 +61,7 @@ class DictWatcher:
     def _add(self) -> int:
         add = ctypes.pythonapi.PyDict_AddWatcher
         add.argtypes, add.restype = [ctypes.c_void_p], ctypes.c_int
-        number = add(ctypes.cast(self._callback, ctypes.c_void_p))
+        number: int = add(ctypes.cast(self._callback, ctypes.c_void_p))
         # Modules are freed after the callback's own objects when the interpreter ends.
         atexit.register(ctypes.pythonapi.PyDict_ClearWatcher, number)
         return number
@@ -81,7 +81,7 @@ class DictWatcher:
         return 0
 
 
-def _changing(event: int, table: dict, key: int | None) -> tuple[Hashable, ...]:
+def _changing(event: int, table: dict[Any, Any], key: int | None) -> tuple[Hashable, ...]:
     """Return the keys of an event: one, all that are there, or all that another dict brings."""
     if event in _ONE_KEY:
         return (_object(key),)
@@ -91,7 +91,7 @@ def _changing(event: int, table: dict, key: int | None) -> tuple[Hashable, ...]:
 
 
 def _object(address: int | None) -> Any:
-    return ctypes.cast(address, ctypes.py_object).value
+    return ctypes.cast(ctypes.c_void_p(address), ctypes.py_object).value
 
 
 WATCHER = DictWatcher()

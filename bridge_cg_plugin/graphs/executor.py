@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ PRIORITY, MAIN_PRIORITY = 0, -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
+
+# Memory of one slot's recordings; what it is, the executor alone knows that made it.
+type Pool = Any
 
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -50,7 +53,7 @@ class Executor(Protocol):
     device: torch.device
     isolated: Isolated
 
-    def new_pool(self) -> object:
+    def new_pool(self) -> Pool:
         """Return a memory pool for the recordings of one slot."""
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
@@ -62,10 +65,10 @@ class Executor(Protocol):
     def side_work(self) -> SideWork:
         """Return what takes a recording's work off the main stream."""
 
-    def record(self, body: RegionBody, pool: object) -> Recording:
+    def record(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body."""
 
-    def pool_bytes(self, pool: object) -> int:
+    def pool_bytes(self, pool: Pool) -> int:
         """Return the device memory that the pool holds, in bytes."""
 
 
@@ -160,12 +163,12 @@ class CudaGraphExecutor:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
         return SideWork(self._side_stream)
 
-    def record(self, body: RegionBody, pool) -> Recording:
+    def record(self, body: RegionBody, pool: tuple[int, int]) -> Recording:
         """See `Executor`."""
         made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
         return made if self._launched is None else ToldRecording(made, self._launched, body.name)
 
-    def pool_bytes(self, pool) -> int:
+    def pool_bytes(self, pool: tuple[int, int]) -> int:
         """See `Executor`."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import compress, repeat
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ..upstream_types import MegatronParameter
 from .dict_watch import WATCHER
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
@@ -44,7 +45,7 @@ class ParameterHooks:
         self.pending = PendingReplays()
         self.zeros = Zeros()
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        self._marked: list[nn.Parameter] = []
+        self._marked: list[MegatronParameter] = []
         self._changed = True
         self._foreign: frozenset[nn.Parameter] = NO_PARAMETERS
 
@@ -53,14 +54,13 @@ class ParameterHooks:
         for parameter in parameters:
             if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
-                # PyTorch keeps one table for a parameter from its first hook on.
-                WATCHER.watch(parameter._backward_hooks, self._note)
+                WATCHER.watch(_table_of(parameter), self._note)
         self._changed = True
 
     def keep(self, parameters: Set[nn.Parameter]) -> None:
         """Take the hooks off all other parameters, which have left the model."""
         for parameter in self._handles.keys() - parameters:
-            WATCHER.unwatch(parameter._backward_hooks, self._note)
+            WATCHER.unwatch(_table_of(parameter), self._note)
             self._handles.pop(parameter).remove()
         self._changed = True
 
@@ -69,7 +69,7 @@ class ParameterHooks:
         self.clear()
         self.keep(NO_PARAMETERS)
 
-    def _note(self, hooks: dict, key: Hashable) -> None:
+    def _note(self, hooks: dict[Any, Any], key: Hashable) -> None:
         self._changed = True
 
     def foreign(self) -> frozenset[nn.Parameter]:
@@ -81,7 +81,7 @@ class ParameterHooks:
         later = frozenset(compress(self._handles, map(_after_accumulation, self._handles)))
         return self._foreign | later if later else self._foreign
 
-    def arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    def arrived(self, parameter: MegatronParameter, gradient: Tensor | None) -> None:
         """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
 
         A sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
@@ -117,7 +117,12 @@ def hooked(parameter: nn.Parameter) -> bool:
 
 
 def _hooked_before_accumulation(parameter: nn.Parameter) -> bool:
-    return any(not isinstance(hook, _Marker) for hook in (parameter._backward_hooks or {}).values())
+    return any(not isinstance(hook, _Marker) for hook in _table_of(parameter).values())
+
+
+def _table_of(parameter: nn.Parameter) -> dict[Any, Any]:
+    """Return the hooks on a parameter: PyTorch keeps one table from the first hook on."""
+    return parameter._backward_hooks or {}
 
 
 class PendingReplays:
@@ -229,7 +234,7 @@ class GradientSinks:
         """Add gradients of the aliases to their `main_grad`, or keep them, while a backward over them runs."""
         handles, small = [], SmallGradients()
         for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
-            alias = aliases[parameter]
+            alias: MegatronParameter = aliases[parameter]
             alias.grad_added_to_main_grad = False
             if main_grad is not None:
                 receive = _adder(alias, main_grad, self._placeholders.scalar(alias), small)
@@ -282,7 +287,7 @@ class GradientSinks:
 
         Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
         """
-        if self._reduction.waits() and (done := self._hooks.pending.done()):
+        if self._reduction is not None and self._reduction.waits() and (done := self._hooks.pending.done()):
             for parameter in done:
                 if parameter not in self._nodes:
                     self._nodes[parameter] = get_gradient_edge(parameter).node
@@ -316,7 +321,7 @@ def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None]
 
 
 def _adder(
-    alias: nn.Parameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
+    alias: MegatronParameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
 ) -> Callable[[Tensor | None], Tensor | None]:
     def add(gradient: Tensor | None) -> Tensor | None:
         # A function may give a parameter that it uses no gradient: Transformer Engine's a bias whose weight is frozen.

@@ -77,7 +77,7 @@ class Table:
     """
 
     name: str
-    values: dict
+    values: dict[Any, Any]
     hooks: bool = False
     submodules: bool = False
     plain_only: bool = False
@@ -134,13 +134,13 @@ class ModelWatch:
         self._touched: dict[Entry, _Old] = {}
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
-        self._lists: dict[Entry, list | set] = {}
+        self._lists: dict[Entry, list[Any] | set[Any]] = {}
         self._contents: dict[Entry, Hashable] = {}
         self._lengths: list[int] = []
         self._tokens: list[Hashable] = []
         self._types: tuple[type, ...] = ()
-        self._forwards: list[Callable] = []
-        self._first_forwards: dict[type, Callable] = {}
+        self._forwards: list[Callable[..., Any]] = []
+        self._first_forwards: dict[type, Callable[..., Any]] = {}
         self._follow()
         self._at_first = self._followed
 
@@ -220,7 +220,7 @@ class ModelWatch:
                 if not self._volatile.isdisjoint(self._lists):
                     self._follow_unwatched()
 
-    def _note(self, values: dict, key: Hashable) -> None:
+    def _note(self, values: dict[Any, Any], key: Hashable) -> None:
         entry = Entry(id(values), key)
         table = self._tables.get(entry.table)
         if table is None:
@@ -396,7 +396,10 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
 @contextmanager
 def _training_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
     """Put modules into training or evaluation mode; every module's own mode comes back."""
-    switched = [] if training is None else [m for m in modules if m.training != training]
+    if training is None:
+        yield
+        return
+    switched = [m for m in modules if m.training != training]
     for module in switched:
         module.training = training
     try:

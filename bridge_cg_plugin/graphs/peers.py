@@ -96,8 +96,8 @@ class GroupPeers:
 
     def _reasons(self, failure: Exception | None) -> dict[int, str]:
         """Return why ranks failed by themselves, by rank of the whole job."""
-        other = failure is None or isinstance(failure, PeerFailed)
-        own = (distributed.get_rank(), None if other else named(failure))
+        reason = None if failure is None or isinstance(failure, PeerFailed) else named(failure)
+        own = (distributed.get_rank(), reason)
         found: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(found, own, group=self._group)
         return {rank: reason for rank, reason in found if reason is not None}

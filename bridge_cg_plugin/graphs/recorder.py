@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .activations import Offloading
+from .buckets import Bucket
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
 from .model_watch import Entry, ModelWatch
-from .program import Bucket, RegionProgram
+from .program import RegionProgram
 from .recording import Mode, RegionBody
 from .slot import SharedInputs, Slot
 from .source import Recorded, Source

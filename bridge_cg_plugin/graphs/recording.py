@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .activations import Activations
+from .buckets import Bucket
 from .capture import capture_graph
 from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
-from .program import Bucket, Buffers, RegionProgram
+from .program import Buffers, RegionProgram
 from .side_work import SideWork
 from .streams import ReplayStream
 
@@ -124,6 +125,8 @@ class RegionBody:
 
     def backward(self) -> Gradients:
         """Run backward over the last forward's autograd graph."""
+        if self._live is None or self._sinks is None:
+            raise RuntimeError(f"{self.name}: a backward follows a forward with gradients")
         outputs, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
@@ -246,14 +249,13 @@ class CudaGraphRecording:
     ) -> None:
         self._replay_stream = replay_stream
         self._forward = torch.cuda.CUDAGraph()
-        self._backward: torch.cuda.CUDAGraph | None = None
+        self._backward = torch.cuda.CUDAGraph()
         try:
             with capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
                 replay_stream.record_event(stream)
                 body.join()
             if body.has_backward:
-                self._backward = torch.cuda.CUDAGraph()
                 with capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
                     replay_stream.record_event(stream)

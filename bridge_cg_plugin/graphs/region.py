@@ -5,21 +5,21 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..announce import warn
 from .activations import Offloading
-from .buckets import choose
+from .buckets import Bucket, choose
 from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
 from .fallback import Fallback
 from .gradients import NO_BACKWARD, Reduction
 from .model_watch import ModelWatch
 from .peers import Alone, Peers
-from .program import Bucket, RegionProgram
+from .program import RegionProgram
 from .recorder import Around, Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
@@ -34,6 +34,13 @@ FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, a
 
 # Where a batch is replayed: its source, its recording, the slot and bucket of that, and whether a backward may follow.
 Place = tuple[Source, Recorded, Slot, Bucket, bool]
+
+
+class _Made(NamedTuple):
+    """What a capture makes besides slots."""
+
+    sources: Sources
+    recorder: Recorder
 
 
 class Region:
@@ -57,9 +64,6 @@ class Region:
         around: Entered around everything that is recorded.
         peers: Ranks that record together with this one or not at all, once graphs exist.
         strict: Whether a recording that fails raises once graphs exist.
-
-    Attributes:
-        sources: What recordings were made from, once captured.
 
     Raises:
         ValueError: No bucket, a bucket or `slots` below 1.
@@ -92,7 +96,7 @@ class Region:
         self.slot_count = slots
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
-        self.sources: Sources | None = None
+
         self._before_replay, self._reduction = before_replay, reduction
         self._offloading, self._peers, self._strict = offloading, peers, strict
         self._watch, self._given_watch = watch, watch
@@ -103,7 +107,7 @@ class Region:
             offloading=offloading,
             has_side_work=has_side_work,
         )
-        self._recorder: Recorder | None = None
+        self._made: _Made | None = None
         self._slots: list[Slot] = []
         self._forward_slot: Slot | None = None
         self._forward_slot_failed = False
@@ -114,6 +118,20 @@ class Region:
     def captured(self) -> bool:
         """Whether recordings exist."""
         return bool(self._slots)
+
+    @property
+    def sources(self) -> Sources:
+        """What recordings were made from.
+
+        Raises:
+            RuntimeError: Nothing is captured.
+        """
+        return self._from_capture().sources
+
+    def _from_capture(self) -> _Made:
+        if self._made is None:
+            raise RuntimeError(f"{self.program.name} is not captured")
+        return self._made
 
     def capture(self) -> None:
         """Record every bucket in every slot, largest first.
@@ -127,11 +145,12 @@ class Region:
         slots: list[Slot] = []
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
-            self.sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
-            self._recorder = self._new_recorder(self.program, self.executor, self.buckets, self.statistics, self._watch)
+            sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
+            recorder = self._new_recorder(self.program, self.executor, self.buckets, self.statistics, self._watch)
+            self._made = _Made(sources, recorder)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)
-                slots.append(self._recorder.accepted_slot(index, self.sources.current, modes))
+                slots.append(recorder.accepted_slot(index, sources.current, modes))
         except BaseException:
             slots.clear()
             self.reset()
@@ -168,14 +187,14 @@ class Region:
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self.sources is not None:
-            self.sources.release()
+        if self._made is not None:
+            self._made.sources.release()
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
         self._slots, self._forward_slot, self._forward_slot_failed = [], None, False
         self._asked = Counter()
-        self.sources = self._recorder = None
+        self._made = None
         if self._offloading is not None:
             self._offloading.release()
 
@@ -245,16 +264,16 @@ class Region:
 
     def memory_kept(self) -> AbstractContextManager[None]:
         """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
-        return nullcontext() if self.sources is None else self.sources.memory_kept()
+        return nullcontext() if self._made is None else self._made.sources.memory_kept()
 
     def clear(self) -> None:
         """Let gradients of an eager pass reach `main_grad` after replays."""
-        if self.sources is not None:
-            self.sources.clear()
+        if self._made is not None:
+            self._made.sources.clear()
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self.sources is not None and self.sources.adds_later(parameters)
+        return self._made is not None and self._made.sources.adds_later(parameters)
 
     def _place(self, batch: Any, size: int, index: int | None, records: bool) -> Place | Fallback:
         """Return where the batch is replayed, or why it cannot be."""
@@ -338,7 +357,7 @@ class Region:
         return self._forward_slot
 
     def _add_forward_only_slot(self) -> float:
-        self._forward_slot = self._recorder.slot(len(self._slots))
+        self._forward_slot = self._from_capture().recorder.slot(len(self._slots))
         return 0.0
 
     def _asked_before(self, what: Hashable) -> bool:
@@ -383,7 +402,7 @@ class Region:
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
         if not any(each.uses(slot) for each in self.sources):
             slot.pool = self.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
-        self._recorder.add(source, slot, bucket, mode)
+        self._from_capture().recorder.add(source, slot, bucket, mode)
         return 0.0
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .buckets import Bucket
 from .errors import ReplayError
-from .program import Bucket, RegionProgram
+from .program import RegionProgram
 from .recording import Gradients
 from .rows import copies, write_each
 from .slot import Lease, Slot
@@ -62,7 +63,8 @@ def replay(
         receivers = source.sinks.receivers()
         input_rows = tuple(len(t) for t in inputs)
         call = _Call(lease, source, recorded, receivers, rows, input_rows, program.name, holds, observer)
-        return _Replay.apply(call, *inputs, *receivers)
+        replayed: tuple[Tensor, ...] = _Replay.apply(call, *inputs, *receivers)
+        return replayed
     except BaseException:
         lease.release()
         raise
@@ -90,7 +92,7 @@ class _Call:
 
 class _Replay(Function):
     @staticmethod
-    def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         call.source.sinks.expect(ctx, call.receivers)
@@ -98,7 +100,7 @@ class _Replay(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *output_gradients: Tensor | None):
+    def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         slot = call.lease.slot
         call.lease.check()

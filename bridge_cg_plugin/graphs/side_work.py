@@ -67,7 +67,8 @@ class SideWork:
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = self._main = stream
+        self._stream: torch.cuda.Stream | None = stream
+        self._main: torch.cuda.Stream | None = stream
         self._uses: Counter[int] = Counter()
         self._reads: list[tuple[Tensor, ...]] = []
         self._before: tuple[torch.cuda.Event | None, list[tuple[Tensor, ...]]] = (None, [])
@@ -216,7 +217,7 @@ class SideWork:
         self._reads = []
 
     def _fork(self) -> AbstractContextManager[None]:
-        if self._stream is None:
+        if self._stream is None or self._main is None:
             return nullcontext()
         self._stream.wait_stream(self._main)
         self._forked = True
@@ -226,7 +227,7 @@ class SideWork:
         return None if self._stream is None else self._stream.record_event()
 
     def _wait(self, done: torch.cuda.Event | None) -> None:
-        if done is not None:
+        if done is not None and self._main is not None:
             self._main.wait_event(done)
 
 

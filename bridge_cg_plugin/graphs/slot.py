@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from .buckets import Bucket
 from .errors import ReplayError
-from .program import Bucket, Buffers, TensorSpec
+from .program import Buffers, TensorSpec
 
 
 class Arena:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .buckets import Bucket
 from .gradients import GradientSinks, ParameterHooks, Reduction
 from .parameters import ParameterAliases
-from .program import Bucket, RegionProgram
+from .program import RegionProgram
 from .recording import Mode, Recording
 from .slot import Slot
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..announce import LOGGER, rank
+from .buckets import Bucket
 from .fallback import Fallback
-from .program import Bucket
 
 LAST_FALLBACKS = 5
 

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..announce import announce
+from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.fallback import Fallback
 from ..graphs.gradients import Reduction
@@ -75,9 +76,19 @@ class LanguageModelGraphs(GraphedModule):
     def _replays(self) -> int:
         return sum(region.statistics.replays for region in self._regions)
 
+    def _shapes(self) -> Microbatch:
+        """Return the shapes of the last observed microbatch.
+
+        Raises:
+            CaptureError: None was observed.
+        """
+        if self._example is None:
+            raise CaptureError("no microbatch was observed before the capture")
+        return self._example
+
     def _record(self) -> None:
         """Capture for the shapes of the last observed microbatch."""
-        program = LanguageModel(self.model, self._eager_forward, self._example, self._deepstack, self._recording)
+        program = LanguageModel(self.model, self._eager_forward, self._shapes(), self._deepstack, self._recording)
         region = Region(
             program,
             self.executor,
@@ -90,7 +101,7 @@ class LanguageModelGraphs(GraphedModule):
         region.capture()
 
     def _recorded(self) -> None:
-        sequence, batch, _ = self._example.decoder_input.shape
+        sequence, batch, _ = self._shapes().decoder_input.shape
         announce(f"language-model CUDA graphs: whole, {batch} sequence(s) of {sequence} tokens a microbatch")
 
     def _warmup_microbatches(self) -> int:
@@ -99,14 +110,14 @@ class LanguageModelGraphs(GraphedModule):
     def _notes(self) -> dict[str, str]:
         return {"steps": f"{self.replayed_steps} of {self.steps} training steps replayed every microbatch"}
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The language model's forward: a replay where possible, eager otherwise."""
         self._before_eager()
         microbatch = read_call(args, kwargs)
         if not self.captured:
             self._look_on(microbatch)
             return self._eager_forward(*args, **kwargs)
-        reason = Fallback.CALL_ARGUMENTS if microbatch is None else microbatch.fits(self._example)
+        reason = Fallback.CALL_ARGUMENTS if microbatch is None else microbatch.fits(self._shapes())
         if reason is None:
             outputs = self._regions[0].run(microbatch)
             if outputs is not None:

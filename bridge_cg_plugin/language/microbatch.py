@@ -55,7 +55,7 @@ class Microbatch:
         return Fallback.INPUT_GRADIENTS if want_gradients(self.tensors.values()) else None
 
 
-def read_call(args: tuple, kwargs: Mapping[str, Any]) -> Microbatch | None:
+def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Microbatch | None:
     """Return the microbatch of a call, or None if it is not one that a graph could take."""
     decoder_input = kwargs.get(DIFFERENTIABLE)
     rest = {name: value for name, value in kwargs.items() if name not in (DIFFERENTIABLE, POSITIONS, DEEPSTACK)}

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.program import Buffers, TensorSpec
 from ..graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch
 

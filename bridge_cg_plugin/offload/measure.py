@@ -63,9 +63,10 @@ def copy_rates(device: torch.device) -> tuple[float, float]:
         memory = PinnedMemory(None, page_locked=device.type == "cuda")
         host = memory.reserve(0, {0: PROBE_BYTES})[0]
         on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
-        ways = (lambda: host.copy_(on_device, non_blocking=True)), (lambda: on_device.copy_(host, non_blocking=True))
-        _rates[device] = tuple(_rate(device, way) for way in ways)
-        del host, on_device, ways
+        offload = _rate(device, lambda: host.copy_(on_device, non_blocking=True))
+        load = _rate(device, lambda: on_device.copy_(host, non_blocking=True))
+        _rates[device] = offload, load
+        del host, on_device
         memory.release()
     return _rates[device]
 

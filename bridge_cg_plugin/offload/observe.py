@@ -103,12 +103,12 @@ class Observer(Packing):
                 continue
             places = tuple(source.place for source in sources if source is not None)
             seen = self._seen[place] = replace(self._seen[place], kind=recipe.kind, sources=places)
-            if seen.group not in self._rebuild_ms:
+            if seen.group is not None and seen.group not in self._rebuild_ms:
                 self._rebuild_ms[seen.group] = self._time(recipe, sources) / max(seen.nbytes, 1)
 
     @staticmethod
     def _same(saved: SavedStorage, again: torch.UntypedStorage) -> bool:
-        return again.nbytes() == saved.nbytes and torch.equal(raw_bytes(saved.storage), raw_bytes(again))
+        return again.nbytes() == saved.nbytes and torch.equal(raw_bytes(saved.on_device), raw_bytes(again))
 
     def _time(self, recipe: Recipe, sources: Sequence[SavedStorage | None]) -> float:
         """Return the ms that making a storage again takes: on a GPU its own, as in a graph, launches left out."""
@@ -166,7 +166,8 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
         work()
     marks[1].record()
     marks[1].synchronize()
-    return marks[0].elapsed_time(marks[1]) / TIMED
+    total_ms: float = marks[0].elapsed_time(marks[1])
+    return total_ms / TIMED
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from ..announce import announce
 from ..graphs.activations import Activations
+from ..graphs.buckets import Bucket
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
-from ..graphs.program import Bucket
 from ..graphs.recording import RegionBody
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .host_memory import GIB, PinnedMemory, Plain
@@ -130,10 +130,11 @@ class RegionOffloading:
 
     def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
         observed = self._look(executor, body)
-        if self._policy.memory_target_gb is None:
+        target_gb = self._policy.memory_target_gb
+        if target_gb is None:
             plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
         else:
-            plan = self._within_target(executor, body)
+            plan = self._within_target(executor, body, target_gb)
         if plan is None:
             return None
         if all(fate is Fate.KEEP for fate in plan.fates):
@@ -160,11 +161,11 @@ class RegionOffloading:
             self._looked[body.bucket] = observed, costs
         return costs
 
-    def _within_target(self, executor: Executor, body: RegionBody) -> Plan | None:
+    def _within_target(self, executor: Executor, body: RegionBody, target_gb: float) -> Plan | None:
         """Return the fastest plan that keeps to the target, None where nothing need be done."""
         observed, allowed = self._looked[body.bucket][0], self._policy.allowed
         inventory, others = observed.inventory, observed.others + body.static_bytes + self._beyond
-        window = int(self._policy.memory_target_gb * GIB) - others
+        window = int(target_gb * GIB) - others
         if inventory.nbytes <= window:
             return None
         costs = self._costs(executor, body)

@@ -98,7 +98,8 @@ class _Clock:
 
     def rebuild(self, place: int) -> None:
         seen = self._inventory.seen[place]
-        self.now += self._costs.rebuild_ms.get(seen.group, 0.0) * seen.nbytes
+        per_byte = 0.0 if seen.group is None else self._costs.rebuild_ms.get(seen.group, 0.0)
+        self.now += per_byte * seen.nbytes
 
     def _copy(self, place: int, gbps: float) -> None:
         taken = self._inventory.seen[place].nbytes / (BESIDE_KERNELS * gbps) / 1e6

@@ -67,7 +67,7 @@ class Record:
     reference: StorageWeakRef
     recipe: Recipe | None = None
     pinned: bool = False
-    saved: weakref.ref | None = None
+    saved: weakref.ref[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Registry:
         parts = tuple(self._source(tensor) for tensor in sources)
         self.record(output).recipe = Recipe(kind, parts, build, output._version)
 
-    def rewrite(self, output: Tensor, sources: Sequence[Tensor], write: Callable[..., None]) -> None:
+    def rewrite(self, output: Tensor, sources: Sequence[Tensor], write: Callable[..., object]) -> None:
         """See `rewrite`."""
         record = self.record(output)
         before = record.recipe
@@ -176,7 +176,7 @@ def derive(output: Tensor, kind: str, sources: Sequence[Tensor], build: Build) -
         _current.derive(output, kind, sources, build)
 
 
-def rewrite(output: Tensor, sources: Sequence[Tensor], write: Callable[..., None]) -> None:
+def rewrite(output: Tensor, sources: Sequence[Tensor], write: Callable[..., object]) -> None:
     """Note that `write(output, *sources)` was done in place, unseen by autograd, to what a recipe may exist for."""
     if _current is not None:
         _current.rewrite(output, sources, write)

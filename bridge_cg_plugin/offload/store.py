@@ -43,6 +43,17 @@ class SavedStorage:
         self.watched: list[tuple[Tensor, int]] = []
         self._ended = ended
 
+    @property
+    def on_device(self) -> torch.UntypedStorage:
+        """The storage.
+
+        Raises:
+            CaptureError: It is not on the device now.
+        """
+        if self.storage is None:
+            raise CaptureError(f"storage {self.place} of activations is not on the device where it is read")
+        return self.storage
+
     def __del__(self) -> None:
         self._ended(self.place)
 
@@ -83,7 +94,7 @@ class Packing:
             yield
         self._registry = Registry()
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> _Stays | _Packed:
         if not is_candidate(tensor, self._registry, self._least):
             return _Stays(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
         record = self._registry.record(tensor)
@@ -97,13 +108,13 @@ class Packing:
             saved.watched.append((tensor.detach(), tensor._version))
         return _Packed(saved, view_of(tensor))
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: _Stays | _Packed) -> Tensor:
         if isinstance(packed, _Stays):
             check_unchanged([(packed.tensor, packed.version)])
             return packed.tensor
         self._used(packed.saved)
         check_unchanged(packed.saved.watched)
-        return packed.view.over(packed.saved.storage)
+        return packed.view.over(packed.saved.on_device)
 
     def _dropped(self, forward: int, place: int) -> None:
         # What is left of an earlier forward, whose backward never came, is dropped as late as in the next one.
@@ -143,7 +154,7 @@ def usable_recipe(record: Record, tensor: Tensor) -> Recipe | None:
 def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.UntypedStorage:
     """Make a storage again from its recipe and the saved storages it reads, None for fixed tensors."""
     tensors = [
-        part.fixed if saved is None else part.view.over(saved.storage)
+        part.fixed if saved is None else part.view.over(saved.on_device)
         for part, saved in zip(recipe.sources, sources, strict=True)
     ]
     with torch.no_grad():
@@ -192,14 +203,20 @@ class ActivationStore(Packing):
         """See `Activations`."""
         self._transfers.begin()
         with returned_storages() as self._moved:
-            self._schedule.begin_backward()
+            schedule = self._under_way()
+            schedule.begin_backward()
             yield
-            self._schedule.end_backward()
-            self.peak_of_last = self._schedule.peak
+            schedule.end_backward()
+            self.peak_of_last = schedule.peak
 
     def join(self) -> None:
         """See `Activations`."""
-        self._schedule.join()
+        self._under_way().join()
+
+    def _under_way(self) -> Schedule:
+        if self._schedule is None:
+            raise CaptureError("activations are asked for outside a forward and its backward")
+        return self._schedule
 
     def forget(self) -> None:
         """See `Activations`."""
@@ -217,18 +234,18 @@ class ActivationStore(Packing):
                 raise CaptureError(f"storage {saved.place} cannot be made again as in the pass before")
             saved.sources = tuple(self._source(part) for part in saved.recipe.sources)
             saved.storage = None
-        self._schedule.saved(saved.place)
+        self._under_way().saved(saved.place)
 
     @staticmethod
     def _source(part: Source) -> SavedStorage | None:
-        saved = part.saved()
+        saved: SavedStorage | None = part.saved()
         if saved is None and part.record is not None:
             raise CaptureError("a tensor that another is made again from was not saved, other than in the pass before")
         return saved
 
     def _used(self, saved: SavedStorage) -> None:
-        self._schedule.used(saved.place)
-        self._moved[saved.storage.data_ptr()] = saved.address
+        self._under_way().used(saved.place)
+        self._moved[saved.on_device.data_ptr()] = saved.address
 
     def _ended(self, place: int) -> None:
         if self._schedule is not None:
@@ -241,7 +258,7 @@ class ActivationStore(Packing):
         """See `Mover`."""
         saved = self._saved[place]
         self._leaving[place] = saved
-        self._tokens[place] = self._transfers.offload(raw_bytes(saved.storage), self._hosts[place])
+        self._tokens[place] = self._transfers.offload(raw_bytes(saved.on_device), self._hosts[place])
 
     def settle(self, place: int) -> None:
         """See `Mover`."""
@@ -263,5 +280,7 @@ class ActivationStore(Packing):
     def rebuild(self, place: int) -> None:
         """See `Mover`."""
         saved = self._saved[place]
+        if saved.recipe is None:
+            raise CaptureError(f"storage {place} was made again before")
         saved.storage = rebuilt(saved.recipe, saved.sources)
         saved.recipe, saved.sources = None, ()

@@ -30,7 +30,7 @@ class View:
 
 def view_of(tensor: Tensor) -> View:
     """Return how a tensor sees its storage."""
-    return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def raw_bytes(storage: torch.UntypedStorage) -> Tensor:

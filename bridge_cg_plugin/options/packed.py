@@ -72,7 +72,7 @@ def packed_options(source: Any) -> PackedOptions:
     Raises:
         OptionError: A value cannot work.
     """
-    get = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
+    get: Callable[[str], Any] = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
     given = {option: get(field) for option, field in PACKED_FIELDS.items()}
     options = PackedOptions(
         **{

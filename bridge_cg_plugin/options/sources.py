@@ -202,7 +202,9 @@ def _from_mapping(source: Mapping[str, Any]) -> Written:
     return Written(found.fields, frozenset() if saved else found.by_hand, settings)
 
 
-def _walk(source: Mapping[str, Any], section: str | None = None, depth: int = 0) -> Iterator[tuple]:
+def _walk(
+    source: Mapping[str, Any], section: str | None = None, depth: int = 0
+) -> Iterator[tuple[str | None, str, Any]]:
     for key, value in source.items():
         *path, name = str(key).replace("-", "_").split(".")
         inside = path[-1] if path else section

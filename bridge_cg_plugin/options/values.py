@@ -38,16 +38,17 @@ def words(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in map(word, items) if name))
 
 
-def parse_choice(field: str, value: Any, choices: Sequence[str], remedy: str = _CHANGE_IT) -> Any:
+def parse_choice[Choice: str](field: str, value: Any, choices: Sequence[Choice], remedy: str = _CHANGE_IT) -> Choice:
     """Return one of `choices`.
 
     Raises:
         OptionError: It is none of them.
     """
     name = word(value)
-    if name not in choices:
-        raise OptionError(field, value, " or ".join(choices), remedy)
-    return name
+    for choice in choices:
+        if choice == name:
+            return choice
+    raise OptionError(field, value, " or ".join(choices), remedy)
 
 
 def whole_number(minimum: int, alternative: str | None = None) -> Callable[[str, Any], Any]:

@@ -29,7 +29,7 @@ from ..options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .fit import pack_buckets
 from .layout import spread
-from .program import SHARED, PackedProgram, PackLayout, RecordingKernels, Run
+from .program import SHARED, PackedProgram, PackLayout, Run
 
 MOST_EXACT_BUCKETS = 12
 ALONE = Alone()
@@ -117,8 +117,12 @@ class DecoderFamily(Protocol):
     shards: int
     ranks: int
     rank: int
-    kernels: RecordingKernels
-    known_activations: RecordingKernels
+
+    def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work; swaps in kernels that compute the same."""
+
+    def known_activations(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work where activations leave the device: notes what they are."""
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """Return what a call says, or why a graph cannot serve it."""

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.program import Buffers, TensorSpec
 from ..graphs.rows import leading, write_rows
 from ..graphs.segments import fill_one_segment, fill_segments, write_offsets
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
@@ -18,7 +20,7 @@ from .layout import token_angles
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
 # Called with a program's modules.
-RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ def _table_rows(path: Path) -> list[dict[str, Any]]:
     except pyarrow.ArrowInvalid as error:
         raise PlanError(f"{path} cannot be read: {error}") from None
     names = [name for name in table.column_names if name in known] or table.column_names
-    return table.select(names).to_pylist()
+    rows: list[dict[str, Any]] = table.select(names).to_pylist()
+    return rows
 
 
 def _packed_numpy(path: Path) -> Sequence[Any]:

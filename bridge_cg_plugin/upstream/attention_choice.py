@@ -35,4 +35,5 @@ def _is_on(name: str) -> bool:
 
 
 def _has_flash_attention() -> bool:
-    return importlib.import_module(TE_ATTENTION_UTILS).FlashAttentionUtils.is_installed
+    installed: bool = importlib.import_module(TE_ATTENTION_UTILS).FlashAttentionUtils.is_installed
+    return installed

@@ -1,7 +1,7 @@
 """Images that move between Megatron's data-parallel ranks: their groups."""
 
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
@@ -57,10 +57,15 @@ def image_exchange(
 
 
 def _group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
-    return distributed.new_group(ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True)
+    group: distributed.ProcessGroup = distributed.new_group(
+        ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True
+    )
+    return group
 
 
 def _timeout() -> timedelta:
     """Return the time-out of the job's own group."""
     device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
-    return distributed.group.WORLD._get_backend(device).options._timeout
+    world: Any = distributed.group.WORLD
+    timeout: timedelta = world._get_backend(device).options._timeout
+    return timeout

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..upstream_types import UpstreamModule
 from .reduction_order import ReductionOrder
 
 
@@ -48,12 +49,13 @@ def gradient_reduction(
 class MegatronReduction:
     """The gradient reduction of `DistributedDataParallel`; see `graphs.gradients.Reduction`."""
 
-    def __init__(self, chunk: nn.Module, groups: Sequence[Any], order: ReductionOrder | None) -> None:
+    def __init__(self, chunk: UpstreamModule, groups: Sequence[Any], order: ReductionOrder | None) -> None:
         self._chunk, self._groups, self._order = chunk, groups, order
 
     def waits(self) -> bool:
         """Whether a gradient that arrives now may set off communication: its hook does nothing else of use."""
-        return self._chunk.ddp_config.overlap_grad_reduce and any(g.is_last_microbatch for g in self._groups)
+        overlaps: bool = self._chunk.ddp_config.overlap_grad_reduce
+        return overlaps and any(g.is_last_microbatch for g in self._groups)
 
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do what the hooks of these parameters do once their gradients are in `main_grad`."""
@@ -92,7 +94,7 @@ def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionO
     return ReductionOrder(kept, [parameters[id(group)] for group in kept], own)
 
 
-def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[nn.Module, list[Any]] | None:
+def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[UpstreamModule, list[Any]] | None:
     """Return the chunk whose data parallelism has the model's parameters, and their bucket groups in order."""
     parameters = list(model.parameters())
     for chunk in chunks:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from ..options.deepstack import ALLREDUCE
 from ..options.values import is_unset, parse_flag
@@ -31,13 +31,13 @@ class _SumOfGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, features: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, features: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return features.view_as(features)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
         return total, None

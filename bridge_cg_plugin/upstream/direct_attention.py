@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
+from ..upstream_types import UpstreamModule
 from .attention_choice import fused_attention_refusal
 from .layer_kernels import is_te_attention, kernels_available
 from .replaced import replaced
@@ -94,7 +95,7 @@ class _Located:
 
 def _attention_forward(
     located: _Located,
-    attention: nn.Module,
+    attention: UpstreamModule,
     original: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -104,7 +105,8 @@ def _attention_forward(
 ) -> Tensor:
     from ..vision.kernels.segment_attention import plans_for, segment_attention
 
-    packed, plans = kwargs.get("packed_seq_params"), None
+    packed: Any = kwargs.get("packed_seq_params")
+    plans = None
     if packed is not None and _attends_directly(attention, query, key, value, args, kwargs):
         segments = packed.cu_seqlens_q.shape[0] - 1
         plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
@@ -115,7 +117,7 @@ def _attention_forward(
 
 
 def _flash_forward(
-    attention: nn.Module,
+    attention: UpstreamModule,
     original: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -123,7 +125,7 @@ def _flash_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    packed = kwargs.get("packed_seq_params")
+    packed: Any = kwargs.get("packed_seq_params")
     if not _attends_inside_segments(attention, query, args, kwargs) or packed.max_seqlen_q < FLASH_FROM:
         return original(query, key, value, *args, **kwargs)
     from . import flash_attention as flash
@@ -167,7 +169,7 @@ def _attends_inside_segments(
     return _is_plain(attention)
 
 
-def _is_plain(attention: nn.Module) -> bool:
+def _is_plain(attention: UpstreamModule) -> bool:
     """Whether Transformer Engine's module is set up for softmax attention without dropout, windows or fp8."""
     config = attention.config
     dropped = attention.training and attention.attention_dropout > 0

@@ -100,7 +100,10 @@ def _inside_segments(offsets: Tensor, largest: int, scale: float) -> dict[str, A
 
 class _FlashAttention(Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, largest: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, largest: int, scale: float
+    ) -> Tensor:
+        out: Tensor
         interface = importlib.import_module(INTERFACE)
         out, lse, *_ = interface._flash_attn_fwd(
             query, key, value, return_lse=True, **_inside_segments(offsets, largest, scale)
@@ -112,7 +115,7 @@ class _FlashAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         interface = importlib.import_module(INTERFACE)
         query, key, value, out, lse, offsets = ctx.saved_tensors
         tokens, heads, width = query.shape
@@ -147,7 +150,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, 
     Returns:
         `[tokens, heads, width]`, contiguous; zero in padding, as are the gradients, which lie interleaved.
     """
-    return _FlashAttention.apply(query, key, value, offsets, largest, scale)
+    out: Tensor = _FlashAttention.apply(query, key, value, offsets, largest, scale)
+    return out
 
 
 @cache
@@ -181,7 +185,7 @@ def _distance_from_fp32(width: int, dtype: torch.dtype, device: torch.device) ->
     parts = [part.requires_grad_() for part in (query.detach(), key.detach(), value.detach())]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     with torch.enable_grad():
-        out = flash_attention(*parts, offsets, max(lengths), width**-0.5)
+        out = flash_attention(parts[0], parts[1], parts[2], offsets, max(lengths), width**-0.5)
         found = (out, *torch.autograd.grad(out, parts, gradient))
         expected = _plainly([part.float() for part in parts], gradient.float(), lengths)
     used = sum(lengths)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..language.graphs import LanguageModelGraphs
+from ..upstream_types import UpstreamModule
 from .attention_statistics import refuse_statistics
 from .data_parallel import gradient_reduction, parameter_gather, reduction_order
 from .environment import check_process
@@ -41,7 +42,7 @@ class CurrentGraphs:
         self._order: ReductionOrder | None = None
 
     def step(
-        self, chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int, microbatches: int, training: bool
+        self, chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, microbatches: int, training: bool
     ) -> AbstractContextManager[None]:
         """Return what a step of a model that takes images, or an evaluation's, runs in.
 
@@ -72,7 +73,7 @@ CURRENT = CurrentGraphs()
 
 
 def make_graphs(
-    chunks: Sequence[nn.Module], model: nn.Module, warmup_steps: int, order: ReductionOrder | None
+    chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, order: ReductionOrder | None
 ) -> LanguageModelGraphs:
     """Return the graphs of a model's language model, not captured yet."""
     language_model = model.language_model

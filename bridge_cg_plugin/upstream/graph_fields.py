@@ -50,7 +50,7 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     values = {name: _typed(name, value) for name, value in told.items()}
     for name, value in values.items():
         setattr(model, name, value)
-    rng = getattr(config, "rng", None)
+    rng: Any = getattr(config, "rng", None)
     if options.enabled and hasattr(rng, "te_rng_tracker"):
         rng.te_rng_tracker = True
 

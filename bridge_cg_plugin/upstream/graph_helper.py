@@ -80,6 +80,11 @@ def active_helpers() -> list[GraphHelper]:
     return [helper for helper in _active if helper.graphs is not None]
 
 
+def active_graphs() -> list[GraphedModule]:
+    """Return the graphs of the helpers whose module is still theirs."""
+    return [helper.graphs for helper in _active if helper.graphs is not None]
+
+
 def release_module(module: nn.Module) -> None:
     """Take a module from a helper that a run left behind when it ended with an error."""
     for helper in active_helpers():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..graphs.modules import every_module
 from ..options import OptionError
+from ..upstream_types import UpstreamModule
 from ..vision.adapter import EncoderFamily
 from ..vision.fixed_size import SiglipAdapter
 from ..vision.kernels.aligned_linear import aligned_linear, is_misaligned
@@ -36,7 +37,7 @@ def packed_window_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _packed_forward(
-    attention: nn.Module,
+    attention: UpstreamModule,
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
     position_embeddings: tuple[Tensor, Tensor],
@@ -48,7 +49,8 @@ def _packed_forward(
     query, key, value = mixed.unbind(1)
     query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
     context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
-    return attention.proj(context.reshape(tokens, -1))
+    projected: Tensor = attention.proj(context.reshape(tokens, -1))
+    return projected
 
 
 @contextmanager
@@ -72,7 +74,7 @@ def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
     return aligned_linear(x, linear.weight, linear.bias)
 
 
-def adapt_qwen25_vl(model: nn.Module) -> Qwen25VLAdapter:
+def adapt_qwen25_vl(model: UpstreamModule) -> Qwen25VLAdapter:
     """Return Qwen2.5-VL's adapter.
 
     Raises:
@@ -100,7 +102,7 @@ def adapt_siglip(model: nn.Module) -> SiglipAdapter:
     return SiglipAdapter(model, lambda hidden, pooled=None: _result(last_hidden_state=hidden, pooler_output=pooled))
 
 
-def _result(**tensors: Tensor | None) -> Any:
+def _result(**tensors: Any) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     return BaseModelOutputWithPooling(**tensors)

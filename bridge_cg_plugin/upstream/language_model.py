@@ -48,9 +48,9 @@ def _with_rotary(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
     return get_layer_static_inputs
 
 
-def _at_fixed_length(old: Callable[..., tuple]) -> Callable[..., tuple]:
+def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(old)
-    def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple:
+    def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         batch = old(data_iterator, cfg, *args, **kwargs)
         replays = replays_one_length(cfg.model) and not packed_options(cfg.model).enabled
         return padded(batch, cfg.model.seq_length) if replays else batch
@@ -66,7 +66,7 @@ def replays_one_length(model: Any) -> bool:
     return "full_iteration" in (getattr(scope, "name", scope) for scope in getattr(model, "cuda_graph_scope", ()) or ())
 
 
-def padded(batch: tuple, length: int) -> tuple:
+def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """Return what Bridge's Qwen3-VL step calls a batch with every sequence padded to `length` tokens.
 
     Raises:

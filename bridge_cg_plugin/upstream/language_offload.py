@@ -19,7 +19,7 @@ def _telling(old: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `forward` that first tells offloading of the microbatch."""
 
     @functools.wraps(old)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.fine_grained_activation_offloading:
             getattr(self, _BEGINS)()
         return old(self, *args, **kwargs)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..graphs.buckets import UNPACKED_FROM, deterministic
 from ..graphs.modules import every_module
 from ..offload.registry import derive
+from ..upstream_types import UpstreamModule
 from .attention_choice import fused_attention_refusal
 from .registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .replaced import replaced
@@ -45,14 +46,14 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _begins_with_layernorm(module: nn.Module) -> bool:
+def _begins_with_layernorm(module: UpstreamModule) -> bool:
     layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
     if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
         return False
-    return module.normalization == "LayerNorm" and module.layer_norm_bias is not None
+    return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
 
 
-def _begin_branch(stream: Any, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
     """Tell the residual stream what a LayerNorm reads, if its backward will get just that."""
     from ..vision.kernels.reduction import may_wait
 
@@ -105,7 +106,7 @@ def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return found if residual is None else (found[0] + residual.view_as(found[0]), *found[1:])
         deferred = branch is not None and branch.may_wait()
         found = layernorm_backward(gradient, x, mean, rstd, weight, zero_centered_gamma, residual, deferred)
-        if found.x_sum is not None:
+        if stream is not None and found.x_sum is not None:
             stream.know(found.x, found.x_sum)
         return found.x, found.weight, found.bias
 
@@ -121,7 +122,8 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
             x, bias = x_with_bias
             dropped = training and prob > 0
             if dropped or bias is None or x.dtype != residual.dtype or not residual.is_contiguous():
-                return original(training, fused)(x_with_bias, residual, prob)
+                added: Tensor = original(training, fused)(x_with_bias, residual, prob)
+                return added
             stream = current_stream()
             return bias_residual(x, bias, residual, None if stream is None else stream.end(residual))
 
@@ -136,7 +138,9 @@ def is_te_attention(module: nn.Module) -> bool:
     return extensions is not None and type(module) is extensions.TEDotProductAttention
 
 
-def _attention_forward(attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
+def _attention_forward(
+    attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Attention of one segment without packing: cuDNN's packed backward scans 32 segments of the largest length.
 
     The same kernels compute the same values; rows behind the segment are zero, in gradients too.
@@ -160,7 +164,7 @@ def _attention_forward(attention: nn.Module, query: Tensor, key: Tensor, value: 
     return out.view(tokens, -1)
 
 
-def _adds_bias_before_gelu(module: nn.Module) -> bool:
+def _adds_bias_before_gelu(module: UpstreamModule) -> bool:
     """Whether a module is megatron-core's MLP in the form `fc2(gelu(fc1(x) + bias))` with the tanh approximation."""
     mlp = sys.modules.get(MLP)
     if mlp is None or type(module).forward is not mlp.MLP.forward:
@@ -172,7 +176,9 @@ def _adds_bias_before_gelu(module: nn.Module) -> bool:
     return plain and is_tanh_gelu and activation.keywords == {"approximate": "tanh"}
 
 
-def _mlp_forward(mlp: nn.Module, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+def _mlp_forward(
+    mlp: UpstreamModule, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+) -> Any:
     from ..vision.kernels.bias import bias_gelu
 
     if per_token_scale is not None:

@@ -43,17 +43,18 @@ class OwnLoop:
         found = find_encoder(model)
         if found is None or (bridge_drives and found.family.driven_by_bridge):
             return
-        if found.model is not self._vision_model or self._helper is None or self._helper.graphs is None:
-            self._start(model, found.model)
-        if self._steps == provider.cuda_graph_warmup_steps and not self._helper.graphs_created():
-            self._helper.create_cudagraphs()
+        helper = self._helper
+        if found.model is not self._vision_model or helper is None or helper.graphs is None:
+            helper = self._start(model, found.model)
+        if self._steps == provider.cuda_graph_warmup_steps and not helper.graphs_created():
+            helper.create_cudagraphs()
         self._steps += 1
 
     def end(self) -> None:
         """Forget the helper; whoever ends training has reported and freed its graphs."""
         self._helper = self._vision_model = None
 
-    def _start(self, model: Sequence[nn.Module], vision_model: nn.Module) -> None:
+    def _start(self, model: Sequence[nn.Module], vision_model: nn.Module) -> VisionTECudaGraphHelper:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         if self._helper is not None:  # left behind by a run that ended with an error
@@ -62,3 +63,4 @@ class OwnLoop:
         self._helper = VisionTECudaGraphHelper(
             list(model), vision_model.config, num_microbatches=get_num_microbatches()
         )
+        return self._helper

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts.tables import Tables
+from ..graphs.errors import CaptureError
 from ..graphs.fallback import Fallback
 from ..options import MODULES as LAYER_PARTS
 from ..options import OptionError
@@ -19,6 +20,7 @@ from ..options.packed import MAX_PACKED_SEQS
 from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderCall, DecoderPart
 from ..packed.program import RecordedPack
+from ..upstream_types import UpstreamModule
 from .activations import known_activations
 from .attention_statistics import refuse_statistics
 from .layer_kernels import kernels_available
@@ -66,11 +68,11 @@ class TransformerBlockFamily:
         OptionError: A layer is of a kind that was not looked at.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: UpstreamModule) -> None:
         self._decoder = decoder
         self._forward = decoder.forward
         config = decoder.config
-        self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
         self._inside: list[nn.Module] = []  # layers with experts inside the graph
@@ -155,7 +157,7 @@ class TransformerBlockFamily:
             )
         return parts
 
-    def _parts_of(self, layer: nn.Module, modules: Sequence[str]) -> Iterator[DecoderPart]:
+    def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
         if is_mamba(layer):
             if "mamba" in modules:
                 yield mamba_part(layer, self.shards)
@@ -173,7 +175,7 @@ class TransformerBlockFamily:
         indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
         with ExitStack() as stack:
             for layer in self._inside:  # looked at anew: the model may have changed since the last recording
-                stack.enter_context(CapturedExperts(layer, self._tables).recorded(pack.used))
+                stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
             if pack.additions:
                 stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
                 visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
@@ -209,6 +211,12 @@ class TransformerBlockFamily:
             yield
 
 
+def _used(pack: RecordedPack) -> Tensor:
+    if pack.used is None:
+        raise CaptureError("experts inside the graph must know how many tokens are no padding")
+    return pack.used
+
+
 def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
     """Add deepstack features that are zero wherever there are none."""
     return hidden + addition
@@ -239,7 +247,7 @@ def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_rotary_pos_emb
 
 
-def _is_qwen(layer: nn.Module) -> bool:
+def _is_qwen(layer: UpstreamModule) -> bool:
     qwen = sys.modules.get(QWEN_ATTENTION)
     return qwen is not None and isinstance(layer.self_attention, qwen.Qwen3VLSelfAttention)
 
@@ -251,7 +259,7 @@ def _is_identity(module: nn.Module) -> bool:
     return isinstance(module, IdentityOp)
 
 
-def _attends(layer: nn.Module) -> bool:
+def _attends(layer: UpstreamModule) -> bool:
     return not _is_identity(layer.self_attention)
 
 

@@ -15,6 +15,7 @@ from ..experts.rows import Rows, find_rows, row_weights
 from ..experts.tables import Tables
 from ..options import OptionError
 from ..options.language_model import MODULES
+from ..upstream_types import UpstreamModule
 from .packed_routers import REMEDY, CapturedRouter, check_fields
 from .registry import seam
 from .replaced import replaced
@@ -60,14 +61,14 @@ class CapturedExperts:
         OptionError: They are of a kind, or set in a way, that is not recorded; names it.
     """
 
-    def __init__(self, layer: nn.Module, tables: Tables) -> None:
-        self._moe = layer.mlp
+    def __init__(self, layer: UpstreamModule, tables: Tables) -> None:
+        self._moe: UpstreamModule = layer.mlp
         config = self._moe.config
         check_fields(config, NEEDED)
         self._router = CapturedRouter(self._moe.router)
         self._linear = _linear_layers(self._moe.experts)
         self._activate, self._is_swiglu = activation(config), is_swiglu(config)
-        self._top_k = config.moe_router_topk
+        self._top_k: int = config.moe_router_topk
         self._tables = tables
 
     def recorded(self, used: Tensor) -> AbstractContextManager[None]:
@@ -149,12 +150,14 @@ def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return _fused_activation(config)
 
     def unfused(inner: Tensor, weights: Tensor) -> Tensor:
+        activate: Callable[[Tensor], Tensor] = config.activation_func
         if not config.gated_linear_unit:
-            return (config.activation_func(inner) * weights).to(inner.dtype)
+            return (activate(inner) * weights).to(inner.dtype)
         gate, linear = inner.chunk(2, dim=-1)
         if (most := config.activation_func_clamp_value) is not None:
             gate, linear = gate.clamp(max=most), linear.clamp(min=-most, max=most)
-        return (config.activation_func(gate) * (linear + config.glu_linear_offset) * weights).to(inner.dtype)
+        gated: Tensor = activate(gate) * (linear + config.glu_linear_offset) * weights
+        return gated.to(inner.dtype)
 
     return unfused
 
@@ -177,7 +180,7 @@ def _fused_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     )
 
 
-def _linear_layers(experts: nn.Module) -> tuple[_Linear, _Linear]:
+def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
     """Return both linear layers.
 
     Raises:

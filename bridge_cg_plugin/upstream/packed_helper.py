@@ -157,7 +157,8 @@ def _executor(decoder: nn.Module) -> Executor:
 def _microbatches() -> int:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    return get_num_microbatches()
+    count: int = get_num_microbatches()
+    return count
 
 
 def _for_packs(old: type) -> type:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..graphs.errors import CaptureError
 from ..options import OptionError
@@ -12,6 +12,7 @@ from ..packed.batch import OFFSETS, PADDED_OFFSETS
 from ..packed.decoder import DecoderPart, Follower, first
 from ..packed.layout import document_indices
 from ..packed.program import RecordedPack
+from ..upstream_types import UpstreamModule
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
@@ -46,7 +47,7 @@ def packed_params(offsets: Mapping[str, Tensor], longest: int, indexed: int = 0)
     return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest), seq_idx=indices)
 
 
-def attention_part(layer: nn.Module) -> DecoderPart:
+def attention_part(layer: UpstreamModule) -> DecoderPart:
     """Return a layer's attention with its norm and residual as a piece."""
     attend = _attention(layer)
 
@@ -57,7 +58,7 @@ def attention_part(layer: nn.Module) -> DecoderPart:
     return DecoderPart(name, layer, ATTENTION, run, "_forward_attention", _attention_answer)
 
 
-def mlp_part(layer: nn.Module) -> DecoderPart:
+def mlp_part(layer: UpstreamModule) -> DecoderPart:
     """Return a dense layer's MLP with its norm and residual as a piece."""
     forward = layer._forward_mlp
 
@@ -67,7 +68,7 @@ def mlp_part(layer: nn.Module) -> DecoderPart:
     return DecoderPart(f"packed_mlp_{layer.layer_number}", layer, ("pre_mlp_layernorm", "mlp"), run, "_forward_mlp")
 
 
-def attention_and_router_part(layer: nn.Module) -> DecoderPart:
+def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
     """Return a layer's attention, and the norm and router behind it, as one piece.
 
     Raises:
@@ -92,7 +93,7 @@ def attention_and_router_part(layer: nn.Module) -> DecoderPart:
     )
 
 
-def router_part(layer: nn.Module) -> DecoderPart:
+def router_part(layer: UpstreamModule) -> DecoderPart:
     """Return the norm before a layer's experts and their router as a piece.
 
     Raises:
@@ -108,13 +109,14 @@ def router_part(layer: nn.Module) -> DecoderPart:
     return DecoderPart(name, layer, ROUTER, run, NORM, first, count, (follower,))
 
 
-def _attention(layer: nn.Module) -> Callable[[RecordedPack], Tensor]:
+def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
     forward = layer._forward_attention
 
     def attend(pack: RecordedPack) -> Tensor:
         params = packed_params(pack.offsets, pack.longest)
         calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": params}
-        return forward(attention_mask=None, **calls)[0]
+        attended: Tensor = forward(attention_mask=None, **calls)[0]
+        return attended
 
     return attend
 
@@ -123,7 +125,7 @@ def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
     return outputs[0], None
 
 
-def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower, int]:
+def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower, int]:
     """Return what of a router is recorded, the call that it answers, and how many outputs there are.
 
     Args:
@@ -146,7 +148,7 @@ def _routing(layer: nn.Module, place: int) -> tuple[Callable[[Tensor], tuple[Ten
     return route, Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
 
 
-def is_pure(router: nn.Module) -> bool:
+def is_pure(router: UpstreamModule) -> bool:
     """Whether routing is a function of a token alone, without a trace."""
     config = router.config
     return not (
@@ -156,7 +158,7 @@ def is_pure(router: nn.Module) -> bool:
     )
 
 
-def check_router(router: nn.Module) -> None:
+def check_router(router: UpstreamModule) -> None:
     """Refuse a router that cannot be recorded.
 
     Raises:

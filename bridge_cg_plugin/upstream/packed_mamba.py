@@ -12,6 +12,7 @@ from ..options import OptionError
 from ..options.packed import MAX_PACKED_SEQS
 from ..packed.decoder import DecoderPart
 from ..packed.program import RecordedPack
+from ..upstream_types import UpstreamModule
 from .packed_layers import packed_params
 from .registry import seam
 from .replaced import replaced
@@ -28,7 +29,7 @@ def is_mamba(layer: nn.Module) -> bool:
     return module is not None and isinstance(layer, module.MambaLayer)
 
 
-def check_mamba_layer(layer: nn.Module) -> None:
+def check_mamba_layer(layer: UpstreamModule) -> None:
     """Refuse a mixer that was not looked at, and one whose sequence is spread over ranks.
 
     Raises:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..options import OptionError
 from ..options.language_model import MODULES
+from ..upstream_types import UpstreamModule
 from .packed_layers import check_router, is_pure
 from .registry import seam
 from .replaced import replaced
@@ -38,7 +39,7 @@ class CapturedRouter:
         OptionError: It is of a kind, or set in a way, that is not recorded; names it.
     """
 
-    def __init__(self, router: nn.Module) -> None:
+    def __init__(self, router: UpstreamModule) -> None:
         check_router(router)
         config = router.config
         check_fields(config, NEEDED)
@@ -58,10 +59,13 @@ class CapturedRouter:
             hidden: `[tokens, 1, width]`.
             used: `[1]` int32, how many tokens are no padding: losses and statistics count these.
         """
+        routed: tuple[Tensor, Tensor]
         if not self._masked:
-            return self._router(hidden)
+            routed = self._router(hidden)
+            return routed
         with self._counted(used):
-            return self._router(hidden, _padding(hidden.shape[0], used))
+            routed = self._router(hidden, _padding(hidden.shape[0], used))
+        return routed
 
     def _counted(self, used: Tensor) -> AbstractContextManager[None]:
         """Let statistics of a bias of experts count real tokens; upstream's own mask for them does not fit the map."""

@@ -6,8 +6,9 @@ patches on an H200), where one matrix product does.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -27,7 +28,7 @@ def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def takes_patches(module: nn.Module) -> bool:
+def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
     """Whether a module is PyTorch's convolution whose windows lie side by side, each used once."""
     if not isinstance(module, nn.Conv2d | nn.Conv3d):
         return False
@@ -37,22 +38,25 @@ def takes_patches(module: nn.Module) -> bool:
 
 def _forward(convolution: nn.Conv2d | nn.Conv3d, patches: Tensor) -> Tensor:
     if patches.requires_grad or patches.shape[2:] != convolution.kernel_size:
-        return type(convolution).forward(convolution, patches)
-    return _PatchConvolution.apply(convolution, patches, convolution.weight, convolution.bias)
+        eager: Callable[..., Tensor] = type(convolution).forward
+        return eager(convolution, patches)
+    out: Tensor = _PatchConvolution.apply(convolution, patches, convolution.weight, convolution.bias)
+    return out
 
 
 class _PatchConvolution(Function):
     @staticmethod
     def forward(
-        ctx, convolution: nn.Conv2d | nn.Conv3d, patches: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, convolution: nn.Conv2d | nn.Conv3d, patches: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(patches)
         ctx.weight = weight.shape
-        return convolution._conv_forward(patches, weight, bias)
+        out: Tensor = convolution._conv_forward(patches, weight, bias)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
         (patches,) = ctx.saved_tensors
         flat = gradient.flatten(1)
         weight = (flat.T @ patches.flatten(1)).view(ctx.weight) if ctx.needs_input_grad[2] else None

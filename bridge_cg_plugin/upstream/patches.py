@@ -22,9 +22,9 @@ class DriftError(RuntimeError):
 
 def bridge_release() -> str:
     """Return the version of the megatron-bridge that this process uses, "" if there is none."""
-    info = sys.modules.get("megatron.bridge.package_info")
-    if info is not None and isinstance(getattr(info, "__version__", None), str):
-        return info.__version__.partition("+")[0]  # in a git checkout it goes on with that checkout's commit
+    version = getattr(sys.modules.get("megatron.bridge.package_info"), "__version__", None)
+    if isinstance(version, str):
+        return version.partition("+")[0]  # in a git checkout it goes on with that checkout's commit
     try:
         return importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError:
@@ -244,7 +244,7 @@ def _switched(installed: _Installed, old: Any, made: Any) -> Any:
         return (made if installed.on else old)(*args, **kwargs)
 
     if "__signature__" in vars(made):  # it takes other parameters than the old one
-        through.__signature__ = made.__signature__  # type: ignore[attr-defined]
+        vars(through)["__signature__"] = vars(made)["__signature__"]
     return through
 
 

@@ -12,6 +12,7 @@ from torch import distributed, nn
 
 from ..graphs.executor import Isolated
 from ..graphs.peers import Alone, GroupPeers, Peers
+from ..upstream_types import UpstreamModule
 from .replaced import replaced
 
 # What layers exchange tensors by, besides batches of sends and receives.
@@ -37,13 +38,14 @@ def sharing_groups(model: nn.Module) -> tuple[distributed.ProcessGroup, ...]:
     return tuple(group for group in found if group is not None)
 
 
-def shared_group(model: nn.Module) -> distributed.ProcessGroup | None:
+def shared_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
     """Return the ranks that share a model's layers or sequences; None where there is one.
 
     The smallest group that has them: a communicator that nothing else uses takes memory of its own.
     """
     found = sharing_groups(model)
-    return model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
+    group: distributed.ProcessGroup | None = model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
+    return group
 
 
 def _several(group: Any) -> distributed.ProcessGroup | None:

@@ -27,7 +27,7 @@ PACKED_DEFAULTS = {PACKED_FIELDS[f.name]: f.default for f in dataclasses.fields(
 LANGUAGE_MODEL_DEFAULTS = PACKED_DEFAULTS | SHARED_DEFAULTS
 EVERY = DEFAULTS | LANGUAGE_MODEL_DEFAULTS
 
-Fields = Mapping[str, dataclasses.Field]
+Fields = Mapping[str, dataclasses.Field[Any]]
 
 
 def missing_fields(present: Container[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def missing_fields(present: Container[str], defaults: Mapping[str, Any]) -> dict
     return {name: default for name, default in defaults.items() if name not in present}
 
 
-def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, dataclasses.Field]:
+def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, dataclasses.Field[Any]]:
     """Return a provider's dataclass fields with the plugin's added."""
     return {**present, **{name: _field(name, default) for name, default in missing_fields(present, defaults).items()}}
 
@@ -46,12 +46,12 @@ def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -
     added = missing_fields(signature.parameters, defaults)
 
     @functools.wraps(original)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, default in added.items():
             object.__setattr__(self, name, kwargs.pop(name, list(default) if default == () else default))
         original(self, *args, **kwargs)
 
-    __init__.__signature__ = _extended(signature, added)  # type: ignore[attr-defined]
+    vars(__init__)["__signature__"] = _extended(signature, added)
     return __init__
 
 
@@ -77,9 +77,10 @@ def extend_family(defaults: Mapping[str, Any], provider: type) -> Callable[[], N
         if not hasattr(provider, name):
             _set(changes, provider, name, default)
     for derived in filter(_is_generated, _derived(provider)):
-        if missing_fields(inspect.signature(derived.__init__).parameters, defaults):
-            _set(changes, derived, "__init__", accepting_init(derived.__init__, defaults))
-        fields = derived.__dataclass_fields__  # type: ignore[attr-defined]
+        constructor: Callable[..., None] = vars(derived)["__init__"]
+        if missing_fields(inspect.signature(constructor).parameters, defaults):
+            _set(changes, derived, "__init__", accepting_init(constructor, defaults))
+        fields: Fields = vars(derived)["__dataclass_fields__"]
         if missing_fields(fields, defaults):
             _set(changes, derived, "__dataclass_fields__", extended_fields(fields, defaults))
     return changes.close
@@ -103,7 +104,8 @@ def _set(changes: contextlib.ExitStack, owner: type, name: str, value: Any) -> N
 
 def _derived(provider: type) -> Iterator[type]:
     """Yield the classes derived from a provider, but for those with seams of their own and what is derived there."""
-    for derived in provider.__subclasses__():
+    subclasses: list[type] = provider.__subclasses__()
+    for derived in subclasses:
         if (derived.__module__, derived.__qualname__) not in PATCHED:
             yield derived
             yield from _derived(derived)
@@ -118,12 +120,13 @@ def _is_generated(derived: type) -> bool:
     return all(f.name in parameters or f.name in EVERY for f in dataclasses.fields(derived) if f.init)
 
 
-def _field(name: str, default: Any) -> dataclasses.Field:
-    made = dataclasses.field(default_factory=list) if default == () else dataclasses.field(default=default)
+def _field(name: str, default: Any) -> dataclasses.Field[Any]:
+    made: Any = dataclasses.field(default_factory=list) if default == () else dataclasses.field(default=default)
     made.name, made.type = name, Any
-    made._field_type = dataclasses._FIELD
+    made._field_type = dataclasses._FIELD  # type: ignore[attr-defined]  # the mark of a field has no public name
     made.kw_only = True  # providers that are derived later take it by keyword, wherever their own fields stand
-    return made
+    field: dataclasses.Field[Any] = made
+    return field
 
 
 def _patches(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, ...]:

@@ -118,7 +118,7 @@ def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Modul
 def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
     """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self)[PADDING_SWITCH] = _no
         try:
             return old(self, *args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..graphs.modules import every_module
 from ..offload import never_offload
 from ..offload.registry import rewrite
+from ..upstream_types import UpstreamModule
 from .registry import seam
 from .registry.models import ATTENTION
 from .replaced import replaced
@@ -36,14 +37,14 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _splits_by_head(module: nn.Module) -> bool:
+def _splits_by_head(module: UpstreamModule) -> bool:
     """Whether the projection's output is query, key and value of each head one after the other, and no more."""
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
     plain = module.q_layernorm is None and module.k_layernorm is None and config.num_query_groups >= module.world_size
     others = ("attention_output_gate", "flash_decode", "no_rope_freq", "rotary_interleaved")
     unusual = any(getattr(config, name, None) for name in others)
-    return one_group_a_head and plain and not unusual and config.apply_rotary_pos_emb_in_fp32
+    return bool(one_group_a_head and plain and not unusual and config.apply_rotary_pos_emb_in_fp32)
 
 
 class _Rotation:
@@ -55,7 +56,7 @@ class _Rotation:
         self._angles: Tensor | None = None
         self._done: int | None = None
 
-    def attention(self, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(self, module: UpstreamModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the attention module's forward: keep the angles for the projection."""
         angles = kwargs.get("rotary_pos_emb")
         packed = kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] == 1
@@ -66,7 +67,7 @@ class _Rotation:
         finally:
             self._angles = self._done = None
 
-    def projected(self, module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def projected(self, module: UpstreamModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the module's projection to queries, keys and values: these come rotated."""
         from ..vision.kernels.rotary import rotate_qkv
 
@@ -101,5 +102,6 @@ class _Rotation:
 
         if id(angles) not in self._tables:
             # All layers read them: offloaded, they would come back at once.
-            self._tables[id(angles)] = (angles, *map(never_offload, cos_and_sin(angles)))
+            cos, sin = map(never_offload, cos_and_sin(angles))
+            self._tables[id(angles)] = angles, cos, sin
         return self._tables[id(angles)][1:]

@@ -65,6 +65,8 @@ def most_microbatches(num_microbatches: int) -> int:
         return num_microbatches
     samples = getattr(calculator, "micro_batch_times_data_parallel_size", None)
     if samples is None:  # every step has as many
-        return max(num_microbatches, calculator.get())
+        microbatches: int = calculator.get()
+        return max(num_microbatches, microbatches)
     batches = [batch for _, batch in getattr(calculator, "schedule", ())]
-    return max(num_microbatches, *(batch // samples for batch in (calculator.global_batch_size, *batches)))
+    most: int = max(batch // samples for batch in (calculator.global_batch_size, *batches))
+    return max(num_microbatches, most)

@@ -185,4 +185,5 @@ def timeout_s(config: Any) -> float:
     Args:
         config: Bridge's `ConfigContainer`.
     """
-    return 60.0 * config.dist.distributed_timeout_minutes
+    minutes: float = config.dist.distributed_timeout_minutes
+    return 60.0 * minutes

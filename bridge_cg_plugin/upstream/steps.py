@@ -63,14 +63,17 @@ def forward_step(name: str, mode: Mode) -> Callable[..., Any]:
         raise OptionError("step_func", name, " or ".join(near or STEPS), "There is no such step.")
     module, attribute = STEPS[name]
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found: Any = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise OptionError(
             "step_func", name, "a step of the installed release", f"It does not import: {error}."
         ) from error
-    if not inspect.isclass(found):
-        return found
-    return found(mode=mode) if "mode" in inspect.signature(found).parameters else found()
+    step: Callable[..., Any] = _made(found, mode) if inspect.isclass(found) else found
+    return step
+
+
+def _made(kind: Callable[..., Any], mode: Mode) -> Any:
+    return kind(mode=mode) if "mode" in inspect.signature(kind).parameters else kind()
 
 
 def mode_of(recipe: str, benchmark: bool) -> Mode:
@@ -90,4 +93,5 @@ def mode_of(recipe: str, benchmark: bool) -> Mode:
 def train_function(mode: Mode) -> Callable[..., None]:
     """Return Bridge's `pretrain` or `finetune`."""
     module, attribute = TRAIN[mode]
-    return getattr(importlib.import_module(module), attribute)
+    function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+    return function

@@ -10,7 +10,7 @@ from ..graphs.report import metrics_of_ranks
 from .arguments import arguments_of
 from .failures import named_failure, several_ranks
 from .full_iteration import CURRENT
-from .graph_helper import active_helpers, asks_for_graphs, unwrapped
+from .graph_helper import active_graphs, active_helpers, asks_for_graphs, unwrapped
 from .helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .own_loop import OwnLoop
 from .patches import Patch
@@ -41,8 +41,8 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(STALLS.during(doing, timeout_s(state.cfg)))
-            for helper in helpers:
-                stack.enter_context(helper.graphs.step())
+            for graphs in active_graphs():
+                stack.enter_context(graphs.step())
             return old(*args, **kwargs)
 
     return train_step
@@ -68,7 +68,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            graphs = [*(helper.graphs for helper in active_helpers()), *([CURRENT.graphs] if CURRENT.graphs else [])]
+            graphs = [*active_graphs(), *([CURRENT.graphs] if CURRENT.graphs else [])]
             found = statistics_of_ranks(graphs, state.cfg.model)
             LAST_FIGURES.take(state.train_state.step, found)
             for group, ranks in found.items():

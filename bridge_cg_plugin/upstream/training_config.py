@@ -126,7 +126,7 @@ def _asks_for_the_plugin(config: Any) -> bool:
 
 
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
-    def validate(self, *args: Any, **kwargs: Any) -> None:
+    def validate(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             check_training_config(self)
         except OptionError:

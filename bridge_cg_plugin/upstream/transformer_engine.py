@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..graphs.modules import every_module
+from ..upstream_types import UpstreamModule
 from .registry.engine import TE_ATTENTION
 from .replaced import replaced
 
@@ -18,7 +20,7 @@ def forget_attention_selection() -> None:
     with the same value would compare against it, which waits for the device and ends a capture.
     """
     module = sys.modules.get(TE_ATTENTION)
-    cache = getattr(module, "_attention_backends", None)
+    cache: Any = getattr(module, "_attention_backends", None)
     cached = cache.get("attention_params") if isinstance(cache, dict) else None
     if cached is not None and any(isinstance(value, Tensor) for value in vars(cached).values()):
         cache["attention_params"] = None
@@ -32,8 +34,9 @@ def accumulate_from_now_on(modules: Sequence[nn.Module]) -> None:
     microbatches in all modules of a model that computes in fp8, which the vision encoder itself never does.
     """
     for module in every_module(modules):
-        if getattr(module, "is_first_microbatch", False):
-            module.is_first_microbatch = False
+        marked: UpstreamModule = module
+        if getattr(marked, "is_first_microbatch", False):
+            marked.is_first_microbatch = False
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from .grids import HostGrids
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
 PackSegments = Callable[[Tensor, int], Any]
 # Called with a program's modules.
-RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager]
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
 class EncoderBatch(Protocol):

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..announce import announce, warn
 from ..graphs.recording import Gradients
 from ..graphs.source import Source
+from ..upstream_types import MegatronParameter
 from .adapter import EncoderBatch
 
 EagerForward = Callable[[EncoderBatch], tuple[Tensor, ...]]
@@ -53,7 +54,7 @@ class ReplayCheck:
         results: list[CheckResult],
     ) -> None:
         self._eager = eager
-        self._source: Source | None = None
+        self._source: Source  # set by `compare_outputs`, which comes before the backward
         self._tolerance, self._stop, self._results = tolerance, stop, results
         self._expected: list[Tensor | None] = []
         self._before: list[Tensor | None] = []
@@ -81,7 +82,7 @@ class ReplayCheck:
             pairs = [
                 (o, g) for o, g in zip(outputs, output_gradients, strict=True) if g is not None and o.requires_grad
             ]
-            targets = [aliases[p] for p in self._source.sinks.parameters]
+            targets: list[MegatronParameter] = [aliases[p] for p in self._source.sinks.parameters]
             for target in targets:
                 target.grad_added_to_main_grad = False
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
@@ -89,7 +90,8 @@ class ReplayCheck:
         for target, gradient, main, before in zip(
             targets, gradients, self._source.sinks.main_grads, self._before, strict=True
         ):
-            if main is not None and target.grad_added_to_main_grad:  # a fused GEMM added it already
+            added = target.grad_added_to_main_grad  # by a fused GEMM
+            if main is not None and before is not None and added:
                 gradient = main - before
                 main.copy_(before)
             self._expected.append(gradient)
@@ -100,7 +102,7 @@ class ReplayCheck:
         for index, (expected, main, before, returned) in enumerate(
             zip(self._expected, self._source.sinks.main_grads, self._before, gradients.parameters, strict=True)
         ):
-            actual = returned if main is None else main - before
+            actual = returned if main is None or before is None else main - before
             if expected is None or actual is None:
                 continue
             difference = relative_difference(actual, expected)
@@ -128,4 +130,4 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
     expected = expected.float()
     distance = (actual.float() - expected).norm()
     size = expected.norm()
-    return (distance / torch.where(size > 0, size, 1.0)).item()
+    return float(distance / torch.where(size > 0, size, 1.0))

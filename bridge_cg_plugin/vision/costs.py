@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..graphs.program import Bucket
+from ..graphs.buckets import Bucket
 from ..graphs.recording import Gradients
 from .adapter import EncoderBatch
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..announce import announce
 from ..graphs.buckets import (
     SIDE_WORK_UP_TO,
+    Bucket,
     BucketPlan,
     deterministic,
     plan_buckets,
@@ -25,18 +26,19 @@ from ..graphs.graphed_module import GraphedModule
 from ..graphs.instance import InstanceMethod
 from ..graphs.model_watch import NOTHING_EXEMPT, Exempt
 from ..graphs.peers import Alone, Peers, digest
-from ..graphs.program import Bucket, RegionProgram
+from ..graphs.program import RegionProgram
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.statistics import RegionStatistics
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
+from ..upstream_types import UpstreamModule
 from .adapter import NO_OTHER_ATTENTION, EncoderBatch, EncoderCall, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
 from .exchange import ImageExchange
 from .grids import HostGrids
-from .layers import LayerBatch, layer_parts
+from .layers import AttentionBatch, LayerBatch, layer_parts
 from .memory import measure_memory
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
@@ -153,7 +155,7 @@ class VisionGraphs(GraphedModule):
             self._peers.agree(self._check_twins)
             if excess <= 1:
                 return
-            limit = self.plan.capacities[-1] / excess * MEMORY_MARGIN
+            limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
 
     def _prepare(self) -> float:
@@ -309,11 +311,13 @@ class VisionGraphs(GraphedModule):
         frames, options = self._max_frames(), self.options
         if options.whole_encoder:
             buckets = [Bucket(c, limits) for c in capacities for limits in self._bounds(c, frames)]
-            programs = [self._encoder_program()]
+            programs: Sequence[RegionProgram] = [self._encoder_program()]
         else:
-            (part,), layers = options.modules, self.model.decoder.layers
+            (part,), pack_segments = options.modules, self.family.pack_segments
+            if pack_segments is None:
+                raise CaptureError(f"{self.family.name} has no layers whose parts could be captured")
             buckets = [Bucket(c, (frames,) if part == "attn" else ()) for c in capacities]
-            programs = layer_parts(layers, part, self.family.pack_segments, options.exact_below, self._kernels)
+            programs = layer_parts(self._layers_of_model(), part, pack_segments, options.exact_below, self._kernels)
         return [
             Region(
                 p,
@@ -347,8 +351,13 @@ class VisionGraphs(GraphedModule):
 
     def _replaced(self) -> list[tuple[nn.Module, str]]:
         """See `GraphedModule`."""
-        parts = () if self.options.whole_encoder else self.model.decoder.layers
+        parts = () if self.options.whole_encoder else self._layers_of_model()
         return [*super()._replaced(), *((layer, self._part[0]) for layer in parts)]
+
+    def _layers_of_model(self) -> Sequence[nn.Module]:
+        decoder: UpstreamModule = self.model.decoder
+        layers: Sequence[nn.Module] = decoder.layers
+        return layers
 
     @property
     def _part(self) -> "tuple[str, type[_LayerAttention | _LayerMlp]]":
@@ -361,8 +370,7 @@ class VisionGraphs(GraphedModule):
         if self.options.whole_encoder:
             return
         name, wrapper = self._part
-        for region in self._regions:
-            layer = region.program.layer
+        for layer, region in zip(self._layers_of_model(), self._regions, strict=True):
             self._layers.append(InstanceMethod(layer, name, wrapper(self, region, getattr(layer, name))))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +429,8 @@ class VisionGraphs(GraphedModule):
         if self.captured:
             self.family.before_eager((self.model,))
         self._before_eager()
-        timing = self._costs.time_eager(call.batch) if call.refusal is None and self._may_time() else None
+        costs = self._timed_costs() if call.refusal is None else None
+        timing = costs.time_eager(call.batch) if costs is not None else None
         returned = call.run(eager)
         if timing is not None and (first := self._adapter.outputs(returned)[0]).requires_grad:
             timing.forward_ended()
@@ -448,13 +457,14 @@ class VisionGraphs(GraphedModule):
 
     def _replay(self, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         region = self._regions[0]
-        bucket = self._chosen_bucket(batch) if self._may_time() else None
-        if bucket is not None and self._costs.eager_is_faster(shape_of(batch), bucket):
+        costs = self._timed_costs()
+        bucket = self._chosen_bucket(batch) if costs is not None else None
+        if costs is not None and bucket is not None and costs.eager_is_faster(shape_of(batch), bucket):
             self._fell_back(Fallback.EAGER_IS_FASTER, batch.tokens)
             region.clear()
             return None
         if not self._check_is_due():
-            return self._timed_replay(batch, bucket)
+            return self._timed_replay(batch, costs, bucket)
         check = ReplayCheck(
             self._run_eager,
             self.options.check_tolerance,
@@ -468,15 +478,18 @@ class VisionGraphs(GraphedModule):
             check.compare_outputs(outputs, region.sources.current)
         return outputs
 
-    def _timed_replay(self, batch: EncoderBatch, bucket: Bucket | None) -> tuple[Tensor, ...] | None:
-        timing = self._costs.time_replay(bucket) if bucket is not None else None
+    def _timed_replay(
+        self, batch: EncoderBatch, costs: MeasuredCosts | None, bucket: Bucket | None
+    ) -> tuple[Tensor, ...] | None:
+        timing = costs.time_replay(bucket) if costs is not None and bucket is not None else None
         outputs = self._regions[0].run(batch, timing)
         if timing is not None:
             timing.forward_ended()
         return outputs
 
-    def _may_time(self) -> bool:
-        return self._costs is not None and not self._paused and self.model.training and torch.is_grad_enabled()
+    def _timed_costs(self) -> MeasuredCosts | None:
+        """Return where this microbatch is timed, None where it is not."""
+        return self._costs if not self._paused and self.model.training and torch.is_grad_enabled() else None
 
     def _chosen_bucket(self, batch: EncoderBatch) -> Bucket | None:
         """Return the bucket that a training microbatch takes, remembered by its shape."""
@@ -522,14 +535,15 @@ class VisionGraphs(GraphedModule):
 class _LayerAttention:
     """Stands in for a layer's `_forward_attention`."""
 
-    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., Any]) -> None:
+    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., tuple[Tensor, Any]]) -> None:
         self._graphs, self._region, self._eager = graphs, region, eager
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        packed, angles = kwargs.get("packed_seq_params"), kwargs.get("rotary_pos_emb")
+        packed: Any = kwargs.get("packed_seq_params")
+        angles: Any = kwargs.get("rotary_pos_emb")
         usual = not args and packed is not None and angles is not None and kwargs.get("context") is None
         if usual and not self._graphs.is_paused:
-            outputs = self._region.run(LayerBatch(hidden_states, angles, packed.cu_seqlens_q))
+            outputs = self._region.run(AttentionBatch(hidden_states, angles, packed.cu_seqlens_q))
             if outputs is not None:
                 return outputs[0], None
         return self._eager(hidden_states, *args, **kwargs)
@@ -538,7 +552,7 @@ class _LayerAttention:
 class _LayerMlp:
     """Stands in for a layer's `_forward_mlp`."""
 
-    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., Any]) -> None:
+    def __init__(self, graphs: VisionGraphs, region: Region, eager: Callable[..., Tensor]) -> None:
         self._graphs, self._region, self._eager = graphs, region, eager
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

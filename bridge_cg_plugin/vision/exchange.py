@@ -56,7 +56,8 @@ class ImageExchange:
         trains: Callable[[], bool],
         clock: Clock | None = None,
     ) -> None:
-        self._sizes, self._rows, self._share = sizes, rows, share
+        self._sizes, self._rows = sizes, rows
+        self._share = 0.0 if isinstance(share, str) else share
         self._images, self._trains = images, trains
         self._rank, self._world = distributed.get_rank(rows), distributed.get_world_size(rows)
         self._clock = clock or (CudaClock() if images.weight.is_cuda else HostClock())
@@ -179,8 +180,8 @@ class ImageExchange:
         distributed.all_gather_into_tensor(heard, told, group=self._sizes)
         images, known = heard.view(self._world, -1).split([1 + 3 * MOST_IMAGES, 1], dim=1)
         self._ns_per_patch = min((ns for ns in known.flatten().tolist() if ns), default=0)
-        found = [_rows(values) for values in images.tolist()]
-        return [NONE] * self._world if None in found else found
+        found = [grid for values in images.tolist() if (grid := _rows(values)) is not None]
+        return found if len(found) == self._world else [NONE] * self._world
 
     @staticmethod
     def _in_order(rows: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.program import Bucket, Buffers, RegionProgram, TensorSpec
+from ..graphs.program import Buffers, RegionProgram, TensorSpec
 from ..graphs.rows import write_rows
+from ..upstream_types import UpstreamModule
 from .adapter import EncoderCall, RecordingKernels
 from .batch import BatchError, ImageBatch, check_device, images_misfit
 from .calls import returns_an_object
@@ -26,7 +28,7 @@ class SiglipEncoder:
 
     name = "vision_encoder"
 
-    def __init__(self, model: nn.Module, kernels: RecordingKernels = nullcontext) -> None:
+    def __init__(self, model: UpstreamModule, kernels: RecordingKernels = nullcontext) -> None:
         self.model = model
         self._kernels = kernels
         self._patches = patches_of(model)
@@ -68,7 +70,8 @@ class SiglipEncoder:
 
     def output_rows(self, batch: ImageBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.frames,) * (1 + self.model.use_head)
+        outputs: int = 1 + self.model.use_head
+        return (batch.frames,) * outputs
 
     def differentiable_inputs(self, batch: ImageBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`: pixels take no gradient."""
@@ -86,7 +89,7 @@ class SiglipAdapter:
     unit_of = "one image"
     deterministic_tokens = math.inf
 
-    def __init__(self, model: nn.Module, make_result: Callable[..., Any]) -> None:
+    def __init__(self, model: UpstreamModule, make_result: Callable[..., Any]) -> None:
         self._model, self._make_result = model, make_result
         self.unit = patches_of(model)
 
@@ -124,9 +127,10 @@ class SiglipAdapter:
         return SiglipEncoder(self._model, kernels)
 
 
-def patches_of(model: nn.Module) -> int:
+def patches_of(model: UpstreamModule) -> int:
     """Return the patches of one image."""
-    return (model.config.image_size // model.config.patch_size) ** 2
+    side: int = model.config.image_size // model.config.patch_size
+    return side**2
 
 
 def siglip_outputs(returned: Any) -> tuple[Tensor, ...]:

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.program import Buffers, TensorSpec
 from ..graphs.rows import write_rows
+from ..upstream_types import UpstreamModule
 from .adapter import RecordingKernels
 from .batch import VisionBatch
 from .fit import refuse_images
@@ -28,13 +30,13 @@ class GridProgram:
 
     name = "vision_encoder"
 
-    def __init__(self, model: nn.Module, exact_below: int, kernels: RecordingKernels) -> None:
+    def __init__(self, model: UpstreamModule, exact_below: int, kernels: RecordingKernels) -> None:
         self.model = model
         self._exact_below = exact_below
         self._kernels = kernels
         config = model.config
-        self.merge = config.spatial_merge_size
-        self._patch_width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.merge: int = config.spatial_merge_size
+        self._patch_width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""

@@ -7,52 +7,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
 from ..graphs.inputs import want_gradients
-from ..graphs.program import Bucket, Buffers, TensorSpec
+from ..graphs.program import Buffers, RegionProgram, TensorSpec
 from ..graphs.rows import write_rows
 from ..graphs.segments import fill_one_segment, write_offsets
+from ..upstream_types import UpstreamModule
 from .adapter import PackSegments, RecordingKernels
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBatch:
-    """What a layer gets for one microbatch.
+    """What a part of a layer gets for one microbatch.
 
     Attributes:
         hidden: `[tokens, 1, width]`.
-        angles: `[tokens, 1, 1, head]` rotary angles, fp32; None for the MLP part.
-        offsets: `[segments + 1]` int32 `cu_seqlens`; None for the MLP part.
     """
 
     hidden: Tensor
-    angles: Tensor | None = None
-    offsets: Tensor | None = None
 
 
-class _LayerPart:
-    def __init__(self, layer: nn.Module, name: str, exact_below: int, kernels: RecordingKernels) -> None:
+@dataclass(frozen=True, slots=True)
+class AttentionBatch(LayerBatch):
+    """What the attention part gets.
+
+    Attributes:
+        angles: `[tokens, 1, 1, head]` rotary angles, fp32.
+        offsets: `[segments + 1]` int32 `cu_seqlens`.
+    """
+
+    angles: Tensor
+    offsets: Tensor
+
+
+class _LayerPart[Batch: LayerBatch]:
+    def __init__(self, layer: UpstreamModule, name: str, exact_below: int, kernels: RecordingKernels) -> None:
         self.layer = layer
         self._kernels = kernels
         self._exact_below = exact_below
         self.name = name
-        self._width = layer.config.hidden_size
-        self._dtype = next(layer.parameters()).dtype
+        self._width: int = layer.config.hidden_size
+        self._dtype: torch.dtype = next(layer.parameters()).dtype
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         return {"hidden": TensorSpec((bucket.tokens, 1, self._width), self._dtype, differentiable=True)}
 
-    def size(self, batch: LayerBatch) -> int:
+    def size(self, batch: Batch) -> int:
         """See `RegionProgram`."""
         return batch.hidden.shape[0]
 
-    def refuse(self, batch: LayerBatch, bucket: Bucket) -> Fallback | None:
+    def refuse(self, batch: Batch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         tokens = self.size(batch)
         return Fallback.TOO_FEW_TOKENS if tokens <= self._exact_below and tokens != bucket.tokens else None
 
-    def load(self, buffers: Buffers, batch: LayerBatch) -> None:
+    def load(self, buffers: Buffers, batch: Batch) -> None:
         """See `RegionProgram`."""
         write_rows(buffers["hidden"], batch.hidden.detach())
 
@@ -64,16 +75,16 @@ class _LayerPart:
         """See `RegionProgram`."""
         return self._kernels((self.layer,))
 
-    def output_rows(self, batch: LayerBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: Batch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (batch.hidden.shape[0],)
 
-    def differentiable_inputs(self, batch: LayerBatch) -> tuple[Tensor, ...]:
+    def differentiable_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (batch.hidden,)
 
 
-class AttentionPart(_LayerPart):
+class AttentionPart(_LayerPart[AttentionBatch]):
     """Norm, attention and residual of one layer. Buckets have the limit (frames,): a layer sees no frame's size.
 
     Args:
@@ -85,7 +96,7 @@ class AttentionPart(_LayerPart):
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: UpstreamModule,
         pack_segments: PackSegments,
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
@@ -93,7 +104,7 @@ class AttentionPart(_LayerPart):
         super().__init__(layer, f"vision_attention_{layer.layer_number}", exact_below, kernels)
         self._forward_attention = layer._forward_attention
         self._pack_segments = pack_segments
-        self._head = layer.config.kv_channels
+        self._head: int = layer.config.kv_channels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -107,7 +118,7 @@ class AttentionPart(_LayerPart):
             "offsets": TensorSpec((bucket.limits[0] + 1,), torch.int32),
         }
 
-    def refuse(self, batch: LayerBatch, bucket: Bucket) -> Fallback | None:
+    def refuse(self, batch: AttentionBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         if want_gradients((batch.angles,)):
             return Fallback.INPUT_GRADIENTS
@@ -115,7 +126,7 @@ class AttentionPart(_LayerPart):
             return Fallback.TOO_MANY_FRAMES
         return super().refuse(batch, bucket)
 
-    def load(self, buffers: Buffers, batch: LayerBatch) -> None:
+    def load(self, buffers: Buffers, batch: AttentionBatch) -> None:
         """See `RegionProgram`."""
         super().load(buffers, batch)
         write_rows(buffers["angles"], batch.angles)
@@ -138,10 +149,10 @@ class AttentionPart(_LayerPart):
         return (hidden,)
 
 
-class MlpPart(_LayerPart):
+class MlpPart(_LayerPart[LayerBatch]):
     """Norm, MLP and residual of one layer."""
 
-    def __init__(self, layer: nn.Module, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+    def __init__(self, layer: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(layer, f"vision_mlp_{layer.layer_number}", exact_below, kernels)
         self._forward_mlp = layer._forward_mlp
 
@@ -160,7 +171,7 @@ def layer_parts(
     pack_segments: PackSegments,
     exact_below: int,
     kernels: RecordingKernels,
-) -> list[AttentionPart] | list[MlpPart]:
+) -> Sequence[RegionProgram]:
     """Return that part ("attn" or "mlp") of every layer as a program."""
     if module == "attn":
         return [AttentionPart(layer, pack_segments, exact_below, kernels) for layer in layers]

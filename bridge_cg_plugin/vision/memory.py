@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..graphs.buckets import Bucket
 from ..graphs.executor import Executor, run_once
 from ..graphs.gradients import GradientSinks
 from ..graphs.parameters import ParameterAliases
-from ..graphs.program import Bucket, RegionProgram
+from ..graphs.program import RegionProgram
 from ..graphs.recording import RegionBody
 from ..graphs.slot import Arena
 

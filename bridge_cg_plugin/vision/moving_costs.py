@@ -118,14 +118,18 @@ def measured_cost(clock: Clock, exchange: Callable[[int], int], synchronize: Cal
     """
 
     def smallest(rows: int) -> tuple[int, float]:
-        times, given = [], exchange(rows)  # the first one sets connections up
+        times: list[float] = []
+        given = exchange(rows)  # the first one sets connections up
         for _ in range(REPEATS):
             synchronize()
             start = clock.mark()
             exchange(rows)
             end = clock.mark()
             synchronize()
-            times.append(clock.elapsed(start, end))
+            taken = clock.elapsed(start, end)
+            if taken is None:
+                raise RuntimeError("an exchange has not ended after the device was waited for")
+            times.append(taken)
         return given, min(times)
 
     (few, short), (many, long) = map(smallest, ROWS)

@@ -6,6 +6,7 @@ here from the layout of a padded batch.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,14 +90,14 @@ def learned(table: Tensor, values: Tensor, positions: TokenPositions, places: Sc
 
 class _Learned(Function):
     @staticmethod
-    def forward(ctx, table: Tensor, values: Tensor, positions: TokenPositions, places: Scatter) -> Tensor:
+    def forward(ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: Scatter) -> Tensor:
         ctx.save_for_backward(positions.patch, positions.valid, places.row, places.patch, places.weight, places.few)
         ctx.rows = table.shape[0]
         return values.view_as(values)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         patch, valid, *places = ctx.saved_tensors
         summed = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
         summed.index_add_(0, patch, torch.where(valid[:, None], gradient, 0).float())
@@ -106,7 +107,7 @@ class _Learned(Function):
 def _scattered(gradient: Tensor, places: Scatter, rows: int) -> Tensor:
     """Return the table's gradient from that of the patches in raster order, `[capacity, width]`."""
     terms = gradient[places.patch] * places.weight[:, None]
-    many = torch.ops.aten.embedding_dense_backward(terms, places.row, rows, -1, False)
+    many: Tensor = torch.ops.aten.embedding_dense_backward(terms, places.row, rows, -1, False)
     if terms.shape[0] <= FEW_ROWS:
         return many
     few = torch.ops.aten.embedding_dense_backward(terms[:FEW_ROWS], places.row[:FEW_ROWS], rows, -1, False)

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..graphs.buckets import scanned_limits
-from ..graphs.program import Bucket, Buffers, RegionProgram
+from ..graphs.buckets import Bucket, scanned_limits
+from ..graphs.program import Buffers, RegionProgram
+from ..upstream_types import UpstreamModule
 from .adapter import EncoderCall, RecordingKernels
 from .batch import BatchError, VisionBatch, patch_shape, patches_misfit, read_patches
 from .calls import returns_an_object
@@ -32,9 +33,9 @@ class Qwen25VLEncoder(GridProgram):
         kernels: Entered around the recorded forward.
     """
 
-    def __init__(self, model: nn.Module, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
-        self._side = model.window_size // self.merge // model.patch_size
+        self._side: int = model.window_size // self.merge // model.patch_size
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: embeddings `[tokens / merge**2, width]`."""
@@ -78,9 +79,10 @@ class Qwen25VLAdapter:
     unit_of = "one embedding"
     deterministic_tokens = math.inf
 
-    def __init__(self, model: nn.Module, make_result: Callable[[Tensor], Any]) -> None:
+    def __init__(self, model: UpstreamModule, make_result: Callable[[Tensor], Any]) -> None:
         self._model, self._make_result = model, make_result
-        self._merge, self._patch = model.config.spatial_merge_size, patch_shape(model.config)
+        self._patch = patch_shape(model.config)
+        self._merge: int = model.config.spatial_merge_size
         self.unit = self._merge**2
 
     def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> EncoderCall:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..graphs.buckets import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
-from ..graphs.program import Bucket, Buffers
+from ..graphs.buckets import DETERMINISTIC_TOKENS, Bucket, frame_limits, scanned_limits
+from ..graphs.program import Buffers
 from ..graphs.side_work import ahead, beside
+from ..upstream_types import UpstreamModule
 from .adapter import EncoderCall, MovableImages, PackSegments, RecordingKernels
 from .batch import VisionBatch, patch_shape, patches_misfit, read_patches
 from .grid_program import GridProgram
@@ -49,7 +50,7 @@ class Qwen3VLEncoder(GridProgram):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: UpstreamModule,
         pack_segments: PackSegments,
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
@@ -91,7 +92,8 @@ class Qwen3VLEncoder(GridProgram):
         rotary = self.model.rotary_pos_emb
         if not hasattr(rotary, "inv_freq"):
             rotary(1)  # upstream makes the buffer in its first call
-        return rotary.inv_freq
+        frequencies: Tensor = rotary.inv_freq
+        return frequencies
 
     def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
@@ -108,11 +110,12 @@ class Qwen3VLAdapter:
     """
 
     unit_of = "one embedding"
-    deterministic_tokens = DETERMINISTIC_TOKENS
+    deterministic_tokens: float = DETERMINISTIC_TOKENS
 
-    def __init__(self, model: nn.Module, pack_segments: PackSegments) -> None:
+    def __init__(self, model: UpstreamModule, pack_segments: PackSegments) -> None:
         self._model, self._pack_segments = model, pack_segments
-        self._merge, self._patch = model.config.spatial_merge_size, patch_shape(model.config)
+        self._patch = patch_shape(model.config)
+        self._merge: int = model.config.spatial_merge_size
         self.unit = self._merge**2
 
     def read(
@@ -121,7 +124,7 @@ class Qwen3VLAdapter:
         hidden_states: Tensor,
         grid_thw: Tensor,
         inference_params: Any = None,
-        extra_block_kwargs: dict | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
     ) -> EncoderCall:
         """See `EncoderAdapter`."""
         device = self._model.patch_embed.proj.weight.device
@@ -150,7 +153,7 @@ class Qwen3VLAdapter:
         return Qwen3VLEncoder(self._model, self._pack_segments, exact_below, kernels)
 
 
-def movable_images(model: nn.Module) -> MovableImages:
+def movable_images(model: UpstreamModule) -> MovableImages:
     """Return what of a vision model's images travels to other ranks: patches; embeddings with deepstack features."""
     config = model.config
     outputs = 1 + len(model.decoder.deepstack_merger_list)

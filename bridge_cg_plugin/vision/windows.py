@@ -7,6 +7,7 @@ bottom edge windows are smaller. All of that is a closed form of a token's place
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,17 +122,18 @@ def most_windows(cells: int, frames: int, side: int) -> int:
 
 def permuted(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
     """Return `rows[order]`; `place` is the inverse, by which gradients go back."""
-    return _Permuted.apply(rows, order, place)
+    out: Tensor = _Permuted.apply(rows, order, place)
+    return out
 
 
 class _Permuted(Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
         return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
         return gradient.index_select(0, place), None, None

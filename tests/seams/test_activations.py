@@ -88,7 +88,7 @@ REGION = """
 from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.graphed_module import GraphedModule
-from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 
 from ..rows_program import RowsProgram

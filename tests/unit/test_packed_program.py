@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.program import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.slot import Arena
 from bridge_cg_plugin.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from bridge_cg_plugin.packed.program import PackedProgram, PackLayout

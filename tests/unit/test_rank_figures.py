@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch import distributed
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream import train_loop

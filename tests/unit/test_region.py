@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.slot import Arena
 from bridge_cg_plugin.graphs.statistics import EagerRun
@@ -436,7 +436,8 @@ def test_reset_drops_everything():
     gc.collect()
     assert [s() for s in slots] == [None, None]
     assert not region.captured and region.free_slots() == 0
-    assert region.sources is None
+    with pytest.raises(RuntimeError, match="not captured"):
+        _ = region.sources
     assert region.run(toy_batch()) is None
     assert region.statistics.fallbacks == {"not_captured": 1}
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.graphs import side_work
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.program import Bucket
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.side_work import TOGETHER, SideWork, ahead, beside, branch, current_side_work
 

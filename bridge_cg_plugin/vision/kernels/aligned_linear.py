@@ -4,6 +4,8 @@ Matrix libraries have no fast kernels for rows that begin at odd places: Qwen2.5
 take twice as long as those of 3424. Zeros up to the next multiple change no sum but its order. The forward is eager's.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -25,18 +27,19 @@ def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: `[outputs, inputs]`.
         bias: `[outputs]`.
     """
-    return _AlignedBackward.apply(x, weight, bias)
+    out: Tensor = _AlignedBackward.apply(x, weight, bias)
+    return out
 
 
 class _AlignedBackward(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         padded = _padded(gradient)

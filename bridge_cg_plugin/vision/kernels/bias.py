@@ -4,6 +4,8 @@ Both ways round where eager rounds, so they equal eager to the last bit, except 
 is added up in fp32.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -91,7 +93,7 @@ def _bias_gelu_backward(
 
 class _BiasResidual(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None) -> Tensor:
         out = torch.empty_like(residual)
         flat = x.reshape(-1, x.shape[-1])
         grid = WIDE.grid(*flat.shape)
@@ -101,7 +103,7 @@ class _BiasResidual(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         gradient, stream = gradient.contiguous(), current_stream()
         bias = None
         if ctx.needs_input_grad[1]:
@@ -123,7 +125,7 @@ def _known_sum(gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 class _BiasGelu(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         flat = x.view(-1, x.shape[-1])
@@ -135,7 +137,7 @@ class _BiasGelu(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
         gradient = gradient.contiguous()
         rows, columns = gradient.view(-1, gradient.shape[-1]).shape
@@ -169,7 +171,8 @@ def bias_residual(x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | No
         residual: Like x, contiguous.
         branch: What x comes from, if the backward of the LayerNorm at its beginning is to add the residual's gradient.
     """
-    return _BiasResidual.apply(x, bias, residual, branch)
+    out: Tensor = _BiasResidual.apply(x, bias, residual, branch)
+    return out
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -179,4 +182,5 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         x: `[..., width]`.
         bias: `[width]` of x's dtype.
     """
-    return _BiasGelu.apply(x, bias)
+    out: Tensor = _BiasGelu.apply(x, bias)
+    return out

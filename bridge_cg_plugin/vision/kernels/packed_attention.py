@@ -1,6 +1,7 @@
 """Attention inside packed segments by PyTorch's flash kernels, which take offsets as a tensor."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +44,16 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Packed
         return _masked(query, key, value, segments.offsets, scale)
     if query.dtype not in DTYPES:
         raise TypeError(f"packed attention takes bf16 or fp16 on a GPU, not {query.dtype}")
-    return _Flash.apply(query, key, value, segments, scale)
+    out: Tensor = _Flash.apply(query, key, value, segments, scale)
+    return out
 
 
 class _Flash(Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
         from .padding import clear_padding
 
+        out: Tensor
         offsets, largest = segments.offsets, segments.largest
         out, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
@@ -62,7 +65,7 @@ class _Flash(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         from .padding import clear_padding
 
         query, key, value, out, logsumexp, state, unused = ctx.saved_tensors
@@ -86,6 +89,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: f
     mask = (segment[:, None] == segment[None, :]) & inside[:, None] & inside[None, :]
     # A row with no key would be NaN: padding attends to itself and is zeroed below.
     mask = mask | torch.eye(len(token), dtype=torch.bool, device=mask.device)
-    heads = (t.transpose(0, 1)[None] for t in (query, key, value))
-    context = functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+    context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0]
+    context = context.transpose(0, 1)
     return torch.where(inside[:, None, None], context, 0)

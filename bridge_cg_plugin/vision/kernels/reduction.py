@@ -38,12 +38,13 @@ class Tiling:
 
     def tiles_each(self, rows: int, columns: int) -> int:
         """Return how many tiles a program adds up, a power of two: few where programs are few, or a GPU would idle."""
-        tiles = triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
+        tiles: int = triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
         return 1 << min(max(tiles // BUSY, 1), self.most).bit_length() - 1
 
     def row_programs(self, rows: int, tiles: int) -> int:
         """Return how many programs of so many tiles share the rows, which is how many partial sums they leave."""
-        return triton.cdiv(rows, self.rows * tiles)
+        programs: int = triton.cdiv(rows, self.rows * tiles)
+        return programs
 
     def grid(self, rows: int, columns: int, tiles: int = 1) -> tuple[int, int]:
         """Return the programs of a kernel, over rows and columns."""
@@ -188,9 +189,10 @@ class PartialSum:
     """
 
     def __init__(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device, deferred: bool) -> None:
-        self._waits = deferred and _deferred is not None
-        if self._waits:
-            self.partials, self._total = _deferred.place(parts, columns, dtype, device)
+        sums = _deferred if deferred else None
+        self._waits = sums is not None
+        if sums is not None:
+            self.partials, self._total = sums.place(parts, columns, dtype, device)
         else:
             self.partials = torch.empty((parts, columns), dtype=torch.float32, device=device)
             self._total = torch.empty(columns, dtype=dtype, device=device)

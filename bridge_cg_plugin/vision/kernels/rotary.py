@@ -4,6 +4,8 @@ The eager formula, rounded where eager rounds: `x * cos + rotate_half(x) * sin` 
 multiply-add is fused, so forward and backward equal eager's to the last bit.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,13 +73,13 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 class _Rotary(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _launch(x, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         # The rotation's transpose turns the other way.
         return _launch(gradient, cos, sin, -1.0), None, None
@@ -93,7 +95,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
-    return _Rotary.apply(x, cos, sin)
+    out: Tensor = _Rotary.apply(x, cos, sin)
+    return out
 
 
 @triton.jit
@@ -175,7 +178,7 @@ def _lie_interleaved(parts: tuple[Tensor, ...], whole: Tensor) -> bool:
 
 class _RotaryQKV(Function):
     @staticmethod
-    def forward(ctx, mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         # In place behind autograd's back: whoever made `mixed` keeps no output for its backward.
         parts = _interleaved(mixed.detach(), heads)
@@ -184,7 +187,7 @@ class _RotaryQKV(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: Tensor):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         out = _whole(gradients)
         if out is None:
@@ -221,7 +224,8 @@ def rotate_qkv(mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Ten
         Queries, keys and values `[tokens, heads, width]`, views of `mixed`. Their gradients may lie anywhere; where
         they lie as their values do, the backward works in place, too.
     """
-    return _RotaryQKV.apply(mixed, cos, sin, heads)
+    parts: tuple[Tensor, Tensor, Tensor] = _RotaryQKV.apply(mixed, cos, sin, heads)
+    return parts
 
 
 def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ rows behind the last segment are zeroed.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def _bound(query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor
 
 class _SegmentAttention(Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
         tokens, heads, width = query.shape
         out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
         stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
@@ -74,7 +75,7 @@ class _SegmentAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plans: SegmentPlans = ctx.plans
         tokens, heads, width = gradient.shape
         whole = torch.empty((tokens, heads, 3, width), dtype=gradient.dtype, device=gradient.device)
@@ -111,7 +112,8 @@ def plans_for(query: Tensor, segments: int, largest: int, scale: float) -> Segme
         largest: Bound of a segment's length in tokens.
         scale: What the products of queries and keys are multiplied by.
     """
-    return segment_plans(SegmentShape(segments, largest, *query.shape, query.dtype, scale), query.device.index)
+    tokens, heads, width = query.shape
+    return segment_plans(SegmentShape(segments, largest, tokens, heads, width, query.dtype, scale), query.device.index)
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, plans: SegmentPlans) -> Tensor:
@@ -126,4 +128,5 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     Returns:
         `[tokens, heads, width]`, contiguous; zero in padding, as are the gradients.
     """
-    return _SegmentAttention.apply(query, key, value, segments, plans)
+    out: Tensor = _SegmentAttention.apply(query, key, value, segments, plans)
+    return out

@@ -1,0 +1,8 @@
+"""Names for upstream's objects in signatures. No type checker knows their attributes."""
+
+from typing import Any
+
+# An `nn.Module` whose parts and settings are read by the names that upstream gave them.
+type UpstreamModule = Any
+# An `nn.Parameter` with Megatron's `main_grad` and `grad_added_to_main_grad`.
+type MegatronParameter = Any
