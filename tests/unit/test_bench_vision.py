@@ -147,9 +147,10 @@ def test_a_gpu_of_no_use_ends_the_process(tmp_path, monkeypatch):
 
 
 def test_a_plugin_that_did_not_replay_has_no_time(tmp_path, monkeypatch):
+    from bridge_cg_plugin.graphs.fallback import Fallback
     from bridge_cg_plugin.graphs.region import Region
 
-    monkeypatch.setattr(Region, "_place", lambda self, *where, **options: "no_free_slot")
+    monkeypatch.setattr(Region, "_place", lambda self, *where, **options: Fallback.NO_FREE_SLOT)
     task = task_of(tmp_path, "plugin", grids={"small": SMALL["small"]})
     group.measure_group(task)
     assert "did not replay" in records_of(task)["small", "plugin"]["error"]
