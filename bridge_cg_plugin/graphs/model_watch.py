@@ -205,7 +205,7 @@ class ModelWatch:
             training: Mode of all modules inside; None leaves each in its own.
         """
         changed: list[Entry] = []
-        before = {} if self._passing else {entry: token(values) for entry, values in self._lists.items()}
+        before = {} if self._passing else dict(zip(self._lists, map(len, self._lists.values()), strict=True))
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
@@ -215,9 +215,9 @@ class ModelWatch:
             if not self._passing:
                 touched, self._touched = self._touched, {}
                 changed += (entry for entry, old in touched.items() if old.token != token(self._value(entry)))
-                changed += (entry for entry, held in before.items() if token(self._value(entry)) != held)
-                self._volatile.update(changed)
-                if not self._volatile.isdisjoint(self._lists):
+                grown = [e for e, length in before.items() if e in self._lists and len(self._lists[e]) != length]
+                self._volatile.update(changed, grown)
+                if grown or not self._lists.keys().isdisjoint(changed):
                     self._follow_unwatched()
 
     def _note(self, values: dict[Any, Any], key: Hashable) -> None:

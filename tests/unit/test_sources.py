@@ -357,3 +357,15 @@ def test_states_that_never_come_again_are_forgotten():
         model[0].step = step
         region.run(batch())
     assert len(region.sources._asked) <= 64
+
+
+def test_a_list_that_grows_with_each_forward_is_its_result():
+    model = nn.Sequential(Counting(lambda module, y: module.seen.append(len(y))))
+    model[0].seen = []
+    watch = ModelWatch((model,))
+    with watch.passing():
+        model(batch())
+    region = region_of(model, watch=watch)
+    with watch.passing():
+        model(batch())
+    assert region.run(batch()) is not None and not region.statistics.fallbacks
