@@ -123,6 +123,14 @@ def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, w
     assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
 
 
+@every_way
+def test_full_iteration_in_a_recipes_old_words_stays_beside_local(recipe, way, tmp_path):
+    """As upstream's own performance recipes have it."""
+    recipe.model.cuda_graph_impl, recipe.model.cuda_graph_scope = "local", ["full_iteration"]
+    way(recipe, IMPL, "local", tmp_path)
+    assert read_options(recipe).language_model == FULL
+
+
 @pytest.mark.parametrize(
     "words",
     [
