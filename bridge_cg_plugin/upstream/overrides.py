@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..options import GraphOptions, OptionError, check_options, facts_of, normalize
@@ -86,6 +87,39 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
     if flags or settle(together)[0] != together:
         held = replace(collect(config), fields=before.fields)  # other settings as they are now
         _apply(normalize(held, written, flags)[0], config)
+
+
+def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
+    """Return the graph fields that Bridge's own overrides wrote, with the values that the configuration then holds.
+
+    Bridge has resolved what was written by then. Fields that the model does not have are none of these.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object, after the overrides.
+        file: The YAML file of the overrides.
+        words: Their Hydra-style words.
+    """
+    model, section = config, _load(file)
+    if getattr(config, "model", None) is not None:
+        model, section = config.model, section.get("model")
+    in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
+    in_words = frozenset(map(_leaf, graph_words(words)))
+    fields = {name: getattr(model, name) for name in FIELDS if name in in_file | in_words and hasattr(model, name)}
+    by_hand = in_words if "_target_" in in_file else in_file | in_words
+    return Written(fields, by_hand & fields.keys())
+
+
+def _load(file: str | Path | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+
+
+def resolved_words(config: Any, words: Sequence[str]) -> Written:
+    """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
+    mine = graph_words(words)
+    plain = [word for word in mine if "${" not in word]
+    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
 
 
 def _apply(options: GraphOptions, config: Any) -> GraphOptions:
