@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -245,3 +246,53 @@ def test_a_model_alone_takes_bridges_words(with_modules):
 
     process_config_with_overrides(with_modules.model, cli_overrides=[f"{IMPL}=full_iteration"])
     assert read_options(with_modules.model).language_model == FULL
+
+
+# What graphs switch on and off beside themselves
+
+
+def with_more_words(config, settings, tmp_path):
+    by_bridges_words(config, IMPL, "full_iteration", tmp_path, [f"{n}={str(v).lower()}" for n, v in settings.items()])
+
+
+def with_a_flag_and_words(config, settings, tmp_path):
+    words = {IMPL: "full_iteration"}, [f"{name}={str(value).lower()}" for name, value in settings.items()]
+    apply_overrides(config, *words)
+
+
+def with_yaml(config, settings, tmp_path):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    sections = {"model": {IMPL: "full_iteration"}}
+    for place, value in settings.items():
+        section, name = place.split(".")
+        sections.setdefault(section, {})[name] = value
+    path = tmp_path / "overrides.yaml"
+    path.write_text(json.dumps(sections))
+    process_config_with_overrides(config, config_filepath=str(path))
+
+
+every_writing = pytest.mark.parametrize(
+    "write", [with_more_words, with_a_flag_and_words, with_yaml], ids=lambda w: w.__name__
+)
+NAN_CHECK, TRACKER = "rerun_state_machine.check_for_nan_in_loss", ("rng.te_rng_tracker", "model.use_te_rng_tracker")
+
+
+@every_writing
+@pytest.mark.parametrize(
+    "settings, field", [({NAN_CHECK: True}, NAN_CHECK), (dict.fromkeys(TRACKER, False), TRACKER[0])], ids=["nan", "rng"]
+)
+def test_settings_of_the_users_own_that_graphs_cannot_have_are_refused(with_modules, write, settings, field, tmp_path):
+    with pytest.raises(OptionError, match="full_iteration") as caught:
+        write(with_modules, settings, tmp_path)
+    assert caught.value.field == field
+    for place, value in settings.items():
+        section, name = place.split(".")
+        assert getattr(getattr(with_modules, section), name) is value
+
+
+@every_writing
+@pytest.mark.parametrize("settings", [{NAN_CHECK: False}, dict.fromkeys(TRACKER, True)], ids=["nan", "rng"])
+def test_settings_of_the_users_own_that_graphs_need_are_kept(with_modules, write, settings, tmp_path):
+    write(with_modules, settings, tmp_path)
+    check_full_iteration(with_modules)
