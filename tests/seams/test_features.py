@@ -209,6 +209,17 @@ def test_seams_of_vision_graphs_refuse_them(configs, monkeypatch, name):
         check_training_config(configs["vision graphs of Qwen3-VL"])
 
 
+@pytest.mark.parametrize("name", ["config_sections", "config_check"])
+def test_upstreams_own_graphs_train_where_the_plugins_check_does_not_fit(configs, monkeypatch, name):
+    """Expected by labels: what the registry says of these seams is not asked."""
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    for label, config in configs.items():
+        if label.startswith("language-model graphs"):
+            assert refused(config) == "", label
+        if label.startswith(("vision graphs", "packs", "offloading")) or label == "full iteration":
+            assert f"{name}: it moved" in refused(config), label
+
+
 def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
     broken = {"vision_parts": "A", "layernorm_backward": "B", "gemm_workspace": "C"}
     monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
