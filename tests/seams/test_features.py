@@ -209,6 +209,18 @@ def test_seams_of_vision_graphs_refuse_them(configs, monkeypatch, name):
         check_training_config(configs["vision graphs of Qwen3-VL"])
 
 
+@pytest.mark.parametrize("name", ["vlm_stage", "offload_marks", "language_model_length"])
+def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch, name):
+    fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}
+    config = config_of(QWEN3_VL, **fields, virtual_pipeline_model_parallel_size=2)
+    config.model.fine_grained_activation_offloading = True
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    check_training_config(config)
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved", "deepstack_forward": "it moved"})
+    reason = refused(config)
+    assert "needs sums of deepstack gradients" in reason and f"{name}: " not in reason
+
+
 @pytest.mark.parametrize("name", ["config_sections", "config_check"])
 def test_upstreams_own_graphs_train_where_the_plugins_check_does_not_fit(configs, monkeypatch, name):
     """Expected by labels: what the registry says of these seams is not asked."""
