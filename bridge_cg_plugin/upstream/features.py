@@ -195,7 +195,7 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
         if feature is not None:
             needed.setdefault(feature, []).append(f"{seam.name}: {broken[seam.name]}")
     return " ".join(
-        f"{_ASKS[feature].words(wish)} needs {feature}, which does not fit megatron-bridge {release} "
+        f"{_ASKS[feature].words(wish)} needs {feature}, a feature that does not fit megatron-bridge {release} "
         f"({'; '.join(found)}). Set {_ASKS[feature].remedy}, or use a release of the version table "
         f"({', '.join(table)})."
         for feature, found in needed.items()
