@@ -63,8 +63,8 @@ class Diagnosis:
         known_release: Whether the plugin was checked against this series of megatron-bridge.
         entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
-        features: Feature -> state ("ready", "partly", "not available"), the broken seams that it needs, and the classes
-            of model providers that it does not work for where it works for others.
+        features: Feature -> state ("ready", "partly", "not available", "off"), the broken seams that it needs, and the
+            classes of model providers that it does not work for where it works for others.
         seams: Seam -> state ("active", "native", "broken", "off", "waiting"), reason, purpose, place and features.
         gpu: Facts of the GPU, its driver and libraries; None without one.
         environment: Variables that matter for graphs and are set.
@@ -156,7 +156,7 @@ def _look_at_seams(found: Diagnosis) -> None:
         for name, s in states.items()
     }
     broken = {name: s for name, s in states.items() if s.state == "broken"}
-    found.features = {feature.value: asdict(state) for feature, state in feature_states(broken).items()}
+    found.features = {feature.value: asdict(state) for feature, state in feature_states(broken, found.active).items()}
     release = found.versions["megatron-bridge"]
     found.known_release = is_known(release or "")
     table = ", ".join(r.bridge for r in RELEASES)

@@ -109,7 +109,7 @@ def seam_states() -> dict[str, Any]:
 def broken_seams() -> dict[str, str]:
     """Return the seams that do not fit, with what was found.
 
-    Patched anew first is what somebody replaced since, as any function of upstream's would be.
+    First it patches functions again that somebody replaced after the plugin did, like any function of upstream.
     """
     if _on:
         activate()

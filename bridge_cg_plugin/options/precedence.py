@@ -49,7 +49,7 @@ def _implementation(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dict[str, Any]:
-    """An implementation was written: a recipe's modules that it does not have are dropped, old words too."""
+    """An implementation was written: a recipe's modules and old words that cannot stand beside it are dropped."""
     chosen = _implementation({name: value for name, value in written.fields.items() if name in written.by_hand})
     if chosen is None or not written.by_hand.isdisjoint((MODULES, SCOPE)):
         return {}
@@ -58,7 +58,7 @@ def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dic
     for name in (MODULES, SCOPE):
         held = normalize_cuda_graph_modules(written.fields.get(name), name)
         modules = module_names(held.modules)
-        lost = [word for word in held.deprecated if word != impl]
+        lost = [word for word in held.deprecated if impl not in DEPRECATED_SCOPES[word].beside]
         if impl == "full_iteration":
             lost, modules = [*modules, *lost], []
         if lost:

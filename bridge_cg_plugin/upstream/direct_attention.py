@@ -33,7 +33,10 @@ def direct_attention_refusal() -> str | None:
 
 
 def flash_attention_refusal() -> str | None:
-    """Return why FlashAttention is not called in this process, or None where it is; how eager attends is no reason."""
+    """Return why FlashAttention is not called in this process, or None where it is.
+
+    Its outputs differ from eager's in any case, so the kernels by which eager attends do not matter.
+    """
     refusal = _process_refusal()
     if refusal is not None:
         return refusal

@@ -16,7 +16,7 @@ def check_process() -> None:
 
     Raises:
         OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
-            variable of the plugin's has a value that is none.
+            variable of the plugin has an invalid value.
     """
     stall_minutes()
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))

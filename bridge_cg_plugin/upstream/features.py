@@ -195,11 +195,17 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
         if feature is not None:
             needed.setdefault(feature, []).append(f"{seam.name}: {broken[seam.name]}")
     return " ".join(
-        f"{_ASKS[feature].words(wish)} needs {feature}, which does not fit megatron-bridge {release} "
+        f"{_ASKS[feature].words(wish)} needs {feature}, a feature that does not fit megatron-bridge {release} "
         f"({'; '.join(found)}). Set {_ASKS[feature].remedy}, or use a release of the version table "
         f"({', '.join(table)})."
         for feature, found in needed.items()
     )
+
+
+# Features of those models alone that their seams name.
+_OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
+# Features that switch the plugin on themselves, or do without.
+_WITHOUT_PLUGIN = (Feature.PLANNER, Feature.SCRIPTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,30 +213,40 @@ class FeatureState:
     """Whether a feature works.
 
     Attributes:
-        state: "ready", "partly" (not for `models`) or "not available".
+        state: "ready", "partly" (not for `models`), "not available", or "off" as the plugin is.
         seams: The broken seams that it needs.
         models: Classes of model providers for which it does not work; all where empty.
     """
 
-    state: Literal["ready", "partly", "not available"]
+    state: Literal["ready", "partly", "not available", "off"]
     seams: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
 
 
-def feature_states(broken: Collection[str]) -> dict[Feature, FeatureState]:
-    """Return the state of every feature with these seams broken."""
-    return {feature: _state([s for s in SEAMS if s.name in broken and feature in s.features]) for feature in Feature}
+def feature_states(broken: Collection[str], on: bool = True) -> dict[Feature, FeatureState]:
+    """Return the state of every feature.
+
+    Args:
+        broken: Names of the seams that are broken.
+        on: Whether the plugin is on.
+    """
+    return {feature: _state(feature, broken, on) for feature in Feature}
 
 
-def _state(broken: list[Seam]) -> FeatureState:
-    if not broken:
-        return FeatureState("ready")
-    names = tuple(seam.name for seam in broken)
-    if not all(seam.models for seam in broken):
+def _state(feature: Feature, broken: Collection[str], on: bool) -> FeatureState:
+    seams = [seam for seam in SEAMS if feature in seam.features]
+    lost = [seam for seam in seams if seam.name in broken]
+    if not lost:
+        return FeatureState("ready" if on or feature in _WITHOUT_PLUGIN else "off")
+    names = tuple(seam.name for seam in lost)
+    models = tuple(dict.fromkeys(model for seam in lost for model in seam.models))
+    served = {model for seam in seams for model in seam.models} if feature in _OF_NAMED_MODELS else set()
+    if not all(seam.models for seam in lost) or served == set(models):
         return FeatureState("not available", names)
-    return FeatureState("partly", names, tuple(dict.fromkeys(model for seam in broken for model in seam.models)))
+    return FeatureState("partly", names, models)
 
 
 def features_of(seam: Seam) -> str:
-    """Return the names of the features that a seam serves, for messages."""
-    return ", ".join(seam.features)
+    """Return the names of the features that a seam serves, and for which models, for messages."""
+    models = f" (for {', '.join(seam.models)})" if seam.models else ""
+    return f"{', '.join(seam.features)}{models}"

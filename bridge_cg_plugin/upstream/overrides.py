@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..options import GraphOptions, OptionError, check_options, facts_of, normalize
@@ -71,7 +72,8 @@ def apply_flags(config: Any, *sources: Any) -> GraphOptions:
 def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
     """Apply graph options to a configuration that Bridge's own overrides have changed already.
 
-    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held.
+    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held. Of other
+    settings only those are checked that a person wrote and that graphs would change (see `apply_flags`).
 
     Args:
         config: A Bridge `ConfigContainer`.
@@ -85,7 +87,52 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
     together = before.then(written)
     if flags or settle(together)[0] != together:
         held = replace(collect(config), fields=before.fields)  # other settings as they are now
-        _apply(normalize(held, written, flags)[0], config)
+        options = normalize(held, written, flags)[0]
+        check_options(options, facts_of(Written(settings=written.settings)))
+        _apply(options, config)
+
+
+def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
+    """Return the graph fields that Bridge's own overrides wrote, with the values that the configuration then holds.
+
+    Bridge has resolved what was written by then. Fields that the model does not have are left out. Of other settings
+    only the written ones that graphs would change are included.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object, after the overrides.
+        file: The YAML file of the overrides.
+        words: Their Hydra-style words.
+    """
+    loaded = _load(file)
+    model, section = config, loaded
+    if getattr(config, "model", None) is not None:
+        model, section = config.model, loaded.get("model")
+    in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
+    in_words = frozenset(map(_leaf, graph_words(words)))
+    fields = {name: getattr(model, name) for name in FIELDS if name in in_file | in_words and hasattr(model, name)}
+    by_hand = in_words if "_target_" in in_file else in_file | in_words
+    return Written(fields, by_hand & fields.keys(), _settings_written(config, loaded, words))
+
+
+def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return, of the settings that graphs change, those that a person wrote; the tracker's two fields go together."""
+    sections = [s for s in (loaded, *loaded.values()) if isinstance(s, Mapping) and "_target_" not in s]
+    said = {*map(_leaf, words), *(name for section in sections for name in section)}
+    names = {*(() if said.isdisjoint(_TRACKER) else _TRACKER), *said.intersection([_NAN_CHECK])}
+    return {name: value for name, value in collect(config).settings.items() if name in names}
+
+
+def _load(file: str | Path | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+
+
+def resolved_words(config: Any, words: Sequence[str]) -> Written:
+    """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
+    mine = graph_words(words)
+    plain = [word for word in mine if "${" not in word]
+    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
 
 
 def _apply(options: GraphOptions, config: Any) -> GraphOptions:

@@ -9,8 +9,8 @@ from typing import Any
 from ..options import vision_options
 from ..options.flags import add_flags, clear_flags, given_flags, take_flags
 from ..options.language_model import IMPL, SCOPE
-from ..options.sources import collect
-from .overrides import apply_flags, apply_to_bridges, graph_words
+from ..options.sources import Written, collect
+from .overrides import apply_flags, apply_to_bridges, resolved_words, written_by_bridge
 from .patches import Patch
 from .registry import seam
 
@@ -21,9 +21,9 @@ MARKS = {
     "utils.overrides": "set_workload_base_configs",
     "utils.utils": "WorkloadBaseConfig",
 }
-# Graph options among a configuration's Hydra words, until its parsed arguments come, by the configuration's id: the
-# words, and the flags between them.
-_words: dict[int, tuple[list[str], dict[str, Any]]] = {}
+# Graph options among a configuration's Hydra words, until its parsed arguments come, by the configuration's id: what
+# the words set, and the flags between them.
+_words: dict[int, tuple[Written, dict[str, Any]]] = {}
 
 
 def is_upstreams(module: ModuleType) -> bool:
@@ -70,9 +70,9 @@ def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
     def set_cli_overrides(recipe: Any, cli_overrides: list[str]) -> Any:
         flags, rest = take_flags(cli_overrides or [])
         recipe = old(recipe, rest)
-        words = graph_words(rest)
-        if flags or words:
-            _words[id(recipe)] = words, flags
+        written = resolved_words(recipe, rest)
+        if flags or written.fields:
+            _words[id(recipe)] = written, flags
         return recipe
 
     return set_cli_overrides
@@ -82,10 +82,10 @@ def _with_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
     """Graph options come first: what upstream does next depends on them."""
 
     def set_user_overrides(recipe: Any, args: Any) -> Any:
-        words, flags = _words.pop(id(recipe), ([], {}))
+        written, flags = _words.pop(id(recipe), (Written(), {}))
         flags = {**flags, **given_flags(args)}
         if flags:
-            apply_flags(recipe, words, flags)
+            apply_flags(recipe, written, flags)
         return old(recipe, clear_flags(args, (IMPL, SCOPE)))
 
     return set_user_overrides
@@ -109,8 +109,7 @@ def _without_flags(old: Callable[..., Any]) -> Callable[..., Any]:
         flags, rest = take_flags(cli_overrides or [])
         before = collect(config)
         config = old(config, config_filepath, rest or None)
-        file = Path(config_filepath) if config_filepath else None
-        apply_to_bridges(config, before, collect(file, graph_words(rest)), flags)
+        apply_to_bridges(config, before, written_by_bridge(config, config_filepath, rest), flags)
         return config
 
     return process_config_with_overrides

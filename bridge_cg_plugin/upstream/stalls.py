@@ -58,7 +58,7 @@ def replay_limit_s(timeout_s: float) -> float:
         timeout_s: The time-out of the run's process groups.
 
     Raises:
-        OptionError: The environment says something that is no time.
+        OptionError: The time in the environment is invalid.
     """
     minutes = stall_minutes()
     return 60.0 * minutes if minutes else timeout_s
@@ -113,7 +113,7 @@ class StallWatch:
                 there was none nothing is watched.
 
         Raises:
-            OptionError: The environment gives replays a time that is none.
+            OptionError: The time that the environment gives replays is invalid.
         """
         if limit_s is not None:
             self._limit_s, self._replay_limit_s = limit_s, self._allowed(limit_s)

@@ -1,6 +1,6 @@
 """Configurations that graphs cannot work with, refused before the model is built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from .graph_fields import describe_release
 from .patches import DriftError, Patch, bridge_release
 from .registry import seam
 from .releases import RELEASES
+from .seams import Feature
 
 # Options of a region that the shared one of offloading sets.
 REGION = ("offload", "offload_min_bytes")
@@ -37,16 +38,17 @@ REGION = ("offload", "offload_min_bytes")
 _told: set[str] = set()
 
 
-def check_seams(wish: Wish) -> None:
+def check_seams(wish: Wish, features: Collection[Feature] = tuple(Feature)) -> None:
     """Refuse a configuration that asks for features whose seams are broken; log the other broken seams once.
 
     Args:
         wish: What the configuration asks for.
+        features: Features to look at; seams of others are not.
 
     Raises:
         DriftError: Names the seams, the features, the release and what to do.
     """
-    broken = broken_seams()
+    broken = {name: why for name, why in broken_seams().items() if not set(features).isdisjoint(seam(name).features)}
     reason = refusal(wish, broken, bridge_release(), (release.bridge for release in RELEASES))
     if reason:
         raise DriftError(reason)
@@ -69,9 +71,9 @@ def check_training_config(config: Any) -> None:
     """
     written = _without_idle_fields(collect(config))
     options = options_of(written)
-    if options.vision.deepstack_gradient_allreduce:  # acts without graphs as well
-        check_seams(Wish(options, facts_of(written), config.model))
     if not (options.enabled or options.packed.enabled or options.offload.parts):
+        if options.vision.deepstack_gradient_allreduce:
+            check_seams(Wish(options, facts_of(written), config.model), (Feature.DEEPSTACK_GRADIENTS,))
         return
     if options.vision.enabled:
         check_process()

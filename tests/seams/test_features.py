@@ -14,7 +14,7 @@ from bridge_cg_plugin import doctor, plugin
 from bridge_cg_plugin.cli import main
 from bridge_cg_plugin.upstream import states, train_loop, training_config, virtual_stages
 from bridge_cg_plugin.upstream.arguments import arguments_of
-from bridge_cg_plugin.upstream.features import KNOWN_MODELS
+from bridge_cg_plugin.upstream.features import KNOWN_MODELS, feature_states
 from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.registry.training import TRAIN
@@ -207,6 +207,29 @@ def test_seams_of_vision_graphs_refuse_them(configs, monkeypatch, name):
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
     with pytest.raises(DriftError, match=f"vision_cuda_graph_.* needs .*{name}: it moved"):
         check_training_config(configs["vision graphs of Qwen3-VL"])
+
+
+@pytest.mark.parametrize("name", ["vlm_stage", "offload_marks", "language_model_length"])
+def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch, name):
+    fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}
+    config = config_of(QWEN3_VL, **fields, virtual_pipeline_model_parallel_size=2)
+    config.model.fine_grained_activation_offloading = True
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    check_training_config(config)
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved", "deepstack_forward": "it moved"})
+    reason = refused(config)
+    assert "needs sums of deepstack gradients" in reason and f"{name}: " not in reason
+
+
+@pytest.mark.parametrize("name", ["config_sections", "config_check"])
+def test_upstreams_own_graphs_train_where_the_plugins_check_does_not_fit(configs, monkeypatch, name):
+    """Expected by labels: what the registry says of these seams is not asked."""
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    for label, config in configs.items():
+        if label.startswith("language-model graphs"):
+            assert refused(config) == "", label
+        if label.startswith(("vision graphs", "packs", "offloading")) or label == "full iteration":
+            assert f"{name}: it moved" in refused(config), label
 
 
 def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
@@ -411,3 +434,47 @@ def test_doctor_shows_what_works_for_other_models(active, break_seam):
         "models": ("Gemma3VLModelProvider",),
     }
     assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in doctor.render(found)
+
+
+def test_doctor_shows_what_works_for_no_model(active, break_seam):
+    break_seam(seam("vlm_stage"))
+    found = doctor.diagnose(wants_gpu=False)
+    assert found.features["interleaved pipelines of Qwen3-VL"] == {
+        "state": "not available",
+        "seams": ("vlm_stage",),
+        "models": (),
+    }
+
+
+@pytest.mark.parametrize(
+    "broken, name, state",
+    [
+        (("Qwen3VLModelProvider.provide",), F.PIPELINES, "partly"),
+        (("Qwen3VLModelProvider.provide", "Qwen3VLMoEModelProvider.provide"), F.PIPELINES, "not available"),
+        (("language_model_length",), F.LANGUAGE_MODEL, "partly"),  # models that no seam names have these graphs too
+        (("Gemma3VLModelProvider.config",), F.VISION, "partly"),
+    ],
+)
+def test_a_feature_is_partly_there_while_a_model_has_it(broken, name, state):
+    assert feature_states(broken)[name].state == state
+
+
+def test_messages_name_the_models_that_a_seam_concerns(active, break_seam, caplog):
+    """A run of another model does ask for the feature."""
+    training_config._told.discard("Gemma3VLModelProvider.init")
+    break_seam(seam("Gemma3VLModelProvider.init"))
+    check_training_config(config_of(QWEN3_VL, **VISION))
+    concerned = "options of a model's provider (for Gemma3VLModelProvider)"
+    assert f"This run asks for none of: {concerned}" in caplog.text
+    (problem,) = doctor.diagnose(wants_gpu=False).problems
+    assert problem.remedy.startswith(f"not available: {concerned}. Runs that ask for one of these are refused")
+
+
+def test_doctor_shows_features_of_a_plugin_that_is_off(active, break_seam):
+    bridge_cg_plugin.deactivate()
+    found = doctor.diagnose(wants_gpu=False)
+    states = {name: feature["state"] for name, feature in found.features.items()}
+    assert states == {f.value: "ready" if f in (F.PLANNER, F.SCRIPTS) else "off" for f in F}
+    assert "  off           vision graphs\n" in doctor.render(found)
+    break_seam(seam("siglip_forward"))
+    assert doctor.diagnose(wants_gpu=False).features["vision graphs of Gemma 3"]["state"] == "not available"

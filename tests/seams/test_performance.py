@@ -117,6 +117,15 @@ def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, 
         launch(words)(recipe)
 
 
+def test_an_interpolation_among_words_means_what_bridge_makes_of_it(scripts, tmp_path, recipe):
+    scripts(write_lookalike(tmp_path / "scripts"))
+    recipe.dataset.seq_length = 2048
+    words = ["--vision_cuda_graph_impl", "transformer_engine"]
+    words.append("model.max_vision_cuda_graph_seq_length=${dataset.seq_length}")
+    vision = read_options(launch(words)(recipe)).vision
+    assert (vision.impl, vision.max_seq_length) == ("transformer_engine", 2048)
+
+
 def test_upstreams_function_keeps_the_tracker_for_vision_graphs_only(scripts, tmp_path, recipe):
     """Without the plugin's replacement, the trap: upstream's own switches the tracker off."""
     scripts(write_lookalike(tmp_path / "scripts"))

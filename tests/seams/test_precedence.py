@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -50,10 +52,10 @@ def by_short_words(config, name, value, tmp_path):
     apply_overrides(config, {}, [f"{name}={value}", "train.train_iters=5"])
 
 
-def by_bridges_words(config, name, value, tmp_path):
+def by_bridges_words(config, name, value, tmp_path, more=()):
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    process_config_with_overrides(config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5"])
+    process_config_with_overrides(config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5", *more])
 
 
 def by_flags_among_bridges_words(config, name, value, tmp_path):
@@ -62,12 +64,12 @@ def by_flags_among_bridges_words(config, name, value, tmp_path):
     process_config_with_overrides(config, cli_overrides=["train.train_iters=5", f"--{name}", value])
 
 
-def by_bridges_yaml(config, name, value, tmp_path):
+def by_bridges_yaml(config, name, value, tmp_path, more=()):
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     path = tmp_path / "overrides.yaml"
     path.write_text(f"model:\n  {name}: {value}\ntrain:\n  train_iters: 5\n")
-    process_config_with_overrides(config, config_filepath=str(path))
+    process_config_with_overrides(config, config_filepath=str(path), cli_overrides=list(more))
 
 
 WAYS = (by_flags, by_words, by_short_words, by_bridges_words, by_flags_among_bridges_words, by_bridges_yaml)
@@ -121,6 +123,14 @@ def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, w
     way(recipe, IMPL, "transformer_engine", tmp_path)
     options = read_options(recipe).language_model
     assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
+
+
+@every_way
+def test_full_iteration_in_a_recipes_old_words_stays_beside_local(recipe, way, tmp_path):
+    """As upstream's own performance recipes have it."""
+    recipe.model.cuda_graph_impl, recipe.model.cuda_graph_scope = "local", ["full_iteration"]
+    way(recipe, IMPL, "local", tmp_path)
+    assert read_options(recipe).language_model == FULL
 
 
 @pytest.mark.parametrize(
@@ -179,3 +189,110 @@ def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_pat
         way(config, "vision_cuda_graph_buckets", "[64,2048]", tmp_path)
         vision = read_options(config).vision
         assert (vision.buckets, vision.max_seq_length) == ((64, 2048), None), way
+
+
+# What Bridge makes of its own overrides
+
+
+@pytest.fixture
+def with_buckets(active):
+    """A configuration with vision buckets, whose dataset has a length that nothing else has."""
+    from examples.photographs.training import Run, training_config
+
+    config = training_config(Run(impl="transformer_engine"))
+    config.model.vision_cuda_graph_buckets, config.model.max_vision_cuda_graph_seq_length = [64, 1024, 4096], None
+    config.dataset.seq_length = 1024
+    return config
+
+
+@pytest.mark.parametrize("flags", [[], ["--vision_cuda_graph_slots", "2"]], ids=["alone", "with_flags"])
+@pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
+def test_an_interpolation_means_what_bridge_makes_of_it(with_buckets, way, flags, tmp_path):
+    way(with_buckets, "max_vision_cuda_graph_seq_length", "${dataset.seq_length}", tmp_path, flags)
+    vision = read_options(with_buckets).vision
+    assert (vision.buckets, vision.max_seq_length) == ((64, 1024), 1024)
+    assert vision.slots == (2 if flags else "auto")
+
+
+@pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
+def test_a_field_of_the_users_own_provider_may_have_any_name(with_modules, way, tmp_path):
+    @dataclass
+    class Mine(type(with_modules.model)):
+        draft_cuda_graph_impl: str = "none"
+
+    with_modules.model.__class__, with_modules.model.draft_cuda_graph_impl = Mine, "none"
+    way(with_modules, "draft_cuda_graph_impl", "local", tmp_path, [f"--{IMPL}", "full_iteration"])
+    assert with_modules.model.draft_cuda_graph_impl == "local"
+    check_full_iteration(with_modules)
+
+
+def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
+    """What it holds was not written by a person, so a flag beside it wins."""
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    kind = type(with_modules.model)
+    held = MODULES if describe_release(with_modules.model).splits_scope else SCOPE
+    path = tmp_path / "saved.yaml"
+    path.write_text(
+        f"model:\n  _target_: {kind.__module__}.{kind.__qualname__}\n  num_layers: 2\n  hidden_size: 64\n"
+        f"  num_attention_heads: 2\n  cuda_graph_impl: transformer_engine\n  {held}: [mlp]\n"
+    )
+    process_config_with_overrides(with_modules, str(path), [f"--{IMPL}", "full_iteration"])
+    check_full_iteration(with_modules)
+
+
+def test_a_model_alone_takes_bridges_words(with_modules):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    process_config_with_overrides(with_modules.model, cli_overrides=[f"{IMPL}=full_iteration"])
+    assert read_options(with_modules.model).language_model == FULL
+
+
+# What graphs switch on and off beside themselves
+
+
+def with_more_words(config, settings, tmp_path):
+    by_bridges_words(config, IMPL, "full_iteration", tmp_path, [f"{n}={str(v).lower()}" for n, v in settings.items()])
+
+
+def with_a_flag_and_words(config, settings, tmp_path):
+    words = {IMPL: "full_iteration"}, [f"{name}={str(value).lower()}" for name, value in settings.items()]
+    apply_overrides(config, *words)
+
+
+def with_yaml(config, settings, tmp_path):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    sections = {"model": {IMPL: "full_iteration"}}
+    for place, value in settings.items():
+        section, name = place.split(".")
+        sections.setdefault(section, {})[name] = value
+    path = tmp_path / "overrides.yaml"
+    path.write_text(json.dumps(sections))
+    process_config_with_overrides(config, config_filepath=str(path))
+
+
+every_writing = pytest.mark.parametrize(
+    "write", [with_more_words, with_a_flag_and_words, with_yaml], ids=lambda w: w.__name__
+)
+NAN_CHECK, TRACKER = "rerun_state_machine.check_for_nan_in_loss", ("rng.te_rng_tracker", "model.use_te_rng_tracker")
+
+
+@every_writing
+@pytest.mark.parametrize(
+    "settings, field", [({NAN_CHECK: True}, NAN_CHECK), (dict.fromkeys(TRACKER, False), TRACKER[0])], ids=["nan", "rng"]
+)
+def test_settings_of_the_users_own_that_graphs_cannot_have_are_refused(with_modules, write, settings, field, tmp_path):
+    with pytest.raises(OptionError, match="full_iteration") as caught:
+        write(with_modules, settings, tmp_path)
+    assert caught.value.field == field
+    for place, value in settings.items():
+        section, name = place.split(".")
+        assert getattr(getattr(with_modules, section), name) is value
+
+
+@every_writing
+@pytest.mark.parametrize("settings", [{NAN_CHECK: False}, dict.fromkeys(TRACKER, True)], ids=["nan", "rng"])
+def test_settings_of_the_users_own_that_graphs_need_are_kept(with_modules, write, settings, tmp_path):
+    write(with_modules, settings, tmp_path)
+    check_full_iteration(with_modules)

@@ -276,6 +276,14 @@ def test_statistics_that_attention_leaves_in_attributes_keep_the_decoder_eager(f
     assert sum(field in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
+def test_statistics_of_attention_that_runs_eager_leave_other_parts_on_graphs(field):
+    model = packs.new_model(**{field: True})
+    with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_modules=["mlp"]) as graphs:
+        model(**packs.pack((120, 150)))
+        assert graphs.failure is None and graphs.statistics().replays == 2  # one of each layer
+
+
 def with_adapters(tower=None):
     """Return a tower whose adapters are far from zero, and what put them there."""
     lora = LoRA(target_modules=["linear_proj", "linear_fc2"], dim=4, alpha=8)

@@ -63,6 +63,28 @@ def test_links_are_found_at_all():
     assert "measured-costs" in headings(DOCS / "design.md")
 
 
+# Tests that the page of known faults names
+
+
+def named_tests():
+    """Yield row, file and test ("" is none) of each reference; one without a file is to the file before it."""
+    for row in (DOCS / "robustness.md").read_text().splitlines():
+        file = ""
+        for given, test in re.findall(r"`((?:\w+/)?test_\w+\.py)?(?:::(test_\w+))?`", row):
+            file = given or file
+            if given or test:
+                yield row[:60], file, test
+
+
+def test_every_test_that_robustness_names_exists():
+    found = list(named_tests())
+    assert len(found) > 100 and sum(bool(test) for _, _, test in found) > 100
+    for row, file, test in found:
+        path = ROOT / "tests" / (file if "/" in file else f"unit/{file}")
+        assert file and path.is_file(), (row, file, test)
+        assert not test or re.search(rf"^def {test}\(", path.read_text(), re.MULTILINE), (row, file, test)
+
+
 # The site
 
 

@@ -57,7 +57,30 @@ def test_full_iteration_of_the_user_is_full_iteration_over_any_recipe(config, wr
 @pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_an_implementation_of_the_user_is_taken_over_any_recipe(config, impl):
-    assert graph_options(config, f"cuda_graph_impl={impl}").language_model.impl == impl
+    """Beside a recipe's old word, local is how older releases spell what the word says."""
+    spells_full_iteration = impl == "local" and config.model.cuda_graph_scope == ["full_iteration"]
+    found = graph_options(config, f"cuda_graph_impl={impl}").language_model
+    assert found.impl == ("full_iteration" if spells_full_iteration else impl)
+
+
+@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
+@pytest.mark.parametrize("written", ["cuda_graph_impl=local", "model.cuda_graph_impl=local", "enable_cuda_graph=true"])
+@pytest.mark.parametrize(
+    "word, meaning", [("full_iteration", ("full_iteration", S.none)), ("full_iteration_inference", ("local", S.block))]
+)
+def test_local_of_the_user_keeps_what_a_recipes_old_word_says(impl, written, word, meaning):
+    """So upstream's recipes of full iteration are written, and so the plugin writes it on megatron-bridge 0.4."""
+    config = recipe(cuda_graph_impl=impl, cuda_graph_scope=[word])
+    found = graph_options(config, written).language_model
+    assert (found.impl, found.inference_scope) == meaning
+    assert dropped(config, written) == []
+
+
+@pytest.mark.parametrize("word", ["full_iteration", "full_iteration_inference"])
+def test_no_graphs_of_the_user_over_a_recipes_old_word(word):
+    config = recipe(cuda_graph_impl="local", cuda_graph_scope=[word])
+    found = graph_options(config, "cuda_graph_impl=none").language_model
+    assert (found.impl, found.inference_scope) == ("none", S.none)
 
 
 @pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
