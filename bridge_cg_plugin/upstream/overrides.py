@@ -104,9 +104,8 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
         words: Their Hydra-style words.
     """
     loaded = _load(file)
-    model, section = config, loaded
-    if getattr(config, "model", None) is not None:
-        model, section = config.model, loaded.get("model")
+    within = getattr(config, "model", None) is not None
+    model, section = (config.model, loaded.get("model")) if within else (config, loaded)
     in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
     in_words = frozenset(map(_leaf, graph_words(words)))
     fields = {name: getattr(model, name) for name in FIELDS if name in in_file | in_words and hasattr(model, name)}
@@ -125,7 +124,8 @@ def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[st
 def _load(file: str | Path | None) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def resolved_words(config: Any, words: Sequence[str]) -> Written:
