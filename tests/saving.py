@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from bridge_cg_plugin.graphs.fallback import Fallback
+
 from .rows_program import RowsProgram
 
 WIDTH = 32
@@ -121,7 +123,7 @@ class SaverProgram(RowsProgram):
         super().__init__(model, (WIDTH,))
 
     def refuse(self, batch, bucket):
-        return None if len(batch) == bucket.tokens else "too_few_tokens"
+        return None if len(batch) == bucket.tokens else Fallback.TOO_FEW_TOKENS
 
     def load_example(self, buffers, bucket):
         buffers["x"].fill_(0.25)
