@@ -4,7 +4,7 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -133,30 +133,33 @@ class PendingReplays:
 
     def __init__(self) -> None:
         self._accumulated: WeakKeyDictionary[Node, frozenset[nn.Parameter]] = WeakKeyDictionary()
-        self._done: dict[nn.Parameter, None] = {}
+        self._done: list[tuple[nn.Parameter, ...]] = []
         self._backward = NO_BACKWARD
 
     def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
         """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
         self._accumulated[node] = accumulated
 
-    def ran(self, node: Node, accumulated: Sequence[nn.Parameter]) -> None:
+    def ran(self, node: Node, accumulated: tuple[nn.Parameter, ...]) -> None:
         """Note that the backward under way has replayed it."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # the one before may have failed
-            self._backward, self._done = backward, {}
+            self._backward, self._done = backward, []
         self._accumulated.pop(node, None)
-        self._done.update(dict.fromkeys(accumulated))
+        if not self._done or self._done[-1] is not accumulated:
+            self._done.append(accumulated)
 
-    def done(self) -> Sequence[nn.Parameter]:
+    def done(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters to which the backward under way has added by replays; nothing while one is to come."""
         if self.to_come():
             return ()
-        done, self._done = self._done, {}
-        return tuple(done)
+        done, self._done = self._done, []
+        return tuple(dict.fromkeys(chain(*done))) if done[1:] else done[0]
 
     def to_come(self) -> bool:
         """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
+        if not self._accumulated.data:  # type: ignore[attr-defined] # its own dict: no call of Python's
+            return False
         return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._accumulated))
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
@@ -197,10 +200,10 @@ class GradientSinks:
         self.main_grads: tuple[Tensor | None, ...] = tuple(
             None if p in self.handed else g for p, g in zip(self.parameters, self._given, strict=True)
         )
-        self._accumulated = [p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None]
+        self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
         self._added_to = frozenset(self._accumulated)
         self._placeholders = Placeholders(self._accumulated, self._hooks.zeros)
-        self._nodes: dict[nn.Parameter, Node] = {}
+        self._nodes: list[Node] = []
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
         self._static: dict[nn.Parameter, Tensor] = {}
@@ -288,11 +291,11 @@ class GradientSinks:
         Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
         """
         if self._reduction is not None and self._reduction.waits() and (done := self._hooks.pending.done()):
-            for parameter in done:
-                if parameter not in self._nodes:
-                    self._nodes[parameter] = get_gradient_edge(parameter).node
-            reached = map(WILL_RUN, map(self._nodes.__getitem__, done))
-            self._reduction.arrived([p for p, r in zip(done, reached, strict=True) if not r])
+            own = done is self._accumulated
+            nodes = self._nodes if own and self._nodes else [get_gradient_edge(parameter).node for parameter in done]
+            if own:
+                self._nodes = nodes
+            self._reduction.arrived([p for p, r in zip(done, map(WILL_RUN, nodes), strict=True) if not r])
 
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""

@@ -179,7 +179,8 @@ class ModelWatch:
         self._lists = {entry: values for entry, values in self._lists.items() if entry not in self._volatile}
         for entry, values in self._lists.items():
             self._contents.setdefault(entry, token(values))
-        self._lengths = list(map(len, self._lists.values()))
+        self._values_of_lists = tuple(self._lists.values())
+        self._lengths = list(map(len, self._values_of_lists))
         self._tokens = list(map(token, self._lists.values()))
         self._types = tuple(dict.fromkeys(map(type, self._tree)))
         self._forwards = list(map(_forward_of, self._types))
@@ -192,7 +193,8 @@ class ModelWatch:
             WATCHER.unwatch(table.values, self._note)
         self._at_first = self._followed = ()
         self._tables.clear()
-        self._before, self._tree, self._lists, self._types = {}, {}, {}, ()
+        self._before, self._tree, self._types = {}, {}, ()
+        self._lists, self._values_of_lists = {}, ()
 
     @contextmanager
     def passing(self, training: bool | None = None) -> Iterator[list[Entry]]:
@@ -243,7 +245,7 @@ class ModelWatch:
         Args:
             contents: Also look at what is in lists and sets, besides how many elements they have.
         """
-        lengths = list(map(len, self._lists.values()))
+        lengths = list(map(len, self._values_of_lists))
         forwards = list(map(_forward_of, self._types))
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards

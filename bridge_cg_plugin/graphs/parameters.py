@@ -1,14 +1,11 @@
 """Stand-ins for a region's parameters while it is recorded."""
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
 from .modules import every_module
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 class ParameterAliases:
@@ -31,16 +28,7 @@ class ParameterAliases:
             if parameter is not None
         ]
         self.originals: tuple[nn.Parameter, ...] = tuple(dict.fromkeys(p for _, _, p in self._places))
-        self._trained = self._training()
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
-
-    def _training(self) -> list[bool]:
-        # Hundreds of parameters, before every replay: no line of Python for each.
-        return list(map(_requires_grad, self.originals))
-
-    def trained_otherwise(self) -> bool:
-        """Whether a parameter's `requires_grad` is another than when this object was made."""
-        return self._training() != self._trained
 
     @contextmanager
     def active(self, handed: Collection[nn.Parameter] = ()) -> Iterator[dict[nn.Parameter, nn.Parameter]]:

@@ -32,8 +32,9 @@ ALONE = Alone()
 FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
 
 
-# Where a batch is replayed: its source, its recording, the slot and bucket of that, and whether a backward may follow.
-Place = tuple[Source, Recorded, Slot, Bucket, bool]
+# Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
+# follow.
+Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
 
 
 class _Made(NamedTuple):
@@ -229,18 +230,8 @@ class Region:
             return None
         if self._before_replay is not None:
             self._before_replay()
-        source, recorded, slot, bucket, gradients = place
-        outputs = replay(
-            self.program,
-            source,
-            recorded,
-            slot,
-            bucket,
-            gradients,
-            batch,
-            self.sources.holds,
-            observer,
-        )
+        recorded, sources, source, slot, bucket, gradients = place
+        outputs = replay(self.program, source, recorded, slot, bucket, gradients, batch, sources.holds, observer)
         self.statistics.replayed(bucket, size, gradients)
         return outputs
 
@@ -277,31 +268,31 @@ class Region:
 
     def _place(self, batch: Any, size: int, index: int | None, records: bool) -> Place | Fallback:
         """Return where the batch is replayed, or why it cannot be."""
-        if not self._slots:
+        if self._made is None or not self._slots:
             return Fallback.NOT_CAPTURED
-        self.sources.clear()
+        sources = self._made.sources
+        sources.clear()
         gradients = torch.is_grad_enabled()
-        source = self._source(gradients)
+        source = self._source(sources, gradients)
         if not isinstance(source, Source):
             return source
-        mode = Mode(gradients and self._wants_gradients(source, batch), self.sources.training)
+        mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
         bucket = self._choose(batch, size, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        return self._recorded_place(source, bucket, mode, index, records)
+        return self._recorded_place(sources, source, bucket, mode, index, records)
 
-    def _source(self, gradients: bool) -> Source | Fallback:
+    def _source(self, sources: Sources, gradients: bool) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
-        alone = isinstance(self._peers, Alone)
         try:
-            source = self.sources.find(gradients, self._is_idle)
+            source = sources.find(gradients, self._is_idle)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
-            if self._strict or not (alone or isinstance(error, CaptureError)):
+            if self._strict or not (self._is_alone() or isinstance(error, CaptureError)):
                 raise CaptureError(f"{self.program.name}: {named(error)}") from error
             self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
             return Fallback.CAPTURE_FAILED
-        if source is Fallback.MEMORY_MOVED and not alone:
+        if source is Fallback.MEMORY_MOVED and not self._is_alone():
             raise CaptureError(
                 f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "
                 "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
@@ -313,6 +304,9 @@ class Region:
             self._warned.add(text)
             warn(text)
 
+    def _is_alone(self) -> bool:
+        return isinstance(self._peers, Alone)
+
     def _is_idle(self) -> bool:
         return self.free_slots() == len(self._slots)
 
@@ -320,7 +314,7 @@ class Region:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
     def _recorded_place(
-        self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
+        self, sources: Sources, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
     ) -> Place | Fallback:
         """Return a free slot with the recording, made now if it is missing, or why there is none."""
         try:
@@ -336,7 +330,7 @@ class Region:
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
-        return source, recorded, slot, bucket, mode.gradients
+        return recorded, sources, source, slot, bucket, mode.gradients
 
     def _free_slot(self, mode: Mode, index: int | None, lasting: bool) -> Slot | None:
         if index is not None or mode.gradients:
@@ -373,7 +367,7 @@ class Region:
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
         started = time.perf_counter()
-        by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not isinstance(self._peers, Alone)
+        by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not self._is_alone()
         try:
             (ALONE if by_peers else self._peers).agree(partial(self._add, source, slot, bucket, mode))
         except Exception as error:

@@ -1,5 +1,6 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from .parameters import ParameterAliases
 from .program import RegionProgram
 from .recording import Mode, Recording
 from .slot import Slot
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -71,6 +74,7 @@ class Source:
         self.lasting, self._device_type = lasting, device_type
         self.aliases = ParameterAliases(program.modules())
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
+        self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         self.failed: dict[tuple[Bucket, Mode], str] = {}
         self.recorded_by_peers: frozenset[tuple[int, Bucket, Mode]] = frozenset()
@@ -91,6 +95,17 @@ class Source:
     def forget(self, slot: Slot) -> None:
         """Drop the recordings in a slot."""
         self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
+
+    def trained_or_hooked_otherwise(self, hooks: bool = True) -> bool:
+        """Whether other parameters require a gradient than when the object was made, or have a hook of somebody else.
+
+        Args:
+            hooks: Whether hooks count.
+        """
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        if list(map(_requires_grad, self.aliases.originals)) != self._trained:
+            return True
+        return hooks and self.sinks.hooked_otherwise()
 
     def moved(self, gradients: bool, layouts: bool = False) -> bool:
         """Whether memory that recordings read or, with gradients, write lies elsewhere now.

@@ -36,17 +36,19 @@ class _State(NamedTuple):
         state: What stands for the differences from when the watch began.
         own: These differences.
         foreign_hook: A hook that a replay would not run, in words.
+        training: The mode of the modules.
     """
 
     generation: int
     state: State
     own: Differences
     foreign_hook: str | None
+    training: bool | tuple[bool, ...]
 
 
-def numerics() -> tuple[str, bool]:
-    """Return the settings of this process by which kernels are chosen, besides autocast."""
-    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+# Settings of the process by which kernels are chosen, besides autocast.
+matmul_precision = torch._C._get_float32_matmul_precision
+are_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Sources:
@@ -74,7 +76,7 @@ class Sources:
         self._adopted = 0
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
-        self._numerics = numerics()
+        self._numerics = matmul_precision(), are_deterministic()
         self._found_at: tuple[int, torch.dtype | None] | None = None
         self._seen: _State | None = None
         watch.look()
@@ -102,7 +104,7 @@ class Sources:
     @property
     def training(self) -> bool | tuple[bool, ...]:
         """The mode that the modules are in; see `Mode`."""
-        return self._watch.training
+        return self._look().training if self._seen is None else self._seen.training
 
     @contextmanager
     def memory_kept(self) -> Iterator[None]:
@@ -125,8 +127,9 @@ class Sources:
         """
         autocast = autocast_dtype(self._device_type)
         generation = self._watch.look(contents=not self._looked)
-        if numerics() != self._numerics:
-            what = f"float32 matmul precision and deterministic algorithms are {numerics()}, not {self._numerics}"
+        if (matmul_precision(), are_deterministic()) != self._numerics:
+            now = matmul_precision(), are_deterministic()
+            what = f"float32 matmul precision and deterministic algorithms are {now}, not {self._numerics}"
             self._warn(Fallback.NUMERICS_CHANGED, what, "eager until they are as at capture")
             return Fallback.NUMERICS_CHANGED
         if self._found_at == (generation, autocast):
@@ -152,13 +155,11 @@ class Sources:
 
     def holds(self, source: Source) -> bool:
         """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked."""
-        if source.aliases.trained_otherwise() or source.sinks.hooked_otherwise():
-            return False
-        return self._looked or not source.moved(gradients=True)
+        return not source.trained_or_hooked_otherwise() and (self._looked or not source.moved(gradients=True))
 
     def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
         """Return a source of the model's state, why it cannot be used now, None if something else changed."""
-        if source.aliases.trained_otherwise() or (gradients and source.sinks.hooked_otherwise()):
+        if source.trained_or_hooked_otherwise(hooks=gradients):
             return None
         if self._looked and source is self.current:
             return source
@@ -195,7 +196,7 @@ class Sources:
             own = {entry: value for entry, value in differences.items() if entry.table in tables}
             state = frozenset((entry, token(value)) for entry, value in own.items())
             hook = self._watch.foreign_hook(every_module(self._program.modules()))
-            self._seen = _State(generation, state, own, hook)
+            self._seen = _State(generation, state, own, hook, self._watch.training)
         return self._seen
 
     def _modules(self) -> list[nn.Module]:
@@ -253,7 +254,7 @@ class Sources:
         alike = [source for source in alike if source.autocast == autocast]
         if not alike:
             return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
-        if all(source.aliases.trained_otherwise() for source in alike):
+        if all(source.trained_or_hooked_otherwise(hooks=False) for source in alike):
             return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
         return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
 
