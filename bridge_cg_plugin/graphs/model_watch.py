@@ -135,6 +135,7 @@ class ModelWatch:
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
         self._lists: dict[Entry, list[Any] | set[Any]] = {}
+        self._values_of_lists: tuple[list[Any] | set[Any], ...] = ()
         self._contents: dict[Entry, Hashable] = {}
         self._lengths: list[int] = []
         self._tokens: list[Hashable] = []
@@ -171,17 +172,17 @@ class ModelWatch:
     def _follow_unwatched(self) -> None:
         """Follow what no watcher sees change: lists and sets, and the classes' `forward`."""
         self._lists = {
-            Entry(id(vars(module)), name): value
+            entry: value
             for module in self._tree
             for name, value in vars(module).items()
-            if isinstance(value, UNWATCHED) and name not in OF_EVERY_MODULE and name not in self._ignored
+            if isinstance(value, UNWATCHED) and name not in OF_EVERY_MODULE
+            if not self._left_by_passes(entry := Entry(id(vars(module)), name))
         }
-        self._lists = {entry: values for entry, values in self._lists.items() if entry not in self._volatile}
         for entry, values in self._lists.items():
             self._contents.setdefault(entry, token(values))
         self._values_of_lists = tuple(self._lists.values())
         self._lengths = list(map(len, self._values_of_lists))
-        self._tokens = list(map(token, self._lists.values()))
+        self._tokens = list(map(token, self._values_of_lists))
         self._types = tuple(dict.fromkeys(map(type, self._tree)))
         self._forwards = list(map(_forward_of, self._types))
         for kind, forward in zip(self._types, self._forwards, strict=True):
@@ -207,7 +208,7 @@ class ModelWatch:
             training: Mode of all modules inside; None leaves each in its own.
         """
         changed: list[Entry] = []
-        before = {} if self._passing else dict(zip(self._lists, map(len, self._lists.values()), strict=True))
+        before = {} if self._passing else dict(zip(self._lists, map(len, self._values_of_lists), strict=True))
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
@@ -250,7 +251,7 @@ class ModelWatch:
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards
             self._generation += 1
-        elif contents and (tokens := list(map(token, self._lists.values()))) != self._tokens:
+        elif contents and (tokens := list(map(token, self._values_of_lists))) != self._tokens:
             self._tokens = tokens
             self._generation += 1
         return self._generation
@@ -284,9 +285,8 @@ class ModelWatch:
         table = self._tables[entry.table]
         if table.hooks or entry.key == TRAINING:
             return False
-        if entry in self._volatile:
-            return _plain(old) and _plain(now)
-        return not table.plain_only or (_plain(old) and _plain(now))
+        plain_only = table.plain_only or entry in self._volatile
+        return not plain_only or (_plain(old) and _plain(now))
 
     def _modes(self) -> bool | tuple[bool, ...]:
         modes = tuple(module.training for module in self._tree if type(module) not in CONTAINERS)

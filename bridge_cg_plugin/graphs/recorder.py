@@ -1,6 +1,5 @@
 """Recording a region's buckets into slots."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -8,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..announce import LOGGER
 from .activations import Offloading
 from .buckets import Bucket
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
@@ -19,7 +19,6 @@ from .slot import SharedInputs, Slot
 from .source import Recorded, Source
 from .statistics import RegionStatistics
 
-LOGGER = logging.getLogger("bridge_cg_plugin")
 # Entered around everything that is recorded.
 Around = Callable[[], AbstractContextManager[None]]
 

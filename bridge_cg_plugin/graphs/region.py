@@ -97,7 +97,6 @@ class Region:
         self.slot_count = slots
         self.evaluation = evaluation
         self.statistics = RegionStatistics()
-
         self._before_replay, self._reduction = before_replay, reduction
         self._offloading, self._peers, self._strict = offloading, peers, strict
         self._watch, self._given_watch = watch, watch

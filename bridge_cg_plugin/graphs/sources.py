@@ -23,9 +23,10 @@ LASTING = 2
 MOST_SOURCES, MOST_ADOPTED = 4, 16
 # States that were asked for and are remembered: a model may never be in one of them again.
 MOST_ASKED = 64
-
-
 LASTS = "graphs of its own are captured if this lasts"
+# Settings of the process by which kernels are chosen, besides autocast.
+matmul_precision = torch._C._get_float32_matmul_precision
+are_deterministic = torch._C._get_deterministic_algorithms
 
 
 class _State(NamedTuple):
@@ -44,11 +45,6 @@ class _State(NamedTuple):
     own: Differences
     foreign_hook: str | None
     training: bool | tuple[bool, ...]
-
-
-# Settings of the process by which kernels are chosen, besides autocast.
-matmul_precision = torch._C._get_float32_matmul_precision
-are_deterministic = torch._C._get_deterministic_algorithms
 
 
 class Sources:

@@ -142,6 +142,14 @@ def test_losses_and_statistics_of_routers_are_eagers(changes):
     assert not any("_apply_expert_bias" in vars(router) for router in routers)
 
 
+def assert_packs_are_eagers(model, graphs):
+    for arguments in PACKS:
+        found = losses_and_gradients(model, arguments)
+        with graphs.paused():
+            expected = losses_and_gradients(model, arguments)
+        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
 CHANGED = {"moe_expert_capacity_factor": 0.5, "moe_z_loss_coeff": 0.1}
 
 
@@ -152,11 +160,7 @@ def test_options_that_change_after_capture_are_obeyed(field, value, modules):
     options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": False}
     with ON_CPU(), graphs_on(model, pack(WARMUP), **options) as graphs:
         setattr(model.config, field, value)
-        for arguments in PACKS:
-            found = losses_and_gradients(model, arguments)
-            with graphs.paused():
-                expected = losses_and_gradients(model, arguments)
-            assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert_packs_are_eagers(model, graphs)
         assert graphs.statistics().fallbacks
 
 
@@ -166,11 +170,7 @@ def test_a_router_that_is_replaced_after_capture_routes(modules):
     options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": False}
     with ON_CPU(), graphs_on(model, pack(WARMUP), **options) as graphs:
         model.decoder.layers[0].mlp.router = other.decoder.layers[0].mlp.router
-        for arguments in PACKS:
-            found = losses_and_gradients(model, arguments)
-            with graphs.paused():
-                expected = losses_and_gradients(model, arguments)
-            assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert_packs_are_eagers(model, graphs)
 
 
 @pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)

@@ -297,6 +297,10 @@ class Counted:
         return Agreed(value, value)
 
 
+def no_memory(*unused):
+    raise torch.OutOfMemoryError("none left")
+
+
 def test_a_rank_whose_memory_moved_asks_no_other():
     peers, model = Counted(), with_main_grads(two_layers())
     region = region_of(model, peers=peers)
@@ -311,7 +315,7 @@ def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_run
     model = with_main_grads(two_layers())
     region = region_of(model, peers=Counted())
     model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
-    monkeypatch.setattr(region.executor, "record", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    monkeypatch.setattr(region.executor, "record", no_memory)
     with pytest.raises(CaptureError, match="memory was moved on this rank"):
         region.run(batch())
 
@@ -342,7 +346,7 @@ def test_no_memory_for_a_further_slot_is_no_error(monkeypatch):
     model = two_layers()
     region = region_of(model)
     outputs = region.run(batch())
-    monkeypatch.setattr(region.executor, "new_pool", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+    monkeypatch.setattr(region.executor, "new_pool", no_memory)
     with torch.no_grad():
         for _ in range(3):
             assert region.run(batch()) is None
