@@ -30,6 +30,7 @@ def start_single_process() -> None:
             port = probe.getsockname()[1]
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ["MASTER_PORT"] = str(port)
+        parallel_state.destroy_model_parallel()  # of process groups that somebody ended
         torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()

@@ -127,11 +127,12 @@ def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     # threads that only its parent has.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     further = {"callbacks": list(callbacks)} if callbacks else {}
-    with helper_as_shipped():
-        train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
     import torch
 
-    if torch.distributed.is_initialized():
+    starts_the_groups = not torch.distributed.is_initialized()
+    with helper_as_shipped():
+        train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
+    if starts_the_groups and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

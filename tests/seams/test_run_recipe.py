@@ -72,6 +72,22 @@ def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
     )
 
 
+def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):
+    """Bridge leaves its process groups behind after an end that it did not foresee; a caller's are the caller's."""
+    distributed, ours = torch.distributed, not torch.distributed.is_initialized()
+    module, attribute = steps.TRAIN["finetune"]
+    store = f"file://{tmp_path}/store"
+    start = lambda **_: distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)  # noqa: E731
+    if ours:
+        with monkeypatch.context() as patched:
+            patched.setattr(importlib.import_module(module), attribute, start)
+            assert run() == 0 and not distributed.is_initialized()
+        start()
+    assert run() == 0 and distributed.is_initialized()
+    if ours:
+        distributed.destroy_process_group()
+
+
 def test_the_mode_can_be_said(trained):
     assert run("--mode", "pretrain", "--step_func", "vlm_step") == 0
     (mode, call) = trained[0]
