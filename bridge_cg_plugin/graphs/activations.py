@@ -2,13 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .executor import Executor
-    from .recording import RegionBody
 
 
 class Activations(Protocol):
@@ -29,31 +25,6 @@ class Activations(Protocol):
 
     def forget(self) -> None:
         """Drop what is left of a forward whose backward will not come."""
-
-
-class Offloading(Protocol):
-    """Makes a recording's activations once its warm-up is over."""
-
-    def prepare(self, executor: "Executor", body: "RegionBody", slot: int) -> Activations | None:
-        """Return what keeps the activations of this work in a slot, or None where they stay in the graph's memory.
-
-        Raises:
-            CaptureError: They cannot be kept as asked for.
-        """
-
-    def accepts(self, nbytes: int) -> bool:
-        """Whether a slot, all buckets recorded, may take so many bytes; if not, `prepare` is asked again for less.
-
-        Raises:
-            CaptureError: It takes too much and cannot take less.
-        """
-
-    def release(self) -> None:
-        """Give back all host memory."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory held, in bytes."""
 
 
 # Address of a storage that came back -> the address at which it was saved. Autograd calls a backward in a thread of its

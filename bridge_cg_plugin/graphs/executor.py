@@ -10,7 +10,7 @@ from torch import Tensor
 from .activations import Activations
 from .errors import CaptureError
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
-from .side_work import SideWork
+from .side_stream import SideWork
 from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..upstream_types import MegatronParameter
-from .dict_watch import WATCHER
+from .changes.dict_watch import WATCHER
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ..announce import warn
+from .changes.model_watch import NOTHING_EXEMPT, Exempt, ModelWatch
 from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
 from .executor import Executor
 from .fallback import Fallback
 from .instance import InstanceMethod
-from .model_watch import NOTHING_EXEMPT, Exempt, ModelWatch
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..announce import LOGGER
-from .activations import Offloading
 from .buckets import Bucket
+from .changes.model_watch import Entry, ModelWatch
+from .changes.source import Recorded, Source
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
-from .model_watch import Entry, ModelWatch
+from .offloading import Offloading
 from .program import RegionProgram
 from .recording import Mode, RegionBody
 from .slot import SharedInputs, Slot
-from .source import Recorded, Source
 from .statistics import RegionStatistics
 
 # Entered around everything that is recorded.

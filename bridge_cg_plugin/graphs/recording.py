@@ -18,7 +18,7 @@ from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Buffers, RegionProgram
-from .side_work import SideWork
+from .side_stream import SideWork
 from .streams import ReplayStream
 
 MAIN_STREAM = ReplayStream()

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import warn
-from .activations import Offloading
 from .buckets import Bucket, choose
+from .changes.model_watch import ModelWatch
+from .changes.source import Recorded, Source
+from .changes.sources import LASTING, Sources
 from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
 from .fallback import Fallback
 from .gradients import NO_BACKWARD, Reduction
-from .model_watch import ModelWatch
-from .peers import Alone, Peers
+from .offloading import Offloading
 from .program import RegionProgram
+from .rank_consensus import Alone, Peers
 from .recorder import Around, Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
 from .slot import SharedInputs, Slot
-from .source import Recorded, Source
-from .sources import LASTING, Sources
 from .statistics import BucketStatistics, RegionStatistics
 
 ALONE = Alone()

@@ -9,12 +9,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .buckets import Bucket
+from .changes.source import Recorded, Source
 from .errors import ReplayError
 from .program import RegionProgram
 from .recording import Gradients
 from .rows import copies, write_each
 from .slot import Lease, Slot
-from .source import Recorded, Source
 
 
 class BackwardObserver(Protocol):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .inventory import Event, Inventory, Seen
 from .registry import Recipe, Record
+from .storage_views import raw_bytes
 from .store import Packing, SavedStorage, rebuilt, usable_recipe
-from .views import raw_bytes
 
 # Times that a storage is made again to be timed.
 TIMED = 4

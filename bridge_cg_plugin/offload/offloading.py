@@ -69,7 +69,7 @@ class _Planned:
 
 
 class RegionOffloading:
-    """See `graphs.activations.Offloading`.
+    """See `graphs.offloading.Offloading`.
 
     Args:
         policy: What is asked for.

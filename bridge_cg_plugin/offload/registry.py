@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .views import View, view_of
+from .storage_views import View, view_of
 
 # Makes a storage's content again, to the bit, from the recipe's sources.
 Build = Callable[..., Tensor]

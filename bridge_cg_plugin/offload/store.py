@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..graphs.activations import returned_storages
 from ..graphs.errors import CaptureError
+from .device_only import is_marked
 from .inventory import Inventory
-from .marks import is_marked
 from .registry import Recipe, Record, Registry, Source, registering
 from .schedule import Fate, Plan, Schedule
+from .storage_views import View, can_travel, raw_bytes, view_of
 from .transfers import Transfers
-from .views import View, can_travel, raw_bytes, view_of
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from .activations import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .combinations import check_combinations, check_options
 from .errors import GraphOptionWarning, OptionError
 from .facts import Facts, facts_of
-from .graph_options import GraphOptions, as_fields, graph_options, normalize
+from .graph_options import GraphOptions
 from .language_model import (
     CudaGraphModule,
     InferenceCudaGraphScope,
@@ -15,16 +15,10 @@ from .language_model import (
     normalize_inference_cuda_graph_scope,
 )
 from .migration import ENUM, MIGRATIONS, check_deprecated_beside_new
+from .normalization import as_fields, graph_options, normalize
 from .offload import OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
-from .vision import (
-    CHECK_ACTIONS,
-    MODULES,
-    PROVIDER_FIELDS,
-    SCOPE_FIELD,
-    VisionGraphOptions,
-    vision_options,
-)
+from .vision import CHECK_ACTIONS, MODULES, PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 
 __all__ = [
     "CHECK_ACTIONS",

@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import OptionError
-from .graph_options import GraphOptions, as_fields
+from .graph_options import GraphOptions
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE, InferenceCudaGraphScope, LanguageModelGraphOptions
 from .migration import SWITCHES, module_names
+from .normalization import as_fields
 from .offload import CORE_FIELDS, OFFLOAD_FIELDS, SHARED_FIELDS, OffloadOptions
 from .offload import MODULES as OFFLOAD_MODULES
 from .packed import PACKED_FIELDS, PackedOptions

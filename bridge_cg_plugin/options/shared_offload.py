@@ -1,18 +1,15 @@
 """One option that says what is offloaded, told to the plugin's regions and to the layers that megatron-core runs."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .activations import OFFLOAD_MODULES, check_region
 from .errors import OptionError
 from .facts import Facts
+from .graph_options import GraphOptions
 from .language_model import CudaGraphModule, LanguageModelGraphOptions
 from .offload import CORE_FIELDS, SHARED_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions
 from .vision import PROVIDER_FIELDS, VisionGraphOptions
-
-if TYPE_CHECKING:
-    from .graph_options import GraphOptions
 
 PARTS = SHARED_FIELDS["parts"]
 EXPERTS = ("expert_fc1", "moe_act")
@@ -27,7 +24,7 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
 ELEMENT_BYTES = 2
 
 
-def share_offload(options: "GraphOptions", facts: Facts) -> "GraphOptions":
+def share_offload(options: GraphOptions, facts: Facts) -> GraphOptions:
     """Return options in which the shared option has reached regions and megatron-core, with what it does not reach.
 
     Args:

@@ -5,7 +5,7 @@ import os
 import sys
 
 from ..options import OptionError
-from .registry.engine import TE_OFFLOAD
+from .seams.registry.engine import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 STALL_MINUTES = "BRIDGE_CG_STALL_MINUTES"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..graphs.model_watch import Exempt
+from ..graphs.changes.model_watch import Exempt
 
 # A schedule tells layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor.
 BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor"))

@@ -12,7 +12,7 @@ from ..graphs.fallback import Fallback
 from ..graphs.inputs import want_gradients
 from ..graphs.program import RegionProgram
 from .batch import BatchError
-from .grids import HostGrids
+from .host_grids import HostGrids
 
 # Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
 PackSegments = Callable[[Tensor, int], Any]

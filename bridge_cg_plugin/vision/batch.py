@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .grids import Grid, HostGrids, frame_count, largest_frame, token_count
+from .host_grids import Grid, HostGrids, frame_count, largest_frame, token_count
 
 # Of the grids that encoders take: PyTorch repeats rows by no others.
 GRID_DTYPES = (torch.int32, torch.int64)

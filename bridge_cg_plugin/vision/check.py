@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..announce import announce, warn
+from ..graphs.changes.source import Source
 from ..graphs.recording import Gradients
-from ..graphs.source import Source
 from ..upstream_types import MegatronParameter
 from .adapter import EncoderBatch
 

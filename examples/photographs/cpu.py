@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from .photographs import FILES, SMALL_SIZES, Images, draw_images
 from .tower import build_tower

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.report.spread import compare_to_spread, how_eager_fares
+from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 
 from .arguments import layout_in
 from .layout import Layout

@@ -33,8 +33,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
-from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 
 from .arguments import layout_of, parse
 from .layout import Layout
@@ -312,8 +312,8 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.full_iteration import CURRENT
-        from bridge_cg_plugin.upstream.graph_helper import active_helpers
+        from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+        from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)

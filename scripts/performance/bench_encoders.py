@@ -95,7 +95,7 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
 def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
     """Capture one bucket of exactly the batch's size; returns the helper."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     options = VisionGraphOptions(
         impl="transformer_engine",

@@ -4,7 +4,7 @@ python scripts/performance/bench_experts.py --out docs/benchmarks/experts.jsonl
 python scripts/performance/bench_experts.py --tilings
 
 The experts are those of `bench_packed.py`'s mixture. Weight gradients are added to fp32 sums on both sides. With
-`--tilings` every tiling of a list is timed for the first layer, too, to choose those in `experts/kernels.py`.
+`--tilings` every tiling of a list is timed for the first layer, too, to choose those in `language/experts/kernels.py`.
 """
 
 import argparse
@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from bridge_cg_plugin.experts import kernels  # noqa: E402
-from bridge_cg_plugin.experts.kernels import Tiling  # noqa: E402
-from bridge_cg_plugin.experts.rows import Rows, find_rows  # noqa: E402
-from bridge_cg_plugin.experts.tables import Tables  # noqa: E402
+from bridge_cg_plugin.language.experts import kernels  # noqa: E402
+from bridge_cg_plugin.language.experts.kernels import Tiling  # noqa: E402
+from bridge_cg_plugin.language.experts.rows import Rows, find_rows  # noqa: E402
+from bridge_cg_plugin.language.experts.tables import Tables  # noqa: E402
 from scripts.performance import measure  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture  # noqa: E402
-from bridge_cg_plugin.packed.fit import pack_buckets  # noqa: E402
-from bridge_cg_plugin.planner.plan import place  # noqa: E402
+from bridge_cg_plugin.language.packed.fit import pack_buckets  # noqa: E402
+from bridge_cg_tools.planner.plan import place  # noqa: E402
 from examples.photographs.processes import TrainingFailed, TrainingProcess  # noqa: E402
 from scripts.performance.packed_plans import DISTRIBUTIONS, Distribution  # noqa: E402
 from scripts.performance.packed_plans import misses as plan_misses  # noqa: E402
@@ -48,7 +48,7 @@ DEFAULT_MODELS = ("dense", "moe", "large")
 STACK = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.models.gpt.gpt_model",
-    "bridge_cg_plugin.upstream.packed_helper",
+    "bridge_cg_plugin.upstream.hooks.packed_helper",
 )
 # The model that the planner's predictions are measured with, and the case that measures them.
 PLANNED, PLANS = "planned", "plans"
@@ -340,7 +340,7 @@ class Bench:
 
     def fit_costs(self, out: Path | None) -> Any:
         """Return the cost model that fits packs of several shapes, eager and on graphs, and write it."""
-        from bridge_cg_plugin.planner.cost import save_cost_model
+        from bridge_cg_tools.planner.cost import save_cost_model
         from scripts.performance.packed_costs import fit
 
         shapes = (*SHAPES, *((tokens, DOCUMENTS) for tokens in TOKENS))

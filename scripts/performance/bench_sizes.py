@@ -56,7 +56,7 @@ def main() -> int:
 def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dict[str, Any]]:
     """Run all microbatches eager and on graphs; returns both records, and the limit's."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
     from scripts.performance import tower
     from scripts.performance.arithmetic import limit_ms
 

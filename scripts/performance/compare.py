@@ -33,12 +33,12 @@ from bridge_cg_plugin.options.language_model import IMPL  # noqa: E402
 from bridge_cg_plugin.options.packed import PACKED_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS  # noqa: E402
-from bridge_cg_plugin.report import plots  # noqa: E402
-from bridge_cg_plugin.report.command import print_page, write_page  # noqa: E402
-from bridge_cg_plugin.report.page import Page, make_page  # noqa: E402
-from bridge_cg_plugin.report.records import read_records  # noqa: E402
-from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
-from bridge_cg_plugin.upstream.steps import LANGUAGE_MODEL_STEP, step_name  # noqa: E402
+from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name  # noqa: E402
+from bridge_cg_tools.report import plots  # noqa: E402
+from bridge_cg_tools.report.command import print_page, write_page  # noqa: E402
+from bridge_cg_tools.report.page import Page, make_page  # noqa: E402
+from bridge_cg_tools.report.records import read_records  # noqa: E402
+from bridge_cg_tools.report.runs import WARM_UP  # noqa: E402
 from examples.photographs.processes import free_port  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
 from scripts.performance.bench_step import WRONG  # noqa: E402

@@ -138,7 +138,7 @@ def build_qwen25_vl(layers: int) -> nn.Module:
 
 def qwen25_vl_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random patches; the grid is announced to the plugin as Bridge's batch step does."""
-    from bridge_cg_plugin.upstream.helper import GRIDS
+    from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 
     host, config = torch.tensor(rows), model.config
     tokens = tokens_of(rows)

@@ -172,7 +172,7 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from bridge_cg_plugin.upstream.packed_helper import PACK_OFFSETS
+    from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
 
     places = tuple(room or lengths)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -272,7 +272,7 @@ def new_helper(
         recorded: What to record, with the limits (documents, tokens of the longest); None is what options give.
         options: `cuda_graph_...` fields of the configuration.
     """
-    from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
 
     values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **options}
     for name, value in values.items():

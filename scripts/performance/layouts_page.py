@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.report.spread import each_by_others
+from bridge_cg_tools.report.spread import each_by_others
 from scripts.performance.markdown import Records, by_case, number, origin, table
 from scripts.performance.results import read_records
 

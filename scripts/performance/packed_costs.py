@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge_cg_plugin.graphs.buckets import scan_cost
-from bridge_cg_plugin.planner.cost import MILLION, CostModel
+from bridge_cg_plugin.attention_bounds import scan_cost
+from bridge_cg_tools.planner.cost import MILLION, CostModel
 
 # Eager is bound by the host where it takes this many times as long as the GPU works.
 HOST_BOUND = 1.5

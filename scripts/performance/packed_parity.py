@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge_cg_plugin.upstream.replaced import replaced
+from bridge_cg_plugin.upstream.attributes import replaced
 from scripts.performance.language_model import draw
 from scripts.performance.tower import largest_relative, relative, relatives
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_cg_plugin.graphs.buckets import COMMON_SEGMENTS, Bucket
-from bridge_cg_plugin.packed.fit import pack_buckets
-from bridge_cg_plugin.planner.cost import CostModel
-from bridge_cg_plugin.planner.packing import Pack, first_fit_shuffle
-from bridge_cg_plugin.planner.plan import Choice, candidates, expect, place, plan_packs
+from bridge_cg_plugin.attention_bounds import COMMON_SEGMENTS
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.planner.cost import CostModel
+from bridge_cg_tools.planner.packing import Pack, first_fit_shuffle
+from bridge_cg_tools.planner.plan import Choice, candidates, expect, place, plan_packs
 
 # Document lengths, and how often each comes.
 DISTRIBUTIONS = {

@@ -42,9 +42,9 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.graph_fields import apply_options
-from bridge_cg_plugin.upstream.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from examples.photographs import training as photographs
 from examples.photographs.photographs import PhotographDataset, PhotographProvider
 from examples.photographs.training import Recorder, Run

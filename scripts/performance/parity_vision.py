@@ -65,7 +65,7 @@ def measure(repeats: int) -> list[dict]:
 
     from bridge_cg_plugin.graphs.fallback import Fallback
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
     from scripts.performance import tower
 
     tower.start_process()
@@ -136,7 +136,7 @@ def worst_parameter(model, actual, expected) -> str:
 
 def _as_vision_batch(batch):
     from bridge_cg_plugin.vision.batch import VisionBatch
-    from bridge_cg_plugin.vision.grids import as_grid
+    from bridge_cg_plugin.vision.host_grids import as_grid
 
     return VisionBatch(batch.pixels, batch.grid, as_grid(batch.grid.cpu()))
 

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.report.plots import style  # noqa: E402
+from bridge_cg_tools.report.plots import style  # noqa: E402
 from scripts.performance.results import read_records  # noqa: E402
 from scripts.performance.workloads import CASES, frames_of  # noqa: E402
 

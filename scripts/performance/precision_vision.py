@@ -92,7 +92,7 @@ def measure(grids: dict[str, Grid], layers: Sequence[int], repeats: int) -> Iter
 
 def available_modes() -> tuple[str, ...]:
     """Return the modes that this machine can run; says which are left out and why."""
-    from bridge_cg_plugin.upstream.direct_attention import flash_attention_refusal
+    from bridge_cg_plugin.upstream.encoders.direct_attention import flash_attention_refusal
 
     refusal = flash_attention_refusal()
     if refusal is None:

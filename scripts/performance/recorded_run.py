@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.options import PROVIDER_FIELDS, OptionError  # noqa: E402
-from bridge_cg_plugin.report.runs import WARM_UP  # noqa: E402
+from bridge_cg_tools.report.runs import WARM_UP  # noqa: E402
 from scripts.performance import run_recipe  # noqa: E402
 
 KINDS = ("eager", "upstream", "plugin")
@@ -77,12 +77,12 @@ def with_upstreams_graphs(run: run_recipe.Prepared) -> run_recipe.Prepared:
         OptionError: The installed release has no vision graphs.
     """
     import bridge_cg_plugin
-    from bridge_cg_plugin.upstream.registry.training import TRAIN
-    from bridge_cg_plugin.upstream.steps import forward_step
+    from bridge_cg_plugin.upstream.hooks.steps import forward_step
+    from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
     bridge_cg_plugin.deactivate()
     importlib.import_module(TRAIN)
-    from bridge_cg_plugin.upstream.train_loop import drives_vision_graphs
+    from bridge_cg_plugin.upstream.hooks.train_loop import drives_vision_graphs
 
     if getattr(run.config.model, PROVIDER_FIELDS["impl"], "none") != "none" and not drives_vision_graphs():
         raise OptionError("as", "upstream", "eager or plugin", "The installed release has no vision graphs.")

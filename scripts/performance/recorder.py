@@ -9,9 +9,9 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import nn
 
-from bridge_cg_plugin.report.kinds import KINDS
-from bridge_cg_plugin.report.runs import WARM_UP
-from bridge_cg_plugin.upstream.encoders import find_encoder
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_tools.report.kinds import KINDS
+from bridge_cg_tools.report.runs import WARM_UP
 from scripts.performance.measure import on_gpu, synchronize
 
 GIB = 2**30
@@ -118,8 +118,8 @@ class Recorder(Callback):
 
 def graph_statistics() -> dict[str, dict[str, Any]]:
     """Return the statistics of the plugin's graphs that exist now, by `GraphKind.group`."""
-    from bridge_cg_plugin.upstream.full_iteration import CURRENT
-    from bridge_cg_plugin.upstream.graph_helper import active_helpers
+    from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 
     found = {helper.graphs.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
     found |= {WHOLE_MODEL: CURRENT.graphs} if CURRENT.graphs is not None else {}

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import bridge_cg_plugin  # noqa: E402
-from bridge_cg_plugin.launch import LAUNCHERS, Job, slurm, torchrun  # noqa: E402
 from bridge_cg_plugin.options import OptionError, normalize  # noqa: E402
 from bridge_cg_plugin.options.explain import in_words  # noqa: E402
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag  # noqa: E402
+from bridge_cg_tools.launch import LAUNCHERS, Job, slurm, torchrun  # noqa: E402
 
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
 
@@ -107,9 +107,9 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
         OptionError: There is no such recipe, field or step, or the options cannot work.
     """
     bridge_cg_plugin.activate()
-    from bridge_cg_plugin.upstream.overrides import apply_overrides
-    from bridge_cg_plugin.upstream.recipes import build_recipe, is_benchmark
-    from bridge_cg_plugin.upstream.steps import forward_step, mode_of, step_name
+    from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, is_benchmark
+    from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
 
     config = build_recipe(parsed.recipe)
     options = apply_overrides(config, given_flags(parsed), words)
@@ -120,8 +120,8 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
-    from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
-    from bridge_cg_plugin.upstream.steps import train_function
+    from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+    from bridge_cg_plugin.upstream.hooks.steps import train_function
 
     # Bridge sets it to True, which takes the tokenizer's guard away: a forked data worker would wait for ever for
     # threads that only its parent has.

@@ -10,8 +10,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.graphs.buckets import SIDE_WORK_UP_TO  # noqa: E402
-from bridge_cg_plugin.report.spread import compare_to_spread  # noqa: E402
+from bridge_cg_plugin.attention_bounds import SIDE_WORK_UP_TO  # noqa: E402
+from bridge_cg_tools.report.spread import compare_to_spread  # noqa: E402
 from scripts.performance.layouts_page import layout_parts  # noqa: E402
 from scripts.performance.markdown import Records, by_case, fill, origin, over_eager, table  # noqa: E402
 from scripts.performance.packed_page import packed_parts  # noqa: E402

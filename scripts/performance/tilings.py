@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from bridge_cg_plugin.upstream.replaced import replaced
+from bridge_cg_plugin.upstream.attributes import replaced
 
 
 @contextmanager

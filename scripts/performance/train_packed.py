@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.report.spread import compare_to_spread  # noqa: E402
+from bridge_cg_tools.report.spread import compare_to_spread  # noqa: E402
 from examples.photographs.processes import TrainingProcess  # noqa: E402
 from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
 

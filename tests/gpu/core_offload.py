@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from examples.photographs.training import Recorder
 from scripts.performance import packed_training, tower
 

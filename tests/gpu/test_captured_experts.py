@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bridge_cg_plugin.experts.linear import combine_linear, dispatch_linear
-from bridge_cg_plugin.experts.rows import find_rows, row_weights
-from bridge_cg_plugin.experts.tables import Tables
+from bridge_cg_plugin.language.experts.linear import combine_linear, dispatch_linear
+from bridge_cg_plugin.language.experts.rows import find_rows, row_weights
+from bridge_cg_plugin.language.experts.tables import Tables
 from scripts.performance import language_model as lm
 from scripts.performance import packed_parity as parity
 from scripts.performance.reference import without_tf32

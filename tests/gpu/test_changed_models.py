@@ -161,7 +161,7 @@ def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_mo
 
 def new_helper(model, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
     helper = VisionTECudaGraphHelper(model, model.config, options=settings)

@@ -53,7 +53,7 @@ class Encoder:
 
     def on_graphs(self, **options):
         from bridge_cg_plugin.options import VisionGraphOptions
-        from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
         settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact", "cost_fallback": False}
         options = VisionGraphOptions(**{**settings, **self.options, **options})
@@ -210,8 +210,8 @@ def test_bridges_model_trains_as_eager(tower_module, build, samples, buckets):
     1.5e-2 to 2.2e-1 from each other's, those of nine on graphs 0.9e-2 to 3.1e-2 from the nearest of these.
     """
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.encoders import find_encoder
-    from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     steps, warm_up, with_images = 6, 2, sum(bool(sample.visual) for sample in samples)
     model = build()

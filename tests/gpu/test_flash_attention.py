@@ -14,11 +14,11 @@ NEAR = 1.05
 
 @pytest.fixture(scope="module", autouse=True)
 def flash():
-    from bridge_cg_plugin.upstream.direct_attention import flash_attention_refusal
+    from bridge_cg_plugin.upstream.encoders.direct_attention import flash_attention_refusal
 
     pytest.importorskip("flash_attn.cute", reason="needs requirements/flash.txt")
     assert flash_attention_refusal() is None
-    from bridge_cg_plugin.upstream import flash_attention
+    from bridge_cg_plugin.upstream.encoders import flash_attention
 
     return flash_attention
 

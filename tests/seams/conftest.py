@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
 
 from .qwen_configs import write_configs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.offload.registry import Registry, registering
-from bridge_cg_plugin.upstream import activations
-from bridge_cg_plugin.upstream.activations import known_activations
+from bridge_cg_plugin.upstream.kernels import saved_tensors as activations
+from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
 from tests.scripts import interpreted
 from tests.seams.test_layer_kernels import STREAM_SCRIPT
 from tests.unit.towers import draw, new_tower
@@ -140,7 +140,7 @@ def test_the_residual_streams_gradient_finds_a_norms_input_that_came_back_elsewh
 TOWER = """
 import torch
 
-from bridge_cg_plugin.upstream import qwen3_vl
+from bridge_cg_plugin.upstream.encoders import qwen3_vl
 from tests.interpreted import prepare
 
 prepare()

@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream import direct_attention, layer_kernels
-from bridge_cg_plugin.upstream.attention_choice import fused_attention_refusal
-from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal, flash_attention_refusal
-from bridge_cg_plugin.upstream.registry.engine import TE_ATTENTION_UTILS
+from bridge_cg_plugin.upstream.encoders import direct_attention
+from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal, flash_attention_refusal
+from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
+from bridge_cg_plugin.upstream.kernels.attention_choice import fused_attention_refusal
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
 
 VARIABLES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_UNFUSED_ATTN")
 HOPPER = (9, 0)
@@ -89,7 +90,7 @@ def able(gpu, monkeypatch):
     gpu(HOPPER)
     monkeypatch.setattr(direct_attention, "kernels_available", lambda: True)
     monkeypatch.setattr("bridge_cg_plugin.vision.kernels.cudnn_graphs.unavailable", lambda: None)
-    monkeypatch.setattr("bridge_cg_plugin.upstream.flash_attention.unavailable", lambda: None)
+    monkeypatch.setattr("bridge_cg_plugin.upstream.encoders.flash_attention.unavailable", lambda: None)
 
 
 def test_cudnn_is_not_called_directly_where_eager_attends_otherwise(able, monkeypatch):

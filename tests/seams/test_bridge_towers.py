@@ -9,14 +9,14 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
-from bridge_cg_plugin.upstream import graph_helper, train_loop
-from bridge_cg_plugin.upstream import helper as helpers
-from bridge_cg_plugin.upstream.encoders import find_encoder
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.hugging_face import QWEN25_VL, SIGLIP
-from bridge_cg_plugin.upstream.own_loop import OwnLoop
-from bridge_cg_plugin.upstream.patches import bridge_release
-from bridge_cg_plugin.upstream.registry import seam
+from bridge_cg_plugin.upstream.encoders.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
+from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
+from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry import seam
 from examples.photographs.tower import start_single_process
 
 from ..unit import bridge_towers as towers

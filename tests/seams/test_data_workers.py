@@ -26,7 +26,7 @@ def train(**given):
 """
 BY_ITSELF = "train()"
 BY_THE_SCRIPT = """
-from bridge_cg_plugin.upstream import steps
+from bridge_cg_plugin.upstream.hooks import steps
 from scripts.performance import run_recipe
 
 steps.train_function = lambda mode: train

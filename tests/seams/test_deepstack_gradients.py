@@ -1,7 +1,7 @@
 """Deepstack's gradients under tensor parallelism with sequence parallelism: as released, and summed over the ranks.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it: then upstream/deepstack.py, its option and its warning can go.
+has mended it: then upstream/encoders/deepstack.py, its option and its warning can go.
 """
 
 import copy
@@ -21,8 +21,8 @@ from torch import distributed
 import bridge_cg_plugin
 from bridge_cg_plugin.options.deepstack import ALLREDUCE
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
-from bridge_cg_plugin.upstream.full_iteration import CURRENT
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.ranks import run_ranks
 
 from ..unit import vlm

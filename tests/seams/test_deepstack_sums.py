@@ -10,9 +10,9 @@ from torch import distributed
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import deepstack
-from bridge_cg_plugin.upstream.seams import drift
-from bridge_cg_plugin.upstream.source import SourceReader
+from bridge_cg_plugin.upstream.encoders import deepstack
+from bridge_cg_plugin.upstream.seams.seam import drift
+from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from examples.photographs.tower import start_single_process
 
 SIZES = {"tp_size": 2, "tp_rank": 1, "sequence_parallel": True}

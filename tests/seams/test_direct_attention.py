@@ -9,11 +9,12 @@ import torch
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream import direct_attention, layer_kernels
-from bridge_cg_plugin.upstream.direct_attention import direct_attention_refusal
-from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.upstream.encoders import direct_attention
+from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.vision.adapter import OtherAttention
-from bridge_cg_plugin.vision.encoder import VisionGraphs
+from bridge_cg_plugin.vision.manager import VisionGraphs
 from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
@@ -23,12 +24,12 @@ TOWER_SCRIPT = """
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from bridge_cg_plugin.upstream import direct_attention
-from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
-from bridge_cg_plugin.upstream.qwen3_vl import pack_segments
-from bridge_cg_plugin.upstream.rotary import fused_rotary
+from bridge_cg_plugin.upstream.encoders import direct_attention
+from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
+from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
 from bridge_cg_plugin.vision.batch import VisionBatch
-from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
+from bridge_cg_plugin.vision.encoders.qwen3_vl import Qwen3VLEncoder
 from bridge_cg_plugin.graphs.buckets import Bucket
 from tests.interpreted import prepare
 from tests.segment_plans import use_reference_plans

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin import doctor, plugin
-from bridge_cg_plugin.cli import main
-from bridge_cg_plugin.upstream import train_loop
-from bridge_cg_plugin.upstream.registry import SEAMS
-from bridge_cg_plugin.upstream.registry.training import TRAIN
+from bridge_cg_plugin import plugin
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_tools import doctor
+from bridge_cg_tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("active")
 

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli import main
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import recipes
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_tools.cli import main
 
 
 def explain(capsys, *words):

@@ -10,18 +10,22 @@ from types import SimpleNamespace
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin import doctor, plugin
-from bridge_cg_plugin.cli import main
-from bridge_cg_plugin.upstream import states, train_loop, training_config, virtual_stages
-from bridge_cg_plugin.upstream.arguments import arguments_of
-from bridge_cg_plugin.upstream.features import KNOWN_MODELS, feature_states
-from bridge_cg_plugin.upstream.patches import DriftError, bridge_release
-from bridge_cg_plugin.upstream.registry import SEAMS, seam
-from bridge_cg_plugin.upstream.registry.training import TRAIN
-from bridge_cg_plugin.upstream.seams import Feature as F
-from bridge_cg_plugin.upstream.seams import Found, Seam, drift
-from bridge_cg_plugin.upstream.source import SourceReader
-from bridge_cg_plugin.upstream.training_config import check_training_config
+from bridge_cg_plugin import plugin
+from bridge_cg_plugin.upstream.hooks import train_loop, training_config
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.parallel import virtual_stages
+from bridge_cg_plugin.upstream.seams import states
+from bridge_cg_plugin.upstream.seams.activation import seam_states
+from bridge_cg_plugin.upstream.seams.call_arguments import arguments_of
+from bridge_cg_plugin.upstream.seams.features import KNOWN_MODELS, feature_states
+from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.seam import Feature as F
+from bridge_cg_plugin.upstream.seams.seam import Found, Seam, drift
+from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
+from bridge_cg_tools import doctor
+from bridge_cg_tools.cli import main
 
 from .conftest import is_importable
 
@@ -167,7 +171,7 @@ def test_the_configurations_ask_for_every_feature(configs):
 def test_a_broken_seam_refuses_those_that_use_its_features(configs, broken, break_seam, monkeypatch):
     if is_importable(broken) and broken.expected_in(bridge_release()):
         break_seam(broken)
-    state = plugin.seam_states()[broken.name]
+    state = seam_states()[broken.name]
     if state.state != "broken":  # not in this release, or it needs nothing there
         there = broken.expected_in(bridge_release()) and broken.packaged
         assert not there or "came with" in state.reason or "needs no patch" in state.reason
@@ -404,7 +408,7 @@ def test_a_wrapped_provide_still_tells_its_stage(active, call):
 
 def test_a_wrapper_of_the_encoders_forward_hides_no_padding(active):
     """Upstream's own padding below somebody's wrapper must be switched off as well."""
-    from bridge_cg_plugin.upstream import qwen3_vl
+    from bridge_cg_plugin.upstream.encoders import qwen3_vl
 
     patch = next(p for p in qwen3_vl.PATCHES if p.name == "vision_padding")
     assert patch.needed(lambda *args, **kwargs: None)

@@ -9,12 +9,12 @@ import types
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream import direct_attention
+from bridge_cg_plugin.upstream.encoders import direct_attention
 from tests.seams.test_direct_attention import attention, mask, packed, qkv  # noqa: F401
 
 pytest.importorskip("triton")
 
-from bridge_cg_plugin.upstream import flash_attention
+from bridge_cg_plugin.upstream.encoders import flash_attention
 
 
 @dataclasses.dataclass(frozen=True)

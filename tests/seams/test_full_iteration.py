@@ -12,9 +12,9 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.language.program import dense_order
-from bridge_cg_plugin.upstream.full_iteration import CURRENT, find_model
-from bridge_cg_plugin.upstream.language_model import replays_one_length
+from bridge_cg_plugin.language.whole_model.program import dense_order
+from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
+from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT, find_model
 from bridge_cg_plugin.upstream.random_states import random_states
 
 from ..unit.towers import assert_close, graphs_on

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer import cuda_graphs, transformer_layer
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import language_model
+from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 
 SEQUENCE, MICRO_BATCH = 32, 2
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bridge_cg_plugin.upstream import layer_kernels
-from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels, fused_layernorm_backward, replaced
+from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
+from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels, fused_layernorm_backward, replaced
 from tests.scripts import interpreted
 from tests.unit.towers import new_tower
 
@@ -46,7 +46,7 @@ def test_layers_are_swapped_while_recording_only():
 TOWER_SCRIPT = """
 import torch
 
-from bridge_cg_plugin.upstream.layer_kernels import fused_layer_kernels
+from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
 from tests.interpreted import prepare
 from tests.unit.towers import draw, new_tower
 
@@ -176,7 +176,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bridge_cg_plugin.upstream import layer_kernels
+from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from tests.interpreted import prepare
 
 prepare()

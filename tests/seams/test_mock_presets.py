@@ -9,8 +9,8 @@ from transformers.utils import hub
 
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import PRESETS
-from bridge_cg_plugin.upstream import recipe_names
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance import run_recipe
 from tests import local_hub
 from tests.gpu import test_presets

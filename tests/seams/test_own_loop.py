@@ -10,11 +10,11 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import graph_helper, train_loop
-from bridge_cg_plugin.upstream import helper as helpers
-from bridge_cg_plugin.upstream.own_loop import OwnLoop
-from bridge_cg_plugin.upstream.qwen3_vl import PATCHES
-from bridge_cg_plugin.upstream.registry.models import MODEL, VISION_CONFIG
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import PATCHES
+from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
+from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
+from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
+from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
 from ..unit.towers import draw, new_tower
 

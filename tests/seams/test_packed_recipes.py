@@ -10,8 +10,8 @@ from bridge_cg_plugin import recipes
 from bridge_cg_plugin.options import OptionError, packed_options
 from bridge_cg_plugin.recipes import PACKED_PRESETS, PACKED_RECIPES
 from bridge_cg_plugin.recipes.packed import build_packed
-from bridge_cg_plugin.upstream import recipe_names
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from .test_recipes import changed, gpus_of, launched, table
 

@@ -5,27 +5,26 @@ from types import ModuleType
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream import (
+from bridge_cg_plugin.upstream.decoder import offload as language_offload
+from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
+from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl
+from bridge_cg_plugin.upstream.hooks import (
     batches,
-    deepstack,
     full_iteration,
-    language_model,
-    language_offload,
     pack_indices,
     packed_helper,
-    patches,
-    performance,
     provider_fields,
-    qwen3_vl,
     recipe_names,
     train_loop,
     training_config,
-    virtual_stages,
 )
-from bridge_cg_plugin.upstream.patches import Patch, bridge_release
-from bridge_cg_plugin.upstream.registry import SEAMS
-from bridge_cg_plugin.upstream.registry.training import VISION_LOOP
-from bridge_cg_plugin.upstream.seams import Seam
+from bridge_cg_plugin.upstream.hooks import performance_scripts as performance
+from bridge_cg_plugin.upstream.parallel import virtual_stages
+from bridge_cg_plugin.upstream.seams import patches
+from bridge_cg_plugin.upstream.seams.patches import Patch, bridge_release
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.registry.training import VISION_LOOP
+from bridge_cg_plugin.upstream.seams.seam import Seam
 
 from .conftest import is_importable
 

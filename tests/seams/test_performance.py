@@ -14,10 +14,11 @@ import pytest
 from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
-from bridge_cg_plugin import plugin
 from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, graph_options
-from bridge_cg_plugin.upstream import performance, steps
-from bridge_cg_plugin.upstream.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks import performance_scripts as performance
+from bridge_cg_plugin.upstream.hooks import steps
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.seams.activation import patch_module
 
 from .lookalike import PARSER, write_lookalike
 
@@ -42,7 +43,7 @@ def scripts(bridge, monkeypatch):
     """Return a function that puts a folder first on the path, as running a script in it does."""
     forget()
     for name in performance.MARKS:  # a hook is called for the first import of a process only
-        register_post_import_hook(plugin._patch_module, name)
+        register_post_import_hook(patch_module, name)
     yield lambda folder: monkeypatch.syspath_prepend(str(folder))
     bridge_cg_plugin.deactivate()
     forget()

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
-from bridge_cg_plugin.upstream import recipes
-from bridge_cg_plugin.upstream.graph_fields import apply_options, describe_release, read_options
-from bridge_cg_plugin.upstream.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_tools.cli import main as bridge_cg
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
 

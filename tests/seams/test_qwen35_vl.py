@@ -5,10 +5,10 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions, vision_options
-from bridge_cg_plugin.upstream.encoders import find_encoder
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.patches import bridge_release
-from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from ..unit import vlm
 from ..unit.towers import DEFAULTS, assert_close

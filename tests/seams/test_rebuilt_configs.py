@@ -17,11 +17,11 @@ import yaml
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
-from bridge_cg_plugin.upstream import provider_fields
-from bridge_cg_plugin.upstream.patches import bridge_release
-from bridge_cg_plugin.upstream.provider_fields import DEFAULTS, LANGUAGE_MODEL_DEFAULTS
-from bridge_cg_plugin.upstream.registry.models import PROVIDERS
-from bridge_cg_plugin.upstream.registry.packed import PROVIDERS as PACKED_PROVIDERS
+from bridge_cg_plugin.upstream.hooks import provider_fields
+from bridge_cg_plugin.upstream.hooks.provider_fields import DEFAULTS, LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry.models import PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
 
 from .test_provider_fields import FIELDS as VISION
 

@@ -7,9 +7,9 @@ import pytest
 
 from bridge_cg_plugin.recipes import PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
-from bridge_cg_plugin.upstream import recipe_names
-from bridge_cg_plugin.upstream.recipe_names import AddedNames
-from bridge_cg_plugin.upstream.seams import Seam
+from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.recipe_names import AddedNames
+from bridge_cg_plugin.upstream.seams.seam import Seam
 
 A, B = list(RECIPES)[:2]
 SEAM = Seam(name="names", module="m", target="", kind="module", touch="extended", purpose="for a test")

@@ -17,10 +17,10 @@ import bridge_cg_plugin
 from bridge_cg_plugin import recipes
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.graph_options import _warned
+from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
-from bridge_cg_plugin.upstream import recipe_names
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 BRIDGE = "megatron.bridge.recipes"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream import steps
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks import steps
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance import recorded_run
 from scripts.performance.results import check_record
 
@@ -97,7 +97,7 @@ def test_the_plugins_run_has_it_on(calls, tmp_path):
 
 
 def test_a_preset_is_trained_eager_too(calls, tmp_path):
-    from bridge_cg_plugin.upstream import recipe_names
+    from bridge_cg_plugin.upstream.hooks import recipe_names
 
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")

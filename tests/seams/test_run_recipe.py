@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge_cg_plugin.cli import main as bridge_cg
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import recipes, steps
-from bridge_cg_plugin.upstream.graph_fields import read_options
-from bridge_cg_plugin.upstream.overrides import apply_overrides
-from bridge_cg_plugin.upstream.patches import bridge_release
+from bridge_cg_plugin.upstream.hooks import recipes, steps
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.cli import main as bridge_cg
 from scripts.performance import run_recipe
 
 RECIPE = "qwen3_vl_8b_sft_config"
@@ -132,7 +132,7 @@ def test_a_recipes_typo_names_the_nearest(trained, capsys):
 
 
 def test_a_preset_is_a_recipe(trained, capsys):
-    from bridge_cg_plugin.upstream import recipe_names
+    from bridge_cg_plugin.upstream.hooks import recipe_names
 
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")

@@ -7,11 +7,11 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_options
-from bridge_cg_plugin.options.graph_options import _warned
-from bridge_cg_plugin.upstream import language_offload
-from bridge_cg_plugin.upstream.graph_fields import apply_options, describe_release, read_options
-from bridge_cg_plugin.upstream.registry.engine import TE_OFFLOAD
-from bridge_cg_plugin.upstream.training_config import check_training_config
+from bridge_cg_plugin.options.normalization import _warned
+from bridge_cg_plugin.upstream.decoder import offload as language_offload
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_OFFLOAD
 
 PARTS = ["attention", "mlp", "layernorm", "merger", "other"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bridge_cg_plugin.graphs.side_work import SideWork
-from bridge_cg_plugin.upstream.side_branches import side_mergers
+from bridge_cg_plugin.graphs.side_stream import SideWork
+from bridge_cg_plugin.upstream.encoders.side_branches import side_mergers
 from tests.unit.towers import assert_close, draw, graphs_on, new_tower, results
 
 

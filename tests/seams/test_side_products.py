@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.gradients import SMALL
-from bridge_cg_plugin.graphs.side_work import SideWork
-from bridge_cg_plugin.upstream import side_products
-from bridge_cg_plugin.upstream.qwen3_vl import fused_kernels
-from bridge_cg_plugin.upstream.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
-from bridge_cg_plugin.upstream.side_products import side_weight_gradients, side_workspace
+from bridge_cg_plugin.graphs.side_stream import SideWork
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import fused_kernels
+from bridge_cg_plugin.upstream.kernels import side_products
+from bridge_cg_plugin.upstream.kernels.side_products import side_weight_gradients, side_workspace
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 pytest.importorskip("transformer_engine.pytorch")
 GEMM, *OWNERS = (importlib.import_module(name) for name in (TE_GEMM, TE_LINEAR, TE_LAYERNORM_LINEAR))

@@ -14,7 +14,7 @@ from bridge_cg_plugin import recipes
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions, vision_options
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from examples.photographs.tower import build_tower
 from scripts.performance import run_recipe
 

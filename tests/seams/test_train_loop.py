@@ -11,12 +11,12 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream import train_loop
-from bridge_cg_plugin.upstream.data_parallel import gradient_reduction, parameter_gather
-from bridge_cg_plugin.upstream.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.patches import bridge_release
-from bridge_cg_plugin.upstream.registry import seam
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.parallel.data_parallel import gradient_reduction, parameter_gather
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry import seam
 
 from ..unit.towers import DEFAULTS, draw, new_tower
 
@@ -270,7 +270,7 @@ def test_upstreams_data_parallelism_has_what_the_gather_uses():
 def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monkeypatch):
     import importlib
 
-    from bridge_cg_plugin.upstream.transformer_engine import TE_ATTENTION, forget_attention_selection
+    from bridge_cg_plugin.upstream.kernels.transformer_engine import TE_ATTENTION, forget_attention_selection
 
     cache = importlib.import_module(TE_ATTENTION)._attention_backends
     for value, kept in (
@@ -285,8 +285,8 @@ def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monke
 def test_the_attention_module_has_the_function_that_kernels_replace(active):
     import importlib
 
-    from bridge_cg_plugin.upstream.registry.models import ATTENTION
-    from bridge_cg_plugin.upstream.rotary import fused_rotary
+    from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
+    from bridge_cg_plugin.upstream.seams.registry.models import ATTENTION
 
     attention, model = importlib.import_module(ATTENTION), new_tower()
     modules = [m for m in model.modules() if type(m) is attention.Qwen3VLSelfAttention]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.upstream.transformer_engine import fused_accumulation
+from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_accumulation
 
 
 class Linear(nn.Module):

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream import virtual_stages
+from bridge_cg_plugin.upstream.parallel import virtual_stages
 
 MODULE = "megatron.bridge.models.qwen_vl.qwen3_vl_provider"
 PROVIDERS = ["Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"]

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
 from examples.photographs.tower import start_single_process
 from scripts.performance.language_model import held
 

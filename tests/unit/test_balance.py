@@ -10,10 +10,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import distributed
 
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.vision import exchange, moving_costs
-from bridge_cg_plugin.vision.balance import plan_moves
-from bridge_cg_plugin.vision.grids import token_count
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.vision.balance import exchange
+from bridge_cg_plugin.vision.balance import exchange_costs as moving_costs
+from bridge_cg_plugin.vision.balance.assignment import plan_moves
+from bridge_cg_plugin.vision.host_grids import token_count
 from tests.ranks import run_ranks
 
 from .hugging_face_towers import new_qwen25, new_siglip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.vision.batch import BatchError, VisionBatch, check_device, patches_misfit, read_patches
-from bridge_cg_plugin.vision.grids import HostGrids, as_grid
+from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.buckets import scan_cost
+from bridge_cg_plugin.attention_bounds import scan_cost
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.packed.fit import pack_buckets
-from bridge_cg_plugin.planner.cost import DEFAULTS
-from bridge_cg_plugin.planner.plan import place
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.planner.cost import DEFAULTS
+from bridge_cg_tools.planner.plan import place
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_packed, language_model, packed_plans
 from scripts.performance.bench_packed import PLANNED, WANTED, failures

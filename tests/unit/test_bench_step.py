@@ -233,7 +233,10 @@ def test_a_run_of_upstreams_graphs_is_without_the_plugin(training, monkeypatch):
         training.train(training.Run(impl="transformer_engine"))
     finally:
         bridge_cg_plugin.activate()
-    assert seen == [("megatron.core.transformer.cuda_graphs", 6912), ("bridge_cg_plugin.upstream.helper", None)]
+    assert seen == [
+        ("megatron.core.transformer.cuda_graphs", 6912),
+        ("bridge_cg_plugin.upstream.hooks.vision_helper", None),
+    ]
 
 
 def test_the_longest_sample_of_each_mix(training):

@@ -15,8 +15,8 @@ from bridge_cg_plugin.graphs import capture
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.packed.decoder import PackedGraphs
-from bridge_cg_plugin.vision.encoder import VisionGraphs
+from bridge_cg_plugin.language.packed.decoder import PackedGraphs
+from bridge_cg_plugin.vision.manager import VisionGraphs
 
 from . import packs
 from .mixes import IMAGES, MIXED

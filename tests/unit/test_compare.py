@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_plugin.report.records import read_records
+from bridge_cg_tools.report.records import read_records
 from scripts.performance import compare
 from scripts.performance.watched import TimeLeft, run_watched
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.qwen3_vl import QWEN3_VL
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.vision.batch import VisionBatch
-from bridge_cg_plugin.vision.costs import MARGIN, TIMED_REPLAYS, MeasuredCosts, Shape, Timing
-from bridge_cg_plugin.vision.encoder import VisionGraphs
+from bridge_cg_plugin.vision.eager_costs import MARGIN, TIMED_REPLAYS, MeasuredCosts, Shape, Timing
+from bridge_cg_plugin.vision.manager import VisionGraphs
 
 from .towers import DEFAULTS, assert_close, new_tower, results
 
@@ -76,7 +76,7 @@ def test_only_forward_and_backward_count(costs, clock):
 
 
 def test_any_number_of_shapes_takes_bounded_memory(costs, clock, monkeypatch):
-    monkeypatch.setattr("bridge_cg_plugin.vision.costs.KEPT_ANSWERS", 3)
+    monkeypatch.setattr("bridge_cg_plugin.vision.eager_costs.KEPT_ANSWERS", 3)
     measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0)])
     for tokens in range(1, 11):
         assert costs.eager_is_faster(Shape(tokens, 1, tokens), BUCKET)
@@ -154,7 +154,7 @@ def test_a_backward_after_its_graph_was_dropped_is_not_taken_over(costs, clock):
 
 
 def test_the_shapes_that_are_kept_are_bounded(costs, clock, monkeypatch):
-    monkeypatch.setattr("bridge_cg_plugin.vision.costs.KEPT_SHAPES", 2)
+    monkeypatch.setattr("bridge_cg_plugin.vision.eager_costs.KEPT_SHAPES", 2)
     measure(costs, clock, [((100,), 10.0), ((200,), 20.0), ((300,), 30.0)])
     assert costs.eager_bound(Shape(300, 1, 300)) == math.inf
     measure(costs, clock, [((100,), 5.0)])

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders import find_encoder
-from bridge_cg_plugin.upstream.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.upstream.encoders.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 

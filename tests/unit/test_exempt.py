@@ -6,7 +6,7 @@ import pytest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 
 from bridge_cg_plugin.upstream.exempt import own_hook
-from bridge_cg_plugin.upstream.imageless import ImagelessMicrobatches
+from bridge_cg_plugin.upstream.hooks.text_only import ImagelessMicrobatches
 
 
 def gathers():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bridge_cg_plugin.experts.products import add_weight_gradients, combine, multiply, new_weight_gradients
-from bridge_cg_plugin.experts.rows import find_rows
-from bridge_cg_plugin.experts.tables import Tables
+from bridge_cg_plugin.language.experts.products import add_weight_gradients, combine, multiply, new_weight_gradients
+from bridge_cg_plugin.language.experts.rows import find_rows
+from bridge_cg_plugin.language.experts.tables import Tables
 from tests.scripts import compiled, interpreted
 
 # Tokens, of them real, experts, experts of a token, width of the input and of the output.
@@ -27,8 +27,8 @@ import torch
 from tests import interpreted
 
 interpreted.prepare()
-from bridge_cg_plugin.experts import kernels, row_kernels, swiglu_kernels
-from bridge_cg_plugin.experts.tables import Tables, table_of_slices
+from bridge_cg_plugin.language.experts import kernels, row_kernels, swiglu_kernels
+from bridge_cg_plugin.language.experts.tables import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
 cases, found = torch.load(sys.argv[1]), []
@@ -195,7 +195,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bridge_cg_plugin.experts import kernels
+from bridge_cg_plugin.language.experts import kernels
 
 pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"tokens_ptr": "*i32", "bounds_ptr": "*i32"}
 given = {**pointers, "distances_ptr": "*i64", "experts": "i32", "columns": "i32", "depth": "i32"}

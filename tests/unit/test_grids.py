@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.vision.grids import HostGrids, as_grid, frame_count, largest_frame, token_count
+from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid, frame_count, largest_frame, token_count
 
 ROWS = ((1, 4, 6), (3, 2, 8))
 

@@ -8,7 +8,7 @@ from tests import interpreted
 interpreted.prepare()
 import torch
 
-from bridge_cg_plugin.experts import device, kernels
+from bridge_cg_plugin.language.experts import device, kernels
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from tests.unit.test_packed import EXPERTS
 from tests.unit.towers import assert_close, poison

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin import audit, cli, doctor, plugin
+from bridge_cg_plugin import plugin
 from bridge_cg_plugin.options import explain
-from bridge_cg_plugin.planner import command as planner
-from bridge_cg_plugin.report import command as reports
+from bridge_cg_tools import audit, cli, doctor
+from bridge_cg_tools.planner import command as planner
+from bridge_cg_tools.report import command as reports
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "docs" / "benchmarks" / "pretrain.jsonl"
@@ -44,7 +45,7 @@ def command_line(*words, **environment):
     """Run a command in a process of its own; returns (standard output, standard error)."""
     clean = {name: value for name, value in os.environ.items() if name != plugin.SWITCH}
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_plugin.cli", *words],
+        [sys.executable, "-m", "bridge_cg_tools.cli", *words],
         env={**clean, **environment},
         capture_output=True,
         text=True,

@@ -12,11 +12,11 @@ from torch import Tensor
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.segments import write_offsets
+from bridge_cg_plugin.language.packed import program
+from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
+from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.packed import program
-from bridge_cg_plugin.packed.batch import OFFSETS, PackedBatchError, pack_batch
-from bridge_cg_plugin.packed.fit import pack_buckets
-from bridge_cg_plugin.planner.plan import place
+from bridge_cg_tools.planner.plan import place
 
 from .packs import ON_CPU, ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
 from .towers import assert_close, poison
@@ -351,7 +351,7 @@ def test_a_later_pipeline_stage():
 
 def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
     """With upstream's fused kernel a table of as many rows as tokens goes by the documents, too."""
-    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
     assert TransformerBlockFamily(model.decoder).absolute
     monkeypatch.setattr(model.config, "apply_rope_fusion", True)
@@ -402,7 +402,7 @@ def test_detaching_leaves_the_decoder_as_it_was(model):
 
 
 def test_mlp_is_a_part_of_dense_layers_alone():
-    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
     model = new_model()
     model.decoder.layers[0].is_moe_layer = True
@@ -461,7 +461,7 @@ def test_routers_of_experts(modules, changes):
 
 
 def test_a_router_that_cannot_be_recorded_is_refused():
-    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
     model = new_model(**EXPERTS, moe_input_jitter_eps=0.1)
     with pytest.raises(OptionError, match="moe_input_jitter_eps=0.1"):
@@ -473,7 +473,7 @@ def test_a_router_that_cannot_be_recorded_is_refused():
 
 
 def test_parts_that_no_layer_has_are_refused():
-    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
     family = TransformerBlockFamily(new_model(**EXPERTS).decoder)
     with pytest.raises(OptionError, match="'mlp': allowed is parts that this model's layers have"):
@@ -494,7 +494,7 @@ def test_an_eager_microbatch_between_replays_routes_for_itself():
 
 
 def test_attention_of_another_kind_is_refused(model):
-    from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
     other = new_model()
     other.decoder.layers[1].self_attention = torch.nn.Linear(2, 2)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.host_copies import HostCopies
-from bridge_cg_plugin.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatchError, pack_batch
+from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatchError, pack_batch
 
 TOKENS = 12
 

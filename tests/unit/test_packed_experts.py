@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import packed_routers
-from bridge_cg_plugin.upstream.packed_decoder import TransformerBlockFamily
-from bridge_cg_plugin.upstream.packed_experts import NEEDED
+from bridge_cg_plugin.upstream.decoder import routers as packed_routers
+from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
+from bridge_cg_plugin.upstream.decoder.experts import NEEDED
 from tests.routers import take_statistics
 
 from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
@@ -89,7 +89,7 @@ def test_documents_do_not_see_each_other():
 
 @pytest.mark.reference_executor
 def test_padding_goes_to_no_expert(monkeypatch):
-    from bridge_cg_plugin.upstream import packed_experts
+    from bridge_cg_plugin.upstream.decoder import experts as packed_experts
 
     seen = []
     find_rows = packed_experts.find_rows

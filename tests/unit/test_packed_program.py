@@ -7,8 +7,8 @@ import torch
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.slot import Arena
-from bridge_cg_plugin.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
-from bridge_cg_plugin.packed.program import PackedProgram, PackLayout
+from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
+from bridge_cg_plugin.language.packed.program import PackedProgram, PackLayout
 
 WIDTH, ROTATED = 4, 6
 

@@ -8,7 +8,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.process_groups import sharing_groups, without_messages
+from bridge_cg_plugin.upstream.parallel.process_groups import sharing_groups, without_messages
 from scripts.performance.language_model import held
 from tests.ranks import run_ranks
 

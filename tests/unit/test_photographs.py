@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.recipes.captioned_images import caption
-from bridge_cg_plugin.report.spread import compare_to_spread, how_eager_fares
+from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 from examples.photographs.photographs import (
     FILES,
     IMAGE_TOKEN,

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli import main
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
-from bridge_cg_plugin.planner.cost import DEFAULTS, load_cost_model, save_cost_model
-from bridge_cg_plugin.planner.errors import PlanError
-from bridge_cg_plugin.planner.images import Image, plan_images, read_images
-from bridge_cg_plugin.planner.lengths import read_documents
-from bridge_cg_plugin.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
-from bridge_cg_plugin.planner.plan import expect, percentiles, plan_packs
+from bridge_cg_tools.cli import main
+from bridge_cg_tools.planner.cost import DEFAULTS, load_cost_model, save_cost_model
+from bridge_cg_tools.planner.errors import PlanError
+from bridge_cg_tools.planner.images import Image, plan_images, read_images
+from bridge_cg_tools.planner.lengths import read_documents
+from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
+from bridge_cg_tools.planner.plan import expect, percentiles, plan_packs
 
 COST = DEFAULTS["packed"]
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -350,7 +350,7 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
-from bridge_cg_plugin.cli import main
+from bridge_cg_tools.cli import main
 main(["plan", "packed", {histogram!r}, "--pack-size", "2048", "--json"])
 print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.stderr)
 """

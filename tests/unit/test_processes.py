@@ -212,7 +212,7 @@ assert isinstance(bridge_cg_plugin.__loader__, zipimport.zipimporter)
 bridge_cg_plugin.activate()
 from checks import check
 check()
-from bridge_cg_plugin.audit import audit
+from bridge_cg_tools.audit import audit
 assert "config_check" in audit([UPSTREAM]).fits
 bridge_cg_plugin.deactivate()
 check(False)

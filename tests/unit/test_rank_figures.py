@@ -12,10 +12,10 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
-from bridge_cg_plugin.upstream import train_loop
-from bridge_cg_plugin.upstream.failures import named_failure
-from bridge_cg_plugin.upstream.schedules import most_microbatches
-from bridge_cg_plugin.vision.grids import token_count
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.parallel.failures import named_failure
+from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
+from bridge_cg_plugin.vision.host_grids import token_count
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, PeerFailed
-from bridge_cg_plugin.upstream.helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.process_groups import peers_of, shared_group, tensor_group, without_messages
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.parallel.process_groups import peers_of, shared_group, tensor_group, without_messages
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO

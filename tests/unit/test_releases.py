@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.upstream.registry import SEAMS
-from bridge_cg_plugin.upstream.releases import NEWEST, OLDEST, RELEASES, is_known, minor
-from bridge_cg_plugin.upstream.seams import Feature, Found, Seam, drift
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, OLDEST, RELEASES, is_known, minor
+from bridge_cg_plugin.upstream.seams.seam import Feature, Found, Seam, drift
 
 ROOT = Path(__file__).resolve().parents[2]
 

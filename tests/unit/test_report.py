@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin import cli
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render
 from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.report.gpus import peak_tflops
-from bridge_cg_plugin.report.kinds import KINDS
-from bridge_cg_plugin.report.page import make_page
-from bridge_cg_plugin.report.plots import INK, draw
-from bridge_cg_plugin.report.records import read_records
-from bridge_cg_plugin.report.render import to_html, to_json, to_markdown
-from bridge_cg_plugin.report.runs import GIB, Run, counts_of
-from bridge_cg_plugin.report.sources import read_runs
-from bridge_cg_plugin.report.training_log import read_graphs
-from bridge_cg_plugin.report.verdict import verdicts
+from bridge_cg_tools import cli
+from bridge_cg_tools.report.gpus import peak_tflops
+from bridge_cg_tools.report.kinds import KINDS
+from bridge_cg_tools.report.page import make_page
+from bridge_cg_tools.report.plots import INK, draw
+from bridge_cg_tools.report.records import read_records
+from bridge_cg_tools.report.render import to_html, to_json, to_markdown
+from bridge_cg_tools.report.runs import GIB, Run, counts_of
+from bridge_cg_tools.report.sources import read_runs
+from bridge_cg_tools.report.training_log import read_graphs
+from bridge_cg_tools.report.verdict import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = Path(__file__).parent / "report_inputs" / "training.log"
@@ -526,7 +526,7 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     import subprocess
 
     code = (
-        "import sys; from bridge_cg_plugin.report import command, plots, events; "
+        "import sys; from bridge_cg_tools.report import command, plots, events; "
         "print({'torch', 'megatron', 'matplotlib', 'tensorboard', 'rich'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -534,11 +534,11 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
 
 
 def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
-    from bridge_cg_plugin.packed.decoder import PackedGraphs
-    from bridge_cg_plugin.vision.encoder import VisionGraphs
+    from bridge_cg_plugin.language.packed.decoder import PackedGraphs
+    from bridge_cg_plugin.vision.manager import VisionGraphs
 
     named = {(kind.title, kind.group) for kind in KINDS}
     assert {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)} < named
-    source = (ROOT / "bridge_cg_plugin/language/graphs.py").read_text()
+    source = (ROOT / "bridge_cg_plugin/language/whole_model/graphs.py").read_text()
     (whole,) = named - {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)}
     assert all(f'"{word}"' in source for word in whole)

@@ -13,7 +13,7 @@ TOKENS, HEADS, WIDTH = 12, 3, 20
 SCRIPT = """
 import sys, torch
 from types import SimpleNamespace
-from bridge_cg_plugin.upstream.rotary import _Rotation, fused_rotary
+from bridge_cg_plugin.upstream.kernels.rotary import _Rotation, fused_rotary
 from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_qkv
 from tests.unit.towers import draw, new_tower
 

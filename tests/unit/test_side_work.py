@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs import side_work
+from bridge_cg_plugin.graphs import side_stream as side_work
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.side_work import TOGETHER, SideWork, ahead, beside, branch, current_side_work
+from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideWork, ahead, beside, branch, current_side_work
 
 from .test_region import assert_equals_eager
 from .towers import assert_close, graphs_on, new_tower, results

@@ -15,9 +15,9 @@ from bridge_cg_plugin.announce import warn
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recording import ToldRecording
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream import stall_end
 from bridge_cg_plugin.upstream.environment import STALL_MINUTES, check_process
-from bridge_cg_plugin.upstream.stalls import StallWatch, replay_limit_s
+from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
+from bridge_cg_plugin.upstream.parallel.watchdog import StallWatch, replay_limit_s
 
 from .mixes import IMAGES
 from .towers import draw, graphs_on, new_tower, results
@@ -273,8 +273,8 @@ SCRIPT = """
 import functools, logging, sys, threading, time
 from types import SimpleNamespace
 logging.basicConfig(stream=sys.stderr)
-from bridge_cg_plugin.upstream import stall_end
-from bridge_cg_plugin.upstream.stalls import StallWatch
+from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
+from bridge_cg_plugin.upstream.parallel.watchdog import StallWatch
 never = SimpleNamespace(record=lambda: None, query=lambda: False)
 watch = StallWatch(functools.partial(stall_end.act, grace_s=GRACE), mark=lambda: never)
 def other_threads_work():

@@ -8,8 +8,8 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.vision.layers import AttentionPart, MlpPart
-from bridge_cg_plugin.vision.qwen3_vl import Qwen3VLEncoder
+from bridge_cg_plugin.vision.encoders.layer_parts import AttentionPart, MlpPart
+from bridge_cg_plugin.vision.encoders.qwen3_vl import Qwen3VLEncoder
 
 from .mixes import FITTING, IMAGES, MIXED, TOO_MANY_TOKENS
 from .towers import assert_close, forward, graphs_on, new_tower, results, tower

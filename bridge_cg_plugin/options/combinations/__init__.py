@@ -1,10 +1,7 @@
 """Combinations that each are fine alone and cannot work together, all in one place, each with its reason."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..vision import VisionGraphOptions
 from .images import IMAGES
 from .language_model import LANGUAGE_MODEL
@@ -12,9 +9,6 @@ from .offload import OFFLOAD
 from .packed import PACKED
 from .rule import Combination
 from .vision import VISION
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
 
 __all__ = ["COMBINATIONS", "Combination", "check_combinations", "check_options"]
 
@@ -43,6 +37,4 @@ def check_combinations(vision: VisionGraphOptions) -> None:
     Raises:
         OptionError: A combination cannot work.
     """
-    from ..graph_options import GraphOptions
-
     check_options(GraphOptions(vision=vision))

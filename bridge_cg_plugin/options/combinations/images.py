@@ -1,16 +1,11 @@
 """Combinations of `full_iteration` on a model that takes images, whose whole language model is one region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..language_model import IMPL
 from .rule import Combination
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
 
 _ALLOWED = f"with {IMPL}=full_iteration on a model that takes images"
 

@@ -1,17 +1,11 @@
 """Combinations of language-model graphs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..language_model import IMPL, INFERENCE, INFERENCE_SCOPES, MODULES, SCOPE, CudaGraphModule
 from ..migration import module_names
 from ..vision import PROVIDER_FIELDS
 from .rule import Combination
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
 

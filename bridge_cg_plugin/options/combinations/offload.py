@@ -1,19 +1,13 @@
 """Combinations of offloading."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
 from ..offload import CORE_FIELDS, SHARED_FIELDS
 from ..shared_offload import ATTENTION
 from .images import whole_language_model
 from .rule import Combination
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
 
 _IN_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
 

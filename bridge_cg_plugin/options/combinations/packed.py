@@ -1,17 +1,11 @@
 """Combinations of packed-sequence graphs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
 from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
-
-if TYPE_CHECKING:
-    from ..facts import Facts
-    from ..graph_options import GraphOptions
 
 # Upstream's default, and the one way in which context-parallel ranks may exchange keys and values.
 RING = "p2p"

@@ -1,16 +1,11 @@
 """What a refused combination of options is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import OptionError
 from ..facts import Facts
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
+from ..graph_options import GraphOptions
 
 
 @dataclass(frozen=True, slots=True)

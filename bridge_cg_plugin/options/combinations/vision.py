@@ -1,17 +1,11 @@
 """Combinations of vision graphs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ..facts import Facts
+from ..graph_options import GraphOptions
 from ..language_model import IMPL
 from ..vision import PROVIDER_FIELDS
 from .images import whole_language_model
 from .rule import Combination
-
-if TYPE_CHECKING:
-    from ..graph_options import GraphOptions
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
 

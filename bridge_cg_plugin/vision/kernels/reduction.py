@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_work import beside, current_side_work
+from ...graphs.side_stream import beside, current_side_work
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024

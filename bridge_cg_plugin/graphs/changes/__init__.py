@@ -1,0 +1,1 @@
+"""What a recording was made from, and how the engine notices that it changed."""

@@ -1,0 +1,143 @@
+"""What recordings were made from: if it does not hold any more, they compute something else than the model."""
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..gradients import GradientSinks, ParameterHooks, Reduction
+from ..parameters import ParameterAliases
+from ..program import RegionProgram
+from ..recording import Mode, Recording
+from ..slot import Slot
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return what autocast casts to in this thread; None without autocast."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+# How a model differs from what it was when its watch began: places and what stands for their values.
+State = frozenset[tuple[Hashable, Hashable]]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A recording and the buffers that its backward reads."""
+
+    recording: Recording
+    output_gradients: tuple[Tensor, ...]
+
+
+class Source:
+    """What recordings were made from, and these recordings.
+
+    Args:
+        program: The piece of the model.
+        state: The state of its modules.
+        autocast: What autocast casts to; None without it.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+        hooks: The region's hooks on parameters.
+        device_type: Of the region.
+        read: Tensors besides parameters that the piece reads. Kernels get those of another device by value.
+        held: Objects whose identity the state names; kept alive, so that no other object takes it.
+        lasting: Whether it was asked for before, so that what is missing is recorded at once.
+        instead_of: The source whose place it takes because this rank's memory was moved.
+
+    Attributes:
+        aliases: Stand-ins for the parameters.
+        sinks: Where parameter gradients go.
+        recordings: By the slot's number, bucket and mode.
+        failed: Why a bucket could not be captured in a mode.
+        recorded_by_peers: What ranks whose memory was not moved need not record again.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        state: State,
+        autocast: torch.dtype | None,
+        reduction: Reduction | None,
+        hooks: ParameterHooks,
+        device_type: str,
+        read: Sequence[Tensor] = (),
+        held: Sequence[object] = (),
+        lasting: bool = False,
+        instead_of: "Source | None" = None,
+    ) -> None:
+        self.state, self.autocast, self._held = state, autocast, tuple(held)
+        self.lasting, self._device_type = lasting, device_type
+        self.aliases = ParameterAliases(program.modules())
+        self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
+        self._trained = list(map(_requires_grad, self.aliases.originals))
+        self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
+        self.failed: dict[tuple[Bucket, Mode], str] = {}
+        self.recorded_by_peers: frozenset[tuple[int, Bucket, Mode]] = frozenset()
+        if instead_of is not None:
+            self.recorded_by_peers = instead_of.recorded_by_peers.union(instead_of.recordings)
+        self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
+        self._reads = _Memory((*self.aliases.originals, *read))
+        self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+
+    def autocasting(self) -> torch.autocast:
+        """Return the autocast that recordings were made in: a backward runs outside of it."""
+        return torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None)
+
+    def uses(self, slot: Slot) -> bool:
+        """Whether there are recordings in a slot."""
+        return any(index == slot.index for index, _, _ in self.recordings)
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the recordings in a slot."""
+        self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
+
+    def trained_or_hooked_otherwise(self, hooks: bool = True) -> bool:
+        """Whether other parameters require a gradient than when the object was made, or have a hook of somebody else.
+
+        Args:
+            hooks: Whether hooks count.
+        """
+        # Hundreds of parameters, before every replay: no line of Python for each.
+        if list(map(_requires_grad, self.aliases.originals)) != self._trained:
+            return True
+        return hooks and self.sinks.hooked_otherwise()
+
+    def moved(self, gradients: bool, layouts: bool = False) -> bool:
+        """Whether memory that recordings read or, with gradients, write lies elsewhere now.
+
+        Args:
+            gradients: Whether gradients are written.
+            layouts: Also whether it has other shapes or strides.
+        """
+        if any(tensor._version != version for tensor, version in self._constants):
+            return True
+        if self._reads.moved() or (gradients and (self.sinks.replaced() or self._writes.moved())):
+            return True
+        return layouts and (self._reads.laid_out_otherwise() or self._writes.laid_out_otherwise())
+
+
+class _Memory:
+    """Where tensors lie when the object is made, and in which layout."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._addresses, self._layouts = self._find(), self._laid_out()
+
+    # Hundreds of tensors, before every replay: no line of Python for each.
+
+    def _find(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._tensors))
+
+    def _laid_out(self) -> list[tuple[int, ...]]:
+        return [*map(Tensor.size, self._tensors), *map(Tensor.stride, self._tensors)]
+
+    def moved(self) -> bool:
+        return self._find() != self._addresses
+
+    def laid_out_otherwise(self) -> bool:
+        return self._laid_out() != self._layouts

@@ -1,0 +1,261 @@
+"""Which of a region's sources the model is now: what a replay must find unchanged, and what follows where it is not."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Set
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...announce import announce, warn
+from ..errors import CaptureError
+from ..fallback import Fallback
+from ..gradients import ParameterHooks, Reduction
+from ..modules import every_module
+from ..program import RegionProgram
+from .model_watch import Differences, ModelWatch, token
+from .source import Source, State, autocast_dtype
+
+# Microbatches of one state after which it gets recordings of its own: it lasts, or comes back.
+LASTING = 2
+# States whose recordings are kept, and after how many new ones a model is taken to change all the time.
+MOST_SOURCES, MOST_ADOPTED = 4, 16
+# States that were asked for and are remembered: a model may never be in one of them again.
+MOST_ASKED = 64
+LASTS = "graphs of its own are captured if this lasts"
+# Settings of the process by which kernels are chosen, besides autocast.
+matmul_precision = torch._C._get_float32_matmul_precision
+are_deterministic = torch._C._get_deterministic_algorithms
+
+
+class _State(NamedTuple):
+    """What a look at the piece's modules found.
+
+    Attributes:
+        generation: Of the watch.
+        state: What stands for the differences from when the watch began.
+        own: These differences.
+        foreign_hook: A hook that a replay would not run, in words.
+        training: The mode of the modules.
+    """
+
+    generation: int
+    state: State
+    own: Differences
+    foreign_hook: str | None
+    training: bool | tuple[bool, ...]
+
+
+class Sources:
+    """Everything that a region's recordings were made from.
+
+    Args:
+        program: The piece of the model.
+        watch: Follows the model.
+        device: Where the region runs.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+
+    Attributes:
+        current: The source that was found last.
+    """
+
+    def __init__(
+        self, program: RegionProgram, watch: ModelWatch, device: torch.device, reduction: Reduction | None
+    ) -> None:
+        self._program, self._watch, self._reduction = program, watch, reduction
+        self._device_type = device.type
+        # A part's forward also reads attributes of the layer that it belongs to.
+        self._holders = watch.holders(every_module(program.modules()))
+        self._hooks = ParameterHooks()
+        self._asked: Counter[Hashable] = Counter()
+        self._adopted = 0
+        self._warned: set[str] = set()
+        self._looks_once = self._looked = False
+        self._numerics = matmul_precision(), are_deterministic()
+        self._found_at: tuple[int, torch.dtype | None] | None = None
+        self._seen: _State | None = None
+        watch.look()
+        if (hook := self._look().foreign_hook) is not None:
+            raise CaptureError(f"{hook}, which a graph would not run; remove it before capture")
+        self.current = self._new(lasting=False)
+        self._all = [self.current]
+
+    def __iter__(self) -> Iterator[Source]:
+        return iter(self._all)
+
+    def release(self) -> None:
+        """Take hooks off the parameters and drop all recordings."""
+        self._hooks.release()
+        self._all = []
+
+    def clear(self) -> None:
+        """Take back the flags that replays set on parameters."""
+        self._hooks.clear()
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return self._hooks.pending.adds_later(parameters)
+
+    @property
+    def training(self) -> bool | tuple[bool, ...]:
+        """The mode that the modules are in; see `Mode`."""
+        return self._look().training if self._seen is None else self._seen.training
+
+    @contextmanager
+    def memory_kept(self) -> Iterator[None]:
+        """Inside, as in a training step, memory stays where the first look finds it: only that one looks."""
+        self._looks_once = True
+        try:
+            yield
+        finally:
+            self._looks_once = self._looked = False
+
+    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback:
+        """Return the source that the model is now, or why there is none.
+
+        Args:
+            gradients: Whether a backward may follow.
+            idle: Whether no microbatch is between its forward and its backward, so that recordings may be dropped.
+
+        Raises:
+            CaptureError: The model is in a state that cannot be recorded.
+        """
+        autocast = autocast_dtype(self._device_type)
+        generation = self._watch.look(contents=not self._looked)
+        if (matmul_precision(), are_deterministic()) != self._numerics:
+            now = matmul_precision(), are_deterministic()
+            what = f"float32 matmul precision and deterministic algorithms are {now}, not {self._numerics}"
+            self._warn(Fallback.NUMERICS_CHANGED, what, "eager until they are as at capture")
+            return Fallback.NUMERICS_CHANGED
+        if self._found_at == (generation, autocast):
+            found = self._as_recorded(self.current, gradients, idle)
+            if found is not None:
+                return found
+        return self._look_around(autocast, gradients, idle)
+
+    def _look_around(
+        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]
+    ) -> Source | Fallback:
+        """Return what `find` does, without what it found last."""
+        hook, state = self._look().foreign_hook, self._look().state
+        if hook is not None:
+            self._warn(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run", "eager until it is removed")
+            return Fallback.FORWARD_HOOKS
+        for source in self._all:
+            if source.state == state and source.autocast == autocast:
+                found = self._as_recorded(source, gradients, idle)
+                if found is not None:
+                    return found
+        return self._ask(state, autocast)
+
+    def holds(self, source: Source) -> bool:
+        """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked."""
+        return not source.trained_or_hooked_otherwise() and (self._looked or not source.moved(gradients=True))
+
+    def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
+        """Return a source of the model's state, why it cannot be used now, None if something else changed."""
+        if source.trained_or_hooked_otherwise(hooks=gradients):
+            return None
+        if self._looked and source is self.current:
+            return source
+        if source.moved(gradients, layouts=self._looks_once):
+            if not idle():
+                what = "memory of parameters or of their main_grad was moved inside a step"
+                self._warn(Fallback.MEMORY_MOVED, what, "recorded anew at the next step")
+                return Fallback.MEMORY_MOVED
+            source = self._instead_of(source)
+        self._looked = self._looks_once and gradients
+        self._choose(source)
+        return source
+
+    def _choose(self, source: Source) -> None:
+        self.current = source
+        self._found_at = self._watch.look(contents=False), source.autocast
+
+    def _instead_of(self, stale: Source) -> Source:
+        """Return a source like one whose memory was moved, without recordings."""
+        fresh = self._new(instead_of=stale)
+        stale.recordings.clear()
+        self._replace_all([fresh if source is stale else source for source in self._all])
+        return fresh
+
+    def _replace_all(self, sources: list[Source]) -> None:
+        self._all = sources
+        self._hooks.keep(frozenset(p for source in sources for p in source.aliases.originals))
+
+    def _look(self) -> "_State":
+        generation = self._watch.look(contents=False)
+        if self._seen is None or self._seen.generation != generation:
+            differences = self._watch.differences()
+            tables = self._watch.tables_of(self._modules()) if differences else ()
+            own = {entry: value for entry, value in differences.items() if entry.table in tables}
+            state = frozenset((entry, token(value)) for entry, value in own.items())
+            hook = self._watch.foreign_hook(every_module(self._program.modules()))
+            self._seen = _State(generation, state, own, hook, self._watch.training)
+        return self._seen
+
+    def _modules(self) -> list[nn.Module]:
+        """Return the modules whose own attributes and tensors the piece may read."""
+        return [*self._holders, *every_module(self._program.modules())]
+
+    def _new(self, lasting: bool = True, instead_of: Source | None = None) -> Source:
+        seen = self._look()
+        if (name := self._watch.trained_attribute(self._modules())) is not None:
+            raise CaptureError(f"{name} requires a gradient and is no parameter, so a replay would give it none")
+        with torch.inference_mode(False):
+            return Source(
+                self._program,
+                seen.state,
+                autocast_dtype(self._device_type),
+                self._reduction,
+                self._hooks,
+                self._device_type,
+                list(self._watch.tensors_of(self._modules())),
+                (*seen.own.values(), *self._watch.followed()),
+                lasting,
+                instead_of,
+            )
+
+    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | Fallback:
+        """Return recordings' new source once the model has been asked for in this state often enough."""
+        reason, what = self._reason(state, autocast)
+        if self._adopted >= MOST_ADOPTED:
+            self._warn("all the time", f"the model changes all the time, last: {what}", "eager from now on")
+            return reason
+        key = (state, autocast, self._trained(), frozenset(map(id, self._hooks.foreign())))
+        if len(self._asked) == MOST_ASKED and key not in self._asked:
+            self._asked.clear()
+        self._asked[key] += 1
+        self._warn(what, what)
+        if self._asked[key] < LASTING:
+            return reason
+        fresh = self._new()
+        self._adopted += 1
+        self._replace_all([*self._all[-MOST_SOURCES + 1 :], fresh])
+        self._choose(fresh)
+        announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
+        return fresh
+
+    def _trained(self) -> tuple[bool, ...]:
+        modules = every_module(self._program.modules())
+        return tuple(p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
+
+    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[Fallback, str]:
+        """Return why no source describes the model, as a reason and in words."""
+        alike = [source for source in self._all if source.state == state]
+        if not alike:
+            changes = self._watch.described(self._look().own)
+            return Fallback.MODEL_CHANGED, changes or "the model is as when its watch began"
+        alike = [source for source in alike if source.autocast == autocast]
+        if not alike:
+            return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
+        if all(source.trained_or_hooked_otherwise(hooks=False) for source in alike):
+            return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
+        return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
+
+    def _warn(self, what: str, text: str, after: str = LASTS) -> None:
+        """Say something once, and no more than a few of the changes that come and go."""
+        if what not in self._warned and (after != LASTS or len(self._warned) < MOST_ADOPTED):
+            self._warned.add(what)
+            warn(f"{self._program.name}: {text}; microbatches run eager, {after}")

@@ -1,0 +1,222 @@
+"""A decoder's layers, or a part of one layer, over packed documents as a region."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.buckets import Bucket
+from ...graphs.fallback import Fallback
+from ...graphs.program import Buffers, TensorSpec
+from ...graphs.rows import leading, write_rows
+from ...graphs.segments import fill_one_segment, fill_segments, write_offsets
+from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
+from .fit import refuse_pack
+from .layout import token_angles
+
+# Inputs that say how a pack is made: the same for all parts of a decoder's layers.
+SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
+# Called with a program's modules.
+RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPack:
+    """What a recorded piece of a decoder sees: buffers, and constants of the recording.
+
+    Attributes:
+        hidden: `[tokens of this rank, 1, width]`.
+        angles: Rotary angles of every token; None where nothing is rotated.
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        longest: Bound of a document's length in tokens.
+        additions: `[tokens, 1, width]` each, added behind the first layers.
+        used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
+    """
+
+    hidden: Tensor
+    angles: Tensor | None
+    offsets: Mapping[str, Tensor]
+    longest: int
+    additions: Sequence[Tensor] = ()
+    used: Tensor | None = None
+
+
+# Runs the recorded piece. Every output has as many rows as the hidden states.
+Run = Callable[[RecordedPack], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """What does not change between the packs of one recording.
+
+    Attributes:
+        offsets: Names of the `cu_seqlens` that a batch has.
+        rotated: Width of a row of rotary angles; 0 where nothing is rotated.
+        per_position: Whether angles come with a row per position in a document; else with a row per token.
+        absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
+        shards: Ranks that hold a part of the tokens each (sequence parallelism).
+        ranks: Ranks that hold two chunks of every document each (context parallelism).
+        rank: Which of them this is.
+        additions: Behind how many of the first layers something is added to the hidden states.
+        counted: Whether the piece must know how many tokens are no padding.
+    """
+
+    offsets: tuple[str, ...]
+    rotated: int
+    per_position: bool = True
+    absolute: bool = False
+    shards: int = 1
+    ranks: int = 1
+    rank: int = 0
+    additions: int = 0
+    counted: bool = False
+
+
+class PackedProgram:
+    """A piece of a decoder whose inputs are hidden states and packed documents.
+
+    Buckets have the limits (documents, tokens of the longest document). Padding tokens lie behind the last offset.
+    Under context parallelism, where attention must know every token's document, they are one more document.
+
+    Args:
+        name: Of the region.
+        roots: Returns the modules whose parameters the piece uses.
+        width: Of the hidden states.
+        dtype: Of the hidden states.
+        layout: What all packs of the recordings share.
+        run: The piece.
+        outputs: How many tensors it gives.
+        exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
+        kernels: Entered around recorded work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roots: Callable[[], Sequence[nn.Module]],
+        width: int,
+        dtype: torch.dtype,
+        layout: PackLayout,
+        run: Run,
+        outputs: int = 1,
+        exact_below: int = 0,
+        kernels: RecordingKernels = nullcontext,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self._roots, self._width, self._dtype = roots, width, dtype
+        self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return self._roots()
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        documents, layout = bucket.limits[0], self.layout
+        tokens = bucket.tokens // (layout.shards * layout.ranks)
+        rows = TensorSpec((tokens, 1, self._width), self._dtype, differentiable=True)
+        count = documents + 1 + (layout.ranks > 1)
+        return {
+            "hidden": rows,
+            **dict.fromkeys(self._additions, rows),
+            **self._angle_specs(bucket.tokens),
+            **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
+            **({"used": TensorSpec((1,), torch.int32)} if layout.counted else {}),
+        }
+
+    def size(self, batch: PackedBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: PackedBatch, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`."""
+        layout = self.layout
+        known = batch.layout == layout.offsets and batch.rotated == layout.rotated
+        if not known or len(batch.additions) > layout.additions:
+            return Fallback.OTHER_LAYOUT
+        return refuse_pack(batch.lengths, batch.tokens, self._exact_below, bucket, layout.shards, layout.ranks)
+
+    def load(self, buffers: Buffers, batch: PackedBatch) -> None:
+        """See `RegionProgram`. What parts of layers share is written with the first of them."""
+        _load_rows(buffers["hidden"], batch.hidden.detach())
+        if batch.loaded:
+            return
+        for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
+            _load_rows(buffers[name], rows.detach())
+        if self.layout.counted:
+            buffers["used"].fill_(batch.hidden.shape[0])
+        if batch.angles is not None:
+            _load_rows(buffers["angles"], batch.angles)
+            buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
+        for name in self.layout.offsets:
+            write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["hidden"].shape[0]))
+
+    def _end(self, name: str, rows: int) -> int | None:
+        """Return where a last document of padding ends; None where padding is in no document."""
+        capacity = rows * self.layout.shards * self.layout.ranks
+        return capacity if self.layout.ranks > 1 and name in self._physical else None
+
+    @property
+    def _physical(self) -> tuple[str, ...]:
+        """Names of the offsets that say where documents lie."""
+        return PADDED_OFFSETS if PADDED_OFFSETS[0] in self.layout.offsets else OFFSETS
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
+            buffers[name].zero_()
+        if self.layout.counted:
+            buffers["used"].fill_(buffers["hidden"].shape[0])
+        longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
+        for name in self.layout.offsets:
+            if self.layout.ranks > 1:
+                fill_segments(buffers[name], bucket.tokens, longest // chunks * chunks)
+            else:
+                fill_one_segment(buffers[name], longest)
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Outputs have `tokens / (shards * ranks)` rows."""
+        offsets = {name: buffers[name] for name in self.layout.offsets}
+        angles = buffers.get("angles")
+        if angles is not None and self.layout.per_position:
+            physical = offsets[self._physical[0]]
+            angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
+        additions = [buffers[name] for name in self._additions]
+        used = buffers.get("used")
+        return self._run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used))
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self._roots())
+
+    def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden.shape[0],) * self._outputs
+
+    def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+        return (batch.hidden, *self._padded_additions(batch))
+
+    def _angle_specs(self, tokens: int) -> dict[str, TensorSpec]:
+        if not self.layout.rotated:
+            return {}
+        angles = TensorSpec((tokens, 1, 1, self.layout.rotated), torch.float32)
+        return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
+
+    @property
+    def _additions(self) -> tuple[str, ...]:
+        return tuple(f"addition_{index}" for index in range(self.layout.additions))
+
+    def _padded_additions(self, batch: PackedBatch) -> tuple[Tensor, ...]:
+        """Return as many additions as are recorded; those that the batch lacks have no rows, which is zeros."""
+        missing = self.layout.additions - len(batch.additions)
+        return (*batch.additions, *(batch.hidden.detach()[:0],) * missing)
+
+
+def _load_rows(buffer: Tensor, rows: Tensor) -> None:
+    """Write as many rows as there is room for and zero the rest."""
+    write_rows(buffer, leading(rows, min(rows.shape[0], buffer.shape[0])))

@@ -1,0 +1,1 @@
+"""The language model of a vision-language model as one region."""

@@ -1,0 +1,108 @@
+"""Graph options as one typed value, from whatever a user wrote, and back."""
+
+import warnings as python_warnings
+from dataclasses import fields, replace
+from typing import Any
+
+from .combinations import check_options
+from .deepstack import deepstack_warnings
+from .errors import GraphOptionWarning
+from .facts import facts_of
+from .graph_options import GraphOptions
+from .language_model import IMPL, INFERENCE, MODULES
+from .migration import Migration, language_model_options, module_names
+from .offload import OFFLOAD_FIELDS, offload_options
+from .packed import PACKED_FIELDS, packed_options
+from .precedence import settle
+from .shared_offload import share_offload
+from .sources import Written, collect
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD, vision_options
+
+_warned: set[str] = set()
+
+
+def graph_options(*sources: Any) -> GraphOptions:
+    """Return what the sources say, normalized, typed and checked; warns once per deprecated spelling.
+
+    Args:
+        sources: Mappings, YAML, words, config objects or `GraphOptions`, later ones winning; see `sources.collect`.
+
+    Raises:
+        OptionError: A value or a combination cannot work.
+    """
+    options, written = normalize(*sources)
+    check_options(options, facts_of(written))
+    warn_once(options)
+    return options
+
+
+def normalize(*sources: Any) -> tuple[GraphOptions, Written]:
+    """Return what the sources say, normalized and typed, and what was written; combinations are not checked.
+
+    What a person wrote wins over what a recipe holds: the recipe's value is dropped with a line among the warnings.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    if len(sources) == 1 and isinstance(sources[0], GraphOptions):
+        return sources[0], Written()
+    collected = collect(*(Written(as_fields(s)) if isinstance(s, GraphOptions) else s for s in sources))
+    written, dropped = settle(collected)
+    options = options_of(written)
+    return replace(options, warnings=(*dropped, *options.warnings)), written
+
+
+def options_of(written: Written) -> GraphOptions:
+    """Return the typed options of collected fields.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    language_model, warnings = language_model_options(written.fields, written.by_hand)
+    vision = vision_options(written.fields, *_unit(written))
+    if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
+        names = ",".join(vision.modules)
+        warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
+    if vision.enabled and not vision.deepstack_gradient_allreduce:
+        warnings += deepstack_warnings(facts_of(written))
+    options = GraphOptions(
+        language_model=language_model,
+        vision=vision,
+        packed=packed_options(written.fields),
+        offload=offload_options(written.fields),
+        warnings=warnings,
+    )
+    return share_offload(options, facts_of(written)) if options.offload.parts else options
+
+
+def _unit(written: Written) -> tuple[int, str]:
+    """Return how many patches of a vision encoder belong together, and what they are; see `vision_options`."""
+    tower = getattr(written.model, "vision_config", None)
+    image, patch = (getattr(tower, name, None) for name in ("image_size", "patch_size"))
+    if isinstance(image, int) and isinstance(patch, int) and not hasattr(tower, "spatial_merge_size"):
+        return (image // patch) ** 2, "one image"
+    merge = written.settings.get("spatial_merge_size")
+    return merge**2 if isinstance(merge, int) and merge > 0 else 4, "one embedding"
+
+
+def warn_once(options: GraphOptions) -> None:
+    """Warn of what the options should tell the user, each sentence once in a process."""
+    for text in options.warnings:
+        if text not in _warned:
+            _warned.add(text)
+            python_warnings.warn(text, GraphOptionWarning, stacklevel=3)
+
+
+def as_fields(options: GraphOptions) -> dict[str, Any]:
+    """Return options as plain values under today's field names, from which `normalize` makes the same options."""
+    found: dict[str, Any] = {
+        IMPL: options.language_model.impl,
+        MODULES: module_names(options.language_model.modules),
+        INFERENCE: options.language_model.inference_scope.name,
+    }
+    parts = (options.vision, PROVIDER_FIELDS), (options.packed, PACKED_FIELDS), (options.offload, OFFLOAD_FIELDS)
+    for part, names in parts:
+        for f in fields(part):
+            value = getattr(part, f.name)
+            found[names[f.name]] = list(value) if isinstance(value, tuple) else value
+    return found

@@ -1,0 +1,1 @@
+"""megatron-core's decoder layers over packed documents, experts and Mamba among them."""

@@ -1,0 +1,271 @@
+"""megatron-core's transformer block and hybrid stack over packed documents: calls, pieces, rotation per token."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.errors import CaptureError
+from ...graphs.fallback import Fallback
+from ...language.experts.tables import Tables
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...language.packed.decoder import DecoderCall, DecoderPart
+from ...language.packed.program import RecordedPack
+from ...options import MODULES as LAYER_PARTS
+from ...options import OptionError
+from ...options.language_model import MODULES
+from ...options.packed import MAX_PACKED_SEQS
+from ...upstream_types import UpstreamModule
+from ..attributes import replaced
+from ..kernels.layers import kernels_available
+from ..kernels.rotary import fused_rotary
+from ..kernels.saved_tensors import known_activations
+from ..kernels.transformer_engine import accumulating, forget_attention_selection
+from ..seams.registry import seam
+from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
+from .attention_statistics import refuse_statistics
+from .experts import CapturedExperts
+from .layers import MAX_SEQLENS, attention_and_router_part, attention_part, mlp_part, packed_params, router_part
+from .mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
+from .routers import statistics_kept
+
+ROTARY = seam("packed_rotary")
+VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
+READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
+DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
+# A packed call carries none or a stand-in; attention goes by the offsets.
+WITHOUT_EFFECT = ("attention_mask",)
+# Fields of PackedSeqParams that change how a pack is computed and that no graph was captured with.
+UNKNOWN = ("local_cp_size", "cp_group", "tokens_per_sample", "pad_between_seqs")
+
+
+class TransformerBlockFamily:
+    """See `DecoderFamily`.
+
+    Args:
+        decoder: A `TransformerBlock`, or a `HybridStack` (`MambaStack` in older releases).
+
+    Attributes:
+        per_position: Whether rotary angles come with a row per position.
+        absolute: Whether a table with a row per token is taken by the place in the pack.
+        shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
+
+    Raises:
+        OptionError: A layer is of a kind that was not looked at.
+    """
+
+    def __init__(self, decoder: UpstreamModule) -> None:
+        self._decoder = decoder
+        self._forward = decoder.forward
+        config = decoder.config
+        self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = decoder.pg_collection.cp
+        self.ranks, self.rank = context.size(), context.rank()
+        self._inside: list[nn.Module] = []  # layers with experts inside the graph
+        self._tables = Tables()
+        self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
+        self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
+        for layer in self._mamba:
+            check_mamba_layer(layer)
+        for layer in self._transformer:
+            _check_layer(layer)
+        self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
+        self.absolute = not config.apply_rope_fusion
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
+        """See `DecoderFamily`."""
+        params = kwargs.get("packed_seq_params")
+        if params is None or params.qkv_format != "thd":
+            return Fallback.UNPACKED_BATCH
+        hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
+        angles = kwargs.get("rotary_pos_emb")
+        if args or not isinstance(hidden, Tensor):
+            return Fallback.CALL_ARGUMENTS
+        others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
+        if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
+            return Fallback.CALL_ARGUMENTS
+        tokens = hidden.shape[0] * self.shards
+        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
+            return Fallback.CALL_ARGUMENTS
+        if self._mamba and (params.seq_idx is None or params.total_tokens != tokens):
+            return Fallback.NO_SEQ_IDX
+        visual = self._visual(kwargs)
+        if visual is not None and self.shards > 1:
+            return Fallback.CALL_ARGUMENTS
+        max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
+        return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+
+    def _rotates(self, angles: Any, tokens: int) -> bool:
+        """Whether angles are of the kind that recordings have buffers for; a hybrid may have none."""
+        if not isinstance(angles, Tensor):
+            return angles is None
+        rows_fit = self.per_position or angles.shape[0] == tokens
+        return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
+
+    def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
+        mask, embeddings = (kwargs.get(name) for name in VISUAL)
+        if not self._decoder.pre_process or mask is None or not embeddings:
+            return None
+        return mask, embeddings
+
+    def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """See `DecoderFamily`.
+
+        Raises:
+            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded.
+        """
+        experts = [layer for layer in self._transformer if layer.is_moe_layer]
+        every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
+        if not modules or (set(modules) == every and not experts):
+            for layer in experts:
+                CapturedExperts(layer, self._tables)  # refuses what cannot be recorded
+            self._inside = experts
+            return [DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))]
+        return self.layer_parts(modules)
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """See `DecoderFamily`."""
+        return statistics_kept([layer.mlp.router for layer in self._transformer if layer.is_moe_layer])
+
+    def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """Return these parts of every layer, each a piece of its own; attention and the router behind it are one.
+
+        Raises:
+            OptionError: No layer has such a part, or a router is of a kind that was not looked at.
+        """
+        parts = [part for layer in self._decoder.layers for part in self._parts_of(layer, modules)]
+        if not parts:
+            raise OptionError(
+                MODULES,
+                ",".join(modules),
+                "parts that this model's layers have",
+                "Name attn, mlp on a dense model, or mamba on one with Mamba layers.",
+            )
+        return parts
+
+    def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
+        if is_mamba(layer):
+            if "mamba" in modules:
+                yield mamba_part(layer, self.shards)
+            return
+        routed = layer.is_moe_layer and "moe_router" in modules
+        if "attn" in modules and _attends(layer):
+            yield attention_and_router_part(layer) if routed else attention_part(layer)
+        elif routed:
+            yield router_part(layer)
+        if "mlp" in modules and not layer.is_moe_layer and not _is_identity(layer.mlp):
+            yield mlp_part(layer)
+
+    def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
+        visual = {}
+        indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
+        with ExitStack() as stack:
+            for layer in self._inside:  # looked at anew: the model may have changed since the last recording
+                stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
+            if pack.additions:
+                stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
+                visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
+            if not self._decoder.pre_process:
+                stack.enter_context(replaced(self._decoder, "input_tensor", pack.hidden))
+            output = self._forward(
+                hidden_states=pack.hidden,
+                attention_mask=None,
+                rotary_pos_emb=pack.angles,
+                packed_seq_params=packed_params(pack.offsets, pack.longest, indexed),
+                **visual,
+            )
+        return (output,)
+
+    known_activations = staticmethod(known_activations)
+
+    @contextmanager
+    def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does.
+
+        Raises:
+            CaptureError: Somebody reads statistics that a replay does not leave.
+        """
+        refuse_statistics(modules)
+        forget_attention_selection()
+        with ExitStack() as stack:
+            stack.enter_context(accumulating(modules))
+            stack.enter_context(current_parameters(modules))
+            core = importlib.import_module(ROTARY.module)
+            stack.enter_context(replaced(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
+            if kernels_available():
+                stack.enter_context(fused_rotary(modules))
+            yield
+
+
+def _used(pack: RecordedPack) -> Tensor:
+    if pack.used is None:
+        raise CaptureError("experts inside the graph must know how many tokens are no padding")
+    return pack.used
+
+
+def _add(hidden: Tensor, mask: None, addition: Tensor) -> Tensor:
+    """Add deepstack features that are zero wherever there are none."""
+    return hidden + addition
+
+
+def _offsets(params: Any) -> dict[str, Tensor | None]:
+    """Return a pack's offsets; padded ones that are the others themselves, as attention sees them, are left out."""
+    found = {name: getattr(params, name) for name in (*OFFSETS, *PADDED_OFFSETS)}
+    if all(found[padded] is found[name] for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)):
+        found.update(dict.fromkeys(PADDED_OFFSETS))
+    return found
+
+
+def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rotate packed tokens by angles of their own: an unpacked sequence of as many tokens, through upstream's code."""
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(
+        t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **kwargs: Any
+    ) -> Tensor:
+        if cu_seqlens is None:
+            return original(t, freqs, config, cu_seqlens, mscale, **kwargs)
+        if config.apply_rope_fusion:  # the packed kernel knows neither
+            mscale = 1.0
+            kwargs.pop("mla_rotary_interleaved", None)
+        return original(t[:, None], freqs, config, None, mscale, **kwargs)[:, 0]
+
+    return apply_rotary_pos_emb
+
+
+def _is_qwen(layer: UpstreamModule) -> bool:
+    qwen = sys.modules.get(QWEN_ATTENTION)
+    return qwen is not None and isinstance(layer.self_attention, qwen.Qwen3VLSelfAttention)
+
+
+def _is_identity(module: nn.Module) -> bool:
+    """Whether a layer lacks this part: a hybrid's layers have attention or an MLP, not both."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return isinstance(module, IdentityOp)
+
+
+def _attends(layer: UpstreamModule) -> bool:
+    return not _is_identity(layer.self_attention)
+
+
+def _check_layer(layer: nn.Module) -> None:
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    attention = getattr(layer, "self_attention", layer)
+    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
+    if not (known or _is_identity(attention)):
+        raise OptionError(
+            MAX_PACKED_SEQS,
+            type(attention).__name__,
+            "layers with megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer",
+            "Remove the option for this model.",
+        )

@@ -1,0 +1,201 @@
+"""megatron-core's experts inside a graph: every token goes to its experts by counts that stay on the device."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...language.experts import device
+from ...language.experts.activation import weighted_swiglu
+from ...language.experts.linear import combine_linear, dispatch_linear
+from ...language.experts.rows import Rows, find_rows, row_weights
+from ...language.experts.tables import Tables
+from ...options import OptionError
+from ...options.language_model import MODULES
+from ...upstream_types import UpstreamModule
+from ..attributes import replaced
+from ..seams.registry import seam
+from .routers import REMEDY, CapturedRouter, check_fields
+
+FORWARD = seam("packed_experts").target.rpartition(".")[2]
+GROUPED, SEQUENTIAL = (seam(f"packed_{kind}_experts").target.partition(".")[0] for kind in ("grouped", "sequential"))
+# Linear layers whose product is `x @ weight.T` and nothing else. Adapters put others in their place.
+LINEAR = (
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
+    "TEColumnParallelLinear",
+    "TERowParallelLinear",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+)
+# Fields of a model's configuration, and what each must be where a release has it.
+NEEDED = {
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "moe_expert_capacity_factor": None,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_overlap": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_mlp_glu_interleave_size": None,
+    "add_bias_linear": False,
+    "use_te_activation_func": False,
+    "use_transformer_engine_op_fuser": False,
+    "use_fused_weighted_squared_relu": False,
+    "delay_wgrad_compute": False,
+    "overlap_dispatch_backward_with_experts_wgrad": False,
+}
+
+
+class CapturedExperts:
+    """A layer's router, experts and shared experts, computed without a read of the device.
+
+    Args:
+        layer: A transformer layer with experts.
+        tables: Where experts' weights are, for as long as recordings are replayed.
+
+    Raises:
+        OptionError: They are of a kind, or set in a way, that is not recorded; names it.
+    """
+
+    def __init__(self, layer: UpstreamModule, tables: Tables) -> None:
+        self._moe: UpstreamModule = layer.mlp
+        config = self._moe.config
+        check_fields(config, NEEDED)
+        self._router = CapturedRouter(self._moe.router)
+        self._linear = _linear_layers(self._moe.experts)
+        self._activate, self._is_swiglu = activation(config), is_swiglu(config)
+        self._top_k: int = config.moe_router_topk
+        self._tables = tables
+
+    def recorded(self, used: Tensor) -> AbstractContextManager[None]:
+        """Let the layer compute so.
+
+        Args:
+            used: `[1]` int32, how many tokens are no padding; padding goes to no expert and gets zeros.
+        """
+
+        def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
+            return self._forward(hidden_states, used), None
+
+        return replaced(self._moe, FORWARD, forward)
+
+    def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
+        shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
+        probabilities, routing_map = self._router.route(hidden, used)
+        rows = find_rows(routing_map, used, self._top_k)
+        first, second = (linear.weights() for linear in self._linear)
+        inner = dispatch_linear(hidden.reshape(-1, hidden.shape[-1]), rows, first, self._tables)
+        inner = self._between(inner, row_weights(probabilities, rows), rows)
+        out = combine_linear(inner, rows, second, self._tables).view(hidden.shape)
+        return out if shared is None else out + shared
+
+    def _between(self, inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        """Return what goes into the second linear layers: of megatron-core's function, or the kernel in its place."""
+        if self._is_swiglu and device.runs_kernels(inner):
+            return weighted_swiglu(inner, weights, rows)
+        return self._activate(inner, weights[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One of an expert's two linear layers, for all experts.
+
+    Attributes:
+        modules: One with all weights, or one for every expert.
+        names: Of the weights of each.
+    """
+
+    modules: Sequence[nn.Module]
+    names: Sequence[str]
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return all experts' weights as they are now: while work is recorded, what stands in for them."""
+        return [getattr(module, name) for module in self.modules for name in self.names]
+
+    def check(self) -> None:
+        """Refuse layers that compute something else than a product, and weights that are not alike.
+
+        Raises:
+            OptionError: Names what they are.
+        """
+        if other := {type(module).__name__ for module in self.modules} - set(LINEAR):
+            raise _refused(f"experts with {min(other)}", ", ".join(LINEAR))
+        weights = self.weights()
+        if any(weight is None for weight in weights):
+            raise _refused("experts with one weight for all", "a weight for each")
+        if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
+            raise _refused("experts whose weights are not alike", "weights of one shape, all trained or none")
+
+
+def is_swiglu(config: Any) -> bool:
+    """Whether the function between an expert's linear layers is gated SiLU and nothing else."""
+    changed = config.activation_func_clamp_value is not None or config.glu_linear_offset
+    fp8_input = config.activation_func_fp8_input_store
+    return config.gated_linear_unit and config.activation_func is functional.silu and not (changed or fp8_input)
+
+
+def activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return megatron-core's function between an expert's two linear layers, which applies the router's probability.
+
+    It takes `[rows, width]` and `[rows, 1]`, and gives `[rows, inner width]` in the first one's dtype.
+
+    Raises:
+        OptionError: megatron-core has none for these settings.
+    """
+    if config.bias_activation_fusion:
+        return _fused_activation(config)
+
+    def unfused(inner: Tensor, weights: Tensor) -> Tensor:
+        activate: Callable[[Tensor], Tensor] = config.activation_func
+        if not config.gated_linear_unit:
+            return (activate(inner) * weights).to(inner.dtype)
+        gate, linear = inner.chunk(2, dim=-1)
+        if (most := config.activation_func_clamp_value) is not None:
+            gate, linear = gate.clamp(max=most), linear.clamp(min=-most, max=most)
+        gated: Tensor = activate(gate) * (linear + config.glu_linear_offset) * weights
+        return gated.to(inner.dtype)
+
+    return unfused
+
+
+def _fused_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    fp8_input = config.activation_func_fp8_input_store
+    if config.gated_linear_unit and config.activation_func is functional.silu:
+        return lambda inner, weights: weighted_bias_swiglu_impl(inner, None, weights, fp8_input)
+    if config.gated_linear_unit and config.activation_func is quick_gelu:
+        rest = (fp8_input, config.glu_linear_offset, config.activation_func_clamp_value)
+        return lambda inner, weights: weighted_bias_quick_geglu_impl(inner, None, weights, *rest)
+    raise OptionError(
+        "model.activation_func",
+        getattr(config.activation_func, "__name__", config.activation_func),
+        "gated silu or quick_gelu with bias_activation_fusion and experts inside the graph",
+        REMEDY,
+    )
+
+
+def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
+    """Return both linear layers.
+
+    Raises:
+        OptionError: Experts or their linear layers are of another kind.
+    """
+    kind = type(experts).__name__
+    if kind not in (GROUPED, SEQUENTIAL):
+        raise _refused(f"experts of {kind}", f"{GROUPED} or {SEQUENTIAL}")
+    held = [experts] if kind == GROUPED else list(experts.local_experts)
+    names = [f"weight{number}" for number in range(experts.num_local_experts)] if kind == GROUPED else ["weight"]
+    first, second = (_Linear([getattr(each, layer) for each in held], names) for layer in ("linear_fc1", "linear_fc2"))
+    for linear in (first, second):
+        linear.check()
+    return first, second
+
+
+def _refused(found: str, allowed: str) -> OptionError:
+    return OptionError(MODULES, found, f"{allowed}, with experts inside the graph", REMEDY)

@@ -1,0 +1,179 @@
+"""Parts of megatron-core's transformer layers over packed documents: attention, MLP, and the router of experts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...graphs.errors import CaptureError
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...language.packed.decoder import DecoderPart, Follower, first
+from ...language.packed.layout import document_indices
+from ...language.packed.program import RecordedPack
+from ...options import OptionError
+from ...options.language_model import MODULES
+from ...upstream_types import UpstreamModule
+
+MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
+NORM = "_forward_pre_mlp_layernorm"
+# A layer's submodules that a piece uses.
+ATTENTION = ("input_layernorm", "self_attention")
+ROUTER = ("pre_mlp_layernorm", "mlp.router")
+# A router with one of these adds to statistics or losses that outlive the step, draws random numbers, or counts tokens:
+# only its matrix product is recorded, the rest runs on real tokens, eager.
+ROUTER_EFFECTS = (
+    "moe_z_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_expert_capacity_factor",
+    "moe_enable_routing_replay",
+)
+STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
+
+
+def packed_params(offsets: Mapping[str, Tensor], longest: int, indexed: int = 0) -> Any:
+    """Return megatron-core's metadata of a pack.
+
+    Args:
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
+        indexed: Tokens of the pack where Mamba layers want every token's document, which upstream finds by reading the
+            device; 0 is none.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    indices = document_indices(offsets.get(PADDED_OFFSETS[0], offsets[OFFSETS[0]]), indexed) if indexed else None
+    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest), seq_idx=indices)
+
+
+def attention_part(layer: UpstreamModule) -> DecoderPart:
+    """Return a layer's attention with its norm and residual as a piece."""
+    attend = _attention(layer)
+
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        return (attend(pack),)
+
+    name = f"packed_attention_{layer.layer_number}"
+    return DecoderPart(name, layer, ATTENTION, run, "_forward_attention", _attention_answer)
+
+
+def mlp_part(layer: UpstreamModule) -> DecoderPart:
+    """Return a dense layer's MLP with its norm and residual as a piece."""
+    forward = layer._forward_mlp
+
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        return (forward(pack.hidden),)
+
+    return DecoderPart(f"packed_mlp_{layer.layer_number}", layer, ("pre_mlp_layernorm", "mlp"), run, "_forward_mlp")
+
+
+def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
+    """Return a layer's attention, and the norm and router behind it, as one piece.
+
+    Raises:
+        OptionError: See `router_part`.
+    """
+    attend, (route, follower, count) = _attention(layer), _routing(layer, 1)
+    norm = getattr(layer, NORM)
+
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        attended = attend(pack)
+        return (attended, *route(norm(attended)))
+
+    return DecoderPart(
+        f"packed_attention_and_router_{layer.layer_number}",
+        layer,
+        ATTENTION + ROUTER,
+        run,
+        "_forward_attention",
+        _attention_answer,
+        1 + count,
+        (Follower(layer, NORM, lambda outputs: outputs[1]), follower),
+    )
+
+
+def router_part(layer: UpstreamModule) -> DecoderPart:
+    """Return the norm before a layer's experts and their router as a piece.
+
+    Raises:
+        OptionError: The router is of a kind that was not looked at, or changes its input at random.
+    """
+    route, follower, count = _routing(layer, 0)
+    norm = getattr(layer, NORM)
+
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        return route(norm(pack.hidden))
+
+    name = f"packed_router_{layer.layer_number}"
+    return DecoderPart(name, layer, ROUTER, run, NORM, first, count, (follower,))
+
+
+def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
+    forward = layer._forward_attention
+
+    def attend(pack: RecordedPack) -> Tensor:
+        params = packed_params(pack.offsets, pack.longest)
+        calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": params}
+        attended: Tensor = forward(attention_mask=None, **calls)[0]
+        return attended
+
+    return attend
+
+
+def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
+    return outputs[0], None
+
+
+def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower, int]:
+    """Return what of a router is recorded, the call that it answers, and how many outputs there are.
+
+    Args:
+        layer: A layer with experts.
+        place: Where the normed hidden states are among the piece's outputs.
+    """
+    router = layer.mlp.router
+    check_router(router)
+    pure = is_pure(router)
+    compute = router.forward if pure else router.gating
+
+    def route(normed: Tensor) -> tuple[Tensor, ...]:
+        if layer.mlp.router is not router or is_pure(router) != pure:
+            raise CaptureError("the router was replaced after capture, or its options now give it side effects")
+        computed = compute(normed)
+        return (normed, *computed) if pure else (normed, computed)
+
+    if pure:
+        return route, Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2])), 3
+    return route, Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
+
+
+def is_pure(router: UpstreamModule) -> bool:
+    """Whether routing is a function of a token alone, without a trace."""
+    config = router.config
+    return not (
+        router.is_aux_loss_enabled()
+        or router.routing_type in STATEFUL_BALANCING
+        or any(getattr(config, name, None) for name in ROUTER_EFFECTS)
+    )
+
+
+def check_router(router: UpstreamModule) -> None:
+    """Refuse a router that cannot be recorded.
+
+    Raises:
+        OptionError: It is of a kind that was not looked at, or changes its input at random.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    if type(router) is not TopKRouter:
+        raise OptionError(
+            MODULES, "moe_router", "layers with megatron-core's TopKRouter", f"This has {type(router).__name__}."
+        )
+    if router.config.moe_input_jitter_eps:
+        raise OptionError(
+            "model.moe_input_jitter_eps",
+            router.config.moe_input_jitter_eps,
+            f"None with routers on graphs in {MODULES}",
+            f"The router's input would be changed at random after it was recorded. Set {MODULES}=attn.",
+        )

@@ -1,0 +1,1 @@
+"""Vision encoders as upstream builds them, and what their graphs need of upstream."""

@@ -1,0 +1,1 @@
+"""What runs inside Bridge: providers, configurations, the train loop, launchers."""

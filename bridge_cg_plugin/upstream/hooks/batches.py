@@ -1,0 +1,61 @@
+"""Bridge's batch steps: grids and packs' offsets are noted on the host before they are copied to the device."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ..seams.patches import Patch
+from ..seams.registry import SEAMS
+from .packed_helper import PACK_OFFSETS
+from .vision_helper import GRIDS
+
+GRID_FIELDS = ("image_grid_thw", "video_grid_thw")
+# Today's names, then those of older batches.
+OFFSET_FIELDS = (*OFFSETS, *PADDED_OFFSETS, "cu_seqlens", "cu_seqlens_unpadded")
+
+
+class _Noting:
+    """Passes an iterator through and keeps the host tensors of the last batch that sizes depend on."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.grids: dict[str, Tensor] = {}
+        self.offsets: dict[str, Tensor] = {}
+
+    def __iter__(self) -> "_Noting":
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        visual = batch.get("visual_inputs") if isinstance(batch, dict) else None
+        self.grids = _on_host({name: getattr(visual, name, None) for name in GRID_FIELDS})
+        self.offsets = _on_host({name: batch.get(name) for name in OFFSET_FIELDS} if isinstance(batch, dict) else {})
+        return batch
+
+
+def _on_host(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t.device.type == "cpu"}
+
+
+def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(old)
+    def get_batch_from_iterator(data_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        noting = _Noting(data_iterator)
+        batch = old(noting, *args, **kwargs)
+        for name, host in noting.grids.items():
+            device = getattr(batch.get("visual_inputs"), name, None)
+            if device is not None:
+                GRIDS.remember(device, host)
+        for name, host in noting.offsets.items():
+            device = batch.get(name)
+            if isinstance(device, Tensor):
+                PACK_OFFSETS.remember(device, host)
+        return batch
+
+    return get_batch_from_iterator
+
+
+PATCHES = tuple(Patch(entry, _with_host_copies) for entry in SEAMS if entry.patched_by == "hooks.batches")

@@ -1,0 +1,203 @@
+"""What a command line says, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...options import GraphOptions, OptionError, check_options, facts_of, normalize
+from ...options.normalization import warn_once
+from ...options.precedence import settle
+from ...options.sources import FIELDS, Written, collect
+from .graph_fields import apply_options
+
+_TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
+_NAN_CHECK = "check_for_nan_in_loss"
+_WORD = re.compile(r"(?P<how>[+]{0,2}|~)(?P<name>[A-Za-z_][\w.@/\-]*)(=(?P<value>.*))?", re.DOTALL)
+
+
+def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] = ()) -> GraphOptions:
+    """Apply flags, and the words after them, which win; returns the graph options of the result.
+
+    Words that set graph fields go the way of flags, so every spelling is accepted and checked with the rest of the
+    configuration; all others go through Bridge's own Hydra machinery before that.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        flags: Fields of the model and what was written, as `options.flags.given_flags` returns them.
+        words: Hydra-style `section.name=value`.
+
+    Raises:
+        OptionError: A word names nothing, or the options cannot work; says what is nearest or allowed.
+    """
+    of_graphs = graph_words(words)
+    others = [word for word in words if word not in of_graphs]
+    for word in others:
+        check_word(config, word)
+    if others:
+        _apply_words(config, others)
+    if any(word.startswith("dataset.seq_length=") for word in others):
+        _follow_dataset(config, others)
+    if not (flags or of_graphs):
+        return normalize(config)[0]
+    said = set(map(_leaf, others))
+    settings = {} if said & set(_TRACKER) else dict.fromkeys(_TRACKER, True)
+    if _NAN_CHECK not in said:
+        settings[_NAN_CHECK] = False
+    options, written = normalize(config, settings, flags, of_graphs)
+    check_options(options, facts_of(written))
+    return _apply(options, config)
+
+
+def apply_flags(config: Any, *sources: Any) -> GraphOptions:
+    """Apply graph options to a configuration as `bridge-cg explain` resolves them; returns all of the result.
+
+    As in Bridge's performance scripts, graphs switch the random-state tracker on, and graphs of the whole step switch
+    the NaN check of the loss off. What else of the configuration forbids them is not looked at: Bridge's validation
+    does so, with the plugin's check, when all of it is known.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        sources: Fields of the model and what was written, later ones winning; see `options.graph_options`.
+
+    Raises:
+        OptionError: The options cannot work; nothing was set.
+    """
+    return _apply(normalize(config, *sources)[0], config)
+
+
+def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
+    """Apply graph options to a configuration that Bridge's own overrides have changed already.
+
+    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held. Of other
+    settings only those are checked that a person wrote and that graphs would change (see `apply_flags`).
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        before: What it held before Bridge's overrides.
+        written: What a person wrote in these overrides.
+        flags: Fields of the model that flags set; they count as written by the same person.
+
+    Raises:
+        OptionError: The options cannot work; no graph option was set.
+    """
+    together = before.then(written)
+    if flags or settle(together)[0] != together:
+        held = replace(collect(config), fields=before.fields)  # other settings as they are now
+        options = normalize(held, written, flags)[0]
+        check_options(options, facts_of(Written(settings=written.settings)))
+        _apply(options, config)
+
+
+def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
+    """Return the graph fields that Bridge's own overrides wrote, with the values that the configuration then holds.
+
+    Bridge has resolved what was written by then. Fields that the model does not have are left out. Of other settings
+    only the written ones that graphs would change are included.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object, after the overrides.
+        file: The YAML file of the overrides.
+        words: Their Hydra-style words.
+    """
+    loaded = _load(file)
+    within = getattr(config, "model", None) is not None
+    model, section = (config.model, loaded.get("model")) if within else (config, loaded)
+    in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
+    in_words = frozenset(map(_leaf, graph_words(words)))
+    fields = {name: getattr(model, name) for name in FIELDS if name in in_file | in_words and hasattr(model, name)}
+    by_hand = in_words if "_target_" in in_file else in_file | in_words
+    return Written(fields, by_hand & fields.keys(), _settings_written(config, loaded, words))
+
+
+def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return, of the settings that graphs change, those that a person wrote; the tracker's two fields go together."""
+    sections = [s for s in (loaded, *loaded.values()) if isinstance(s, Mapping) and "_target_" not in s]
+    said = {*map(_leaf, words), *(name for section in sections for name in section)}
+    names = {*(() if said.isdisjoint(_TRACKER) else _TRACKER), *said.intersection([_NAN_CHECK])}
+    return {name: value for name, value in collect(config).settings.items() if name in names}
+
+
+def _load(file: str | Path | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def resolved_words(config: Any, words: Sequence[str]) -> Written:
+    """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
+    mine = graph_words(words)
+    plain = [word for word in mine if "${" not in word]
+    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
+
+
+def _apply(options: GraphOptions, config: Any) -> GraphOptions:
+    apply_options(options, config)
+    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
+        config.rerun_state_machine.check_for_nan_in_loss = False
+    warn_once(options)
+    return options
+
+
+def check_word(config: Any, word: str) -> None:
+    """Refuse a word that names nothing in a configuration.
+
+    Raises:
+        OptionError: It is no assignment, or there is no such field; names the nearest.
+    """
+    match = _WORD.fullmatch(word)
+    if match is None or (match["value"] is None and match["how"] != "~"):
+        raise OptionError("argument", word, "section.name=value", "Correct or remove it.")
+    owner, path = config, match["name"].split(".")
+    for depth, part in enumerate(path):
+        if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra knows what is allowed there
+            return
+        names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
+        if part not in names:
+            section = ".".join(path[:depth])
+            names |= set() if section else set(FIELDS)
+            raise OptionError(match["name"], match["value"], *_nearest(part, names, section))
+        owner = getattr(owner, part, None)
+
+
+def _nearest(part: str, names: set[str], section: str) -> tuple[str, str]:
+    near = difflib.get_close_matches(part, [n for n in names if not n.startswith("_")], n=1, cutoff=0.5)
+    where = f"{section}." if section else ""
+    allowed = f"{where}{near[0]}" if near else f"a field of {section or 'the configuration'}"
+    return allowed, f"{section or 'The configuration'} has no field {part!r}."
+
+
+def graph_words(words: Sequence[str]) -> list[str]:
+    """Return the Hydra-style words that set graph fields of the model."""
+    return [word for word in words if _is_graph_word(word)]
+
+
+def _is_graph_word(word: str) -> bool:
+    match = _WORD.fullmatch(word)
+    if match is None or match["value"] is None:
+        return False
+    *path, leaf = match["name"].split(".")
+    return leaf in FIELDS and path in ([], ["model"])
+
+
+def _leaf(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~").rpartition(".")[2]
+
+
+def _apply_words(config: Any, words: Sequence[str]) -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
+
+    try:
+        process_config_with_overrides(config, cli_overrides=list(words))
+    except OverridesError as error:
+        raise OptionError("overrides", " ".join(words), "what Hydra's grammar accepts", f"{error}.") from None
+
+
+def _follow_dataset(config: Any, words: Sequence[str]) -> None:
+    """Give the model the dataset's sequence length, which Bridge wants alike, unless the user gave it one."""
+    if not any(word.startswith("model.seq_length=") for word in words):
+        config.model.seq_length = config.dataset.seq_length

@@ -1,0 +1,179 @@
+"""The helper that Bridge's train loop drives for the language model, where packed-sequence graphs are asked for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...graphs.executor import Executor
+from ...graphs.host_copies import HostCopies
+from ...language.packed.decoder import PackedGraphs
+from ...options import PackedOptions, check_options, facts_of, packed_options
+from ...options.migration import module_names
+from ...options.normalization import options_of
+from ...options.sources import collect
+from ..decoder.block import TransformerBlockFamily
+from ..environment import check_process
+from ..exempt import EXEMPT
+from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ..parallel.process_groups import peers_of, shared_group, sharing_groups, without_messages
+from ..parallel.schedules import microbatches_in_flight
+from ..random_states import random_states
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..wrappers import unwrapped
+from .graph_helper import GraphHelper, default_executor, release_module
+
+PACK_OFFSETS = HostCopies()
+
+
+class PackedCudaGraphHelper:
+    """Packed-sequence graphs behind the interface of megatron-core's `TECudaGraphHelper`, one helper per model chunk.
+
+    Args:
+        model: The training loop's model chunks.
+        config: The language model's transformer config.
+        seq_length: Unused: warm-up steps show how long packs are.
+        micro_batch_size: Unused: a pack is one row.
+        optimizers: Unused, for the interface.
+        pg_collection: Unused, for the interface.
+        num_microbatches: Microbatches of a step; None asks megatron-core.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+
+    Raises:
+        OptionError: An option cannot work with this model.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        config: Any,
+        seq_length: int = 0,
+        micro_batch_size: int = 1,
+        optimizers: Sequence[Any] = (),
+        pg_collection: Any = None,
+        *,
+        num_microbatches: int | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        written = collect(config)
+        options = options_of(written)
+        check_options(options, facts_of(written), harmless=False)
+        check_process()
+        count = num_microbatches if num_microbatches is not None else _microbatches()
+        self.chunks = [
+            DecoderHelper(
+                decoder,
+                options.packed,
+                module_names(options.language_model.modules),
+                list(model),
+                partial(microbatches_in_flight, config, count),
+                executor or _executor(decoder),
+            )
+            for decoder in find_decoders(model)
+        ]
+
+    def create_cudagraphs(self) -> None:
+        """Capture; on failure a decoder goes on eager unless the options say strict."""
+        for chunk in self.chunks:
+            chunk.create_cudagraphs()
+
+    def graphs_created(self) -> bool:
+        """Whether graphs exist."""
+        return any(chunk.graphs_created() for chunk in self.chunks)
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Nothing to set: every replay waits for the parameters itself."""
+
+    def delete_cuda_graphs(self) -> None:
+        """Report and drop the graphs, if there are any; the decoders get their own forward back."""
+        for chunk in self.chunks:
+            chunk.delete_cuda_graphs()
+
+
+class DecoderHelper(GraphHelper):
+    """One decoder's packed-sequence graphs.
+
+    Args:
+        decoder: The decoder.
+        options: What the user asked for.
+        modules: Names of the parts of layers to record.
+        chunks: The training loop's model chunks.
+        in_flight: Counts the microbatches in flight.
+        executor: Makes recordings.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        options: PackedOptions,
+        modules: Sequence[str],
+        chunks: Sequence[nn.Module],
+        in_flight: Callable[[], int],
+        executor: Executor,
+    ) -> None:
+        release_module(decoder)
+        order = reduction_order(chunks, decoder)
+        family = TransformerBlockFamily(decoder)
+        family.parts(modules)  # what cannot be recorded is refused before a step is trained
+        self._take(
+            PackedGraphs(
+                decoder,
+                options,
+                modules,
+                family,
+                executor,
+                slots=in_flight(),
+                before_replay=parameter_gather(chunks, decoder),
+                reduction=gradient_reduction(chunks, decoder, order),
+                host=PACK_OFFSETS,
+                peers=peers_of(shared_group(decoder)),
+                exempt=EXEMPT,
+            ),
+            in_flight if options.slots == "auto" else None,
+            order,
+        )
+
+
+def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the language-model decoder of every chunk that has layers, under any wrapper."""
+    return [decoder for chunk in chunks if (decoder := next(_decoders(chunk), None)) is not None]
+
+
+def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
+    for module in unwrapped(chunk):
+        for holder in (getattr(module, "language_model", None), module):
+            decoder = getattr(holder, "decoder", None)
+            if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
+                yield decoder
+
+
+def _executor(decoder: nn.Module) -> Executor:
+    """Return what records a decoder, whose layers ranks may share."""
+    groups = sharing_groups(decoder)
+    return default_executor(random_states, without_messages(*groups), shared=bool(groups))
+
+
+def _microbatches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    count: int = get_num_microbatches()
+    return count
+
+
+def _for_packs(old: type) -> type:
+    """Return megatron-core's helper class, which makes the plugin's helper where packed-sequence graphs are on."""
+
+    class TECudaGraphHelper(old):
+        def __new__(cls, model: Sequence[nn.Module], config: Any, *args: Any, **kwargs: Any) -> Any:
+            if packed_options(config).enabled:
+                return PackedCudaGraphHelper(model, config, *args, **kwargs)
+            return super().__new__(cls)
+
+    TECudaGraphHelper.__qualname__ = old.__qualname__
+    TECudaGraphHelper.__module__, TECudaGraphHelper.__doc__ = old.__module__, old.__doc__
+    return TECudaGraphHelper
+
+
+PATCHES = (Patch(seam("packed_helper"), _for_packs),)

@@ -1,0 +1,63 @@
+"""The graphs of all ranks of a job: their figures on every rank, and what this rank does with its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import distributed
+
+from ...announce import announce
+from ...graphs.graphed_module import GraphedModule
+from ...graphs.report import merge_statistics, render_ranks
+from ...graphs.statistics import RegionStatistics
+from ..parallel.failures import several_ranks
+from .graph_helper import GraphHelper, asks_for_graphs
+
+
+def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[str, dict[int, RegionStatistics]]:
+    """Return every rank's statistics by its number, by the name that loggers give a module's figures.
+
+    All ranks call it together, those without graphs too: the rank that has loggers may be one without an encoder. Where
+    the configuration asks for no graphs nothing is exchanged.
+
+    Args:
+        modules: This rank's modules.
+        config: The model provider, alike on all ranks.
+    """
+    parts: dict[str, list[RegionStatistics]] = {}
+    for module in modules:
+        parts.setdefault(module.group, []).append(module.statistics())
+    own = {group: merge_statistics(found) for group, found in parts.items()}
+    ranks: list[Any] = [own]
+    if several_ranks() and asks_for_graphs(config):
+        ranks = [None] * distributed.get_world_size()
+        distributed.all_gather_object(ranks, own)
+    groups = dict.fromkeys(group for rank in ranks for group in rank)
+    return {group: {n: rank[group] for n, rank in enumerate(ranks) if group in rank} for group in groups}
+
+
+class LastFigures:
+    """The figures of all ranks that were exchanged last, for the end of training, when no rank may wait for another."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._found: dict[str, dict[int, RegionStatistics]] = {}
+
+    def take(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
+        """Keep what was exchanged after a step."""
+        self._step, self._found = step, found
+
+    def tell(self) -> None:
+        """Print a table of the ranks for each group that has several, and forget it."""
+        for group, ranks in self._found.items():
+            if len(ranks) > 1:
+                announce(render_ranks(ranks, f"{group} of {len(ranks)} ranks after step {self._step}"))
+        self._found = {}
+
+
+def phase_of(helpers: Sequence[GraphHelper]) -> str:
+    """Return what steps are doing now with this rank's graphs."""
+    if not helpers:
+        return "no graphs on this rank"
+    if any(helper.graphs is not None and helper.graphs.failure is not None for helper in helpers):
+        return "eager after a failed capture"
+    return "with graphs" if any(helper.graphs_created() for helper in helpers) else "warming up"

@@ -1,0 +1,65 @@
+"""The presets under the names by which Bridge's launchers look recipes up: attributes of its recipe packages."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ...recipes import PACKED_RECIPES, RECIPES, SMALL_RECIPES
+from ..seams.patches import AtSeam, bridge_release
+from ..seams.registry import SEAMS
+
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class AddedNames(AtSeam):
+    """Presets that one upstream module has while the plugin is active. Nothing of upstream's is replaced.
+
+    Attributes:
+        derived: The presets by name that derive from recipes of the release that the seam names.
+        own: Those that derive from none.
+    """
+
+    derived: Mapping[str, Callable[..., Any]]
+    own: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    _owner: ModuleType | None = field(default=None, init=False, repr=False)
+    _added: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def apply(self, module: ModuleType) -> None:
+        """Add the presets once. Names that upstream has itself stay upstream's and are noted in `reason`."""
+        if self._owner is module:
+            return
+        self.revert()
+        expected = self.seam.expected_in(bridge_release())
+        wanted = {**(self.derived if expected else {}), **self.own}
+        taken = [name for name, value in wanted.items() if getattr(module, name, value) is not value]
+        self._owner, self._added = module, {name: value for name, value in wanted.items() if name not in taken}
+        for name, value in self._added.items():
+            setattr(module, name, value)
+        self.state = "active" if wanted else "native"
+        self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
+        if not expected:
+            self.reason = f"presets that derive from recipes of megatron-bridge {self.seam.since} are left out"
+
+    def revert(self) -> None:
+        """Remove what was added; what somebody put in its place since stays."""
+        for name, value in self._added.items():
+            if vars(self._owner).get(name, _ABSENT) is value:
+                delattr(self._owner, name)
+        self._owner, self._added = None, {}
+        self.state, self.reason = "off", ""
+
+    def look(self) -> None:
+        """Bring `state` and `reason` up to date with what others did to the module since."""
+        gone = [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
+        if gone:
+            self.state, self.reason = "broken", f"something replaced {', '.join(gone)} in {self.module}"
+
+
+# Of the families' packages only Qwen3-VL's is asked for names.
+_PRESETS: dict[str, tuple[Mapping[str, Callable[..., Any]], ...]] = {
+    "recipe_names": (RECIPES | PACKED_RECIPES, SMALL_RECIPES),
+    "recipe_names.qwen_vl": (RECIPES,),
+}
+PATCHES = tuple(AddedNames(seam, *_PRESETS[seam.name]) for seam in SEAMS if seam.patched_by == "hooks.recipe_names")

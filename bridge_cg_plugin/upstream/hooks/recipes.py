@@ -1,0 +1,56 @@
+"""Bridge's recipe functions, by name."""
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...options import OptionError
+
+PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
+
+
+def build_recipe(name: str) -> Any:
+    """Return the configuration that a recipe of this name makes.
+
+    Raises:
+        OptionError: There is no such recipe, or it does not build without further arguments.
+    """
+    known: dict[str, Callable[[], Any]] = {}
+    for module in _modules():
+        found = getattr(module, name, None)
+        if inspect.isfunction(found):
+            return _built(name, found)
+        known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    allowed = f"a recipe's name, such as {near[0]}" if near else "a recipe's name, a YAML file or name=value"
+    raise OptionError("recipe", name, allowed, "Correct it.")
+
+
+def is_benchmark(name: str) -> bool:
+    """Whether a recipe is one of Bridge's benchmarks, and not also one of its library."""
+    modules = [module.__name__ for module in _modules() if inspect.isfunction(getattr(module, name, None))]
+    return bool(modules) and all(module.startswith(PACKAGES[1]) for module in modules)
+
+
+def _built(name: str, recipe: Callable[[], Any]) -> Any:
+    try:
+        return recipe()
+    except Exception as error:
+        raise OptionError(
+            "recipe", name, "a recipe that builds on this machine", f"It stopped with {type(error).__name__}: {error}."
+        ) from error
+
+
+def _modules() -> Iterator[Any]:
+    for name in PACKAGES:
+        try:
+            package = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        yield package
+        for found in pkgutil.iter_modules(package.__path__, f"{name}."):
+            if found.ispkg and not name.endswith(".recipes"):
+                yield importlib.import_module(found.name)

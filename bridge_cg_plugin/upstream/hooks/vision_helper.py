@@ -1,0 +1,111 @@
+"""The object that Bridge's train loop drives to capture vision graphs."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...graphs.executor import Executor
+from ...options import VisionGraphOptions, check_combinations, vision_options
+from ...vision.host_grids import HostGrids
+from ...vision.manager import VisionGraphs
+from ..encoders.registry import check_modules, find_encoder
+from ..environment import check_process
+from ..exempt import EXEMPT
+from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ..parallel.image_groups import image_exchange
+from ..parallel.process_groups import peers_of, shared_group, tensor_group, without_messages
+from ..parallel.schedules import microbatches_in_flight
+from .graph_helper import GraphHelper, default_executor, release_module
+from .text_only import ImagelessMicrobatches
+
+GRIDS = HostGrids()
+
+
+class VisionTECudaGraphHelper(GraphHelper):
+    """Vision-encoder graphs behind the interface of megatron-core's class of this name.
+
+    Args:
+        model: The training loop's model chunks, or a vision model itself.
+        vision_config: The vision encoder's transformer config.
+        vision_seq_length: Upstream's single capture length; the options say what is captured.
+        micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
+        num_microbatches: Microbatches of a step, an upper bound for those in flight.
+        pg_collection: Unused, for the interface.
+        options: Options; None reads them from the model's provider.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+
+    _imageless: ImagelessMicrobatches | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        vision_config: Any,
+        vision_seq_length: int = 0,
+        micro_batch_size: int = 1,
+        num_microbatches: int = 1,
+        pg_collection: Any = None,
+        *,
+        options: VisionGraphOptions | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        found = find_encoder(model)
+        if found is None:
+            return
+        vision_model, holder, family = found
+        provider = getattr(holder, "config", None)
+        source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
+        adapter = family.adapt(vision_model)
+        self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
+        check_combinations(self.options)
+        check_modules(self.options, family)
+        check_process()
+        release_module(vision_model)
+        tensor = tensor_group(vision_model)
+        chunks = [model] if isinstance(model, nn.Module) else model
+        exchange = image_exchange(vision_model, family, self.options.balance)
+        gather = parameter_gather(chunks, vision_model)
+        order = reduction_order(chunks, vision_model)
+        in_flight = partial(microbatches_in_flight, source, num_microbatches)
+        graphs = VisionGraphs(
+            vision_model,
+            self.options,
+            family,
+            executor or self._default_executor(tensor),
+            slots=in_flight(),
+            before_replay=gather,
+            reduction=gradient_reduction(chunks, vision_model, order),
+            grids=GRIDS,
+            peers=peers_of(shared_group(vision_model)),
+            twins=peers_of(tensor),
+            exchange=exchange,
+            exempt=EXEMPT,
+        )
+        if exchange is not None or gather is not None:
+            take_part = graphs.without_images if exchange is not None else None
+            self._imageless = ImagelessMicrobatches(holder, vision_model, gather, take_part)
+        counted = in_flight if self.options.slots == "auto" else None
+        self._take(graphs, counted, order)
+
+    def _default_executor(self, tensor: Any) -> Executor:
+        """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
+        beside = self.options.streams != 1
+        return default_executor(isolated=without_messages(tensor), shared=tensor is not None, beside=beside)
+
+    def delete_cuda_graphs(self) -> None:
+        """See `GraphHelper`; images stay on their ranks from now on."""
+        if self._imageless is not None:
+            self._imageless.remove()
+            self._imageless = None
+        super().delete_cuda_graphs()
+
+
+def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
+    """Return the tokens of the largest vision bucket as far as the configuration says, for upstream's log line."""
+    longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
+    return longest or getattr(vision_config, "num_position_embeddings", None) or default_seq_length

@@ -1,0 +1,189 @@
+"""Faster kernels in megatron-core's and Transformer Engine's layers while a region is recorded."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...attention_bounds import UNPACKED_FROM, deterministic
+from ...graphs.modules import every_module
+from ...offload.registry import derive
+from ...upstream_types import UpstreamModule
+from ..attributes import replaced
+from ..seams.registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
+from .attention_choice import fused_attention_refusal
+
+TE_EXTENSION = "transformer_engine_torch"
+
+
+def kernels_available() -> bool:
+    """Whether the plugin's Triton kernels can run here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let LayerNorm's backward run as the plugin's kernel, which adds up a row in another order than eager's.
+
+    It adds the residual stream's gradient as well, where a layer's LayerNorm is part of its linear module.
+    """
+    from ...vision.kernels.residual import residual_stream
+
+    extension = importlib.import_module(TE_EXTENSION)
+    kernel = _layernorm_backward(extension.layernorm_bwd)
+    with residual_stream() as stream, ExitStack() as stack:
+        for owner in (extension, importlib.import_module(TE_LAYERNORM)):
+            stack.enter_context(replaced(owner, "layernorm_bwd", kernel))
+        for module in every_module(modules):
+            if _begins_with_layernorm(module):
+                stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
+        yield
+
+
+def _begins_with_layernorm(module: UpstreamModule) -> bool:
+    layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
+    if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
+        return False
+    return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
+
+
+def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
+    """Tell the residual stream what a LayerNorm reads, if its backward will get just that."""
+    from ...vision.kernels.reduction import may_wait
+
+    x, weight, bias = arguments[0], module.layer_norm_weight, module.layer_norm_bias
+    if (
+        x.requires_grad
+        and x.is_contiguous()
+        and x.dtype == weight.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        waits = may_wait(weight), may_wait(bias)
+        stream.begin(x, weight, lambda: all(wait() for wait in waits))
+
+
+@contextmanager
+def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers add biases together with what follows, and one segment's attention run unpacked."""
+    from ...vision.kernels.reduction import deferred_sums
+
+    with deferred_sums(modules), ExitStack() as stack:
+        for module in every_module(modules):
+            for name in ("self_attn_bda", "mlp_bda"):
+                if callable(getattr(module, name, None)) and name in vars(module):
+                    stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
+            if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
+                stack.enter_context(replaced(module, "forward", functools.partial(_attention_forward, module)))
+            if _adds_bias_before_gelu(module):
+                stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))
+        yield
+
+
+def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ...vision.kernels.layernorm import layernorm_backward
+    from ...vision.kernels.residual import current_stream
+
+    def layernorm_bwd(
+        gradient: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor,
+        sm_margin: int,
+        zero_centered_gamma: bool,
+    ) -> Any:
+        stream = current_stream()
+        branch, residual = (stream.take(x, weight) if stream is not None else None) or (None, None)
+        fits = x.dim() == 2 and x.is_contiguous() and gradient.is_contiguous() and gradient.dtype == x.dtype
+        if not fits:
+            found = original(gradient, x, mean, rstd, weight, sm_margin, zero_centered_gamma)
+            return found if residual is None else (found[0] + residual.view_as(found[0]), *found[1:])
+        deferred = branch is not None and branch.may_wait()
+        found = layernorm_backward(gradient, x, mean, rstd, weight, zero_centered_gamma, residual, deferred)
+        if stream is not None and found.x_sum is not None:
+            stream.know(found.x, found.x_sum)
+        return found.x, found.weight, found.bias
+
+    return layernorm_bwd
+
+
+def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
+    from ...vision.kernels.bias import bias_residual
+    from ...vision.kernels.residual import current_stream
+
+    def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+            x, bias = x_with_bias
+            dropped = training and prob > 0
+            if dropped or bias is None or x.dtype != residual.dtype or not residual.is_contiguous():
+                added: Tensor = original(training, fused)(x_with_bias, residual, prob)
+                return added
+            stream = current_stream()
+            return bias_residual(x, bias, residual, None if stream is None else stream.end(residual))
+
+        return bias_dropout_add
+
+    return get_bias_dropout_add
+
+
+def is_te_attention(module: nn.Module) -> bool:
+    """Whether a module is megatron-core's attention by Transformer Engine, no class derived from it."""
+    extensions = sys.modules.get(EXTENSIONS)
+    return extensions is not None and type(module) is extensions.TEDotProductAttention
+
+
+def _attention_forward(
+    attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Attention of one segment without packing: cuDNN's packed backward scans 32 segments of the largest length.
+
+    The same kernels compute the same values; rows behind the segment are zero, in gradients too.
+    """
+    packed = kwargs.get("packed_seq_params")
+    if packed is None or packed.cu_seqlens_q.shape[0] != 2 or query.dim() != 3 or query.shape[0] < UNPACKED_FROM:
+        return type(attention).forward(attention, query, key, value, *args, **kwargs)
+    tokens = query.shape[0]
+    out = super(type(attention), attention).forward(
+        query[None],
+        key[None],
+        value[None],
+        None,
+        qkv_format="bshd",
+        attn_mask_type="padding",
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_kv=packed.cu_seqlens_kv,
+        max_seqlen_q=tokens,
+        max_seqlen_kv=tokens,
+    )
+    return out.view(tokens, -1)
+
+
+def _adds_bias_before_gelu(module: UpstreamModule) -> bool:
+    """Whether a module is megatron-core's MLP in the form `fc2(gelu(fc1(x) + bias))` with the tanh approximation."""
+    mlp = sys.modules.get(MLP)
+    if mlp is None or type(module).forward is not mlp.MLP.forward:
+        return False
+    config, activation = module.config, module.activation_func
+    others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
+    plain = not any(getattr(config, name, True) for name in others)
+    is_tanh_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
+    return plain and is_tanh_gelu and activation.keywords == {"approximate": "tanh"}
+
+
+def _mlp_forward(
+    mlp: UpstreamModule, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+) -> Any:
+    from ...vision.kernels.bias import bias_gelu
+
+    if per_token_scale is not None:
+        return type(mlp).forward(mlp, hidden_states, per_token_scale, **kwargs)
+    x, bias = mlp.linear_fc1(hidden_states)
+    made = mlp.activation_func(x) if bias is None else bias_gelu(x, bias)
+    derive(made, "gelu", (x,) if bias is None else (x, bias), mlp.activation_func if bias is None else bias_gelu)
+    return mlp.linear_fc2(made)

@@ -1,0 +1,107 @@
+"""The plugin's rotary kernels in place of Bridge's formula while a region is recorded."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...graphs.modules import every_module
+from ...offload import never_offload
+from ...offload.registry import rewrite
+from ...upstream_types import UpstreamModule
+from ..attributes import replaced
+from ..seams.registry import seam
+from ..seams.registry.models import ATTENTION
+
+ROTARY = seam("rotary_kernel").target
+
+
+@contextmanager
+def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the attention modules below `modules` rotate queries and keys with the plugin's kernels."""
+    attention = sys.modules.get(ATTENTION)
+    if attention is None:
+        yield
+        return
+    rotation = _Rotation(getattr(attention, ROTARY))
+    with ExitStack() as stack:
+        stack.enter_context(replaced(attention, ROTARY, rotation.rotated))
+        for module in every_module(modules):
+            if type(module) is attention.Qwen3VLSelfAttention and _splits_by_head(module):
+                projected = functools.partial(rotation.projected, module)
+                stack.enter_context(replaced(module, "forward", functools.partial(rotation.attention, module)))
+                stack.enter_context(replaced(module, "get_query_key_value_tensors", projected))
+        yield
+
+
+def _splits_by_head(module: UpstreamModule) -> bool:
+    """Whether the projection's output is query, key and value of each head one after the other, and no more."""
+    config = module.config
+    one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
+    plain = module.q_layernorm is None and module.k_layernorm is None and config.num_query_groups >= module.world_size
+    others = ("attention_output_gate", "flash_decode", "no_rope_freq", "rotary_interleaved")
+    unusual = any(getattr(config, name, None) for name in others)
+    return bool(one_group_a_head and plain and not unusual and config.apply_rotary_pos_emb_in_fp32)
+
+
+class _Rotation:
+    """Rotates where upstream does, or already at the projection, in one kernel for queries and keys, in place."""
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self._original = original
+        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._angles: Tensor | None = None
+        self._done: int | None = None
+
+    def attention(self, module: UpstreamModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the attention module's forward: keep the angles for the projection."""
+        angles = kwargs.get("rotary_pos_emb")
+        packed = kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] == 1
+        usual = packed and isinstance(angles, Tensor) and angles.shape[-1] == module.hidden_size_per_attention_head
+        self._angles = angles if usual else None
+        try:
+            return type(module).forward(module, hidden_states, *args, **kwargs)
+        finally:
+            self._angles = self._done = None
+
+    def projected(self, module: UpstreamModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the module's projection to queries, keys and values: these come rotated."""
+        from ...vision.kernels.rotary import rotate_qkv
+
+        expected = not kwargs and all(arg is None for arg in args)
+        if self._angles is None or not expected:
+            return type(module).get_query_key_value_tensors(module, hidden_states, *args, **kwargs)
+        mixed, _ = module.linear_qkv(hidden_states)
+        heads = module.num_attention_heads_per_partition
+        flat, table = mixed.view(mixed.shape[0], -1), self._table(self._angles)
+        parts = rotate_qkv(flat, *table, heads)
+        rewrite(flat, table, lambda whole, cos, sin: rotate_qkv(whole, cos, sin, heads))
+        self._done = parts[0].untyped_storage().data_ptr()
+        return tuple(part.unsqueeze(1) for part in parts)
+
+    def rotated(self, t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Stand in for upstream's function."""
+        from ...vision.kernels.rotary import apply_rotary
+
+        if self._done is not None and t.untyped_storage().data_ptr() == self._done:
+            return t
+        fits = (
+            cu_seqlens is not None
+            and t.dim() == 3
+            and freqs.shape[-1] == t.shape[-1]
+            and config.apply_rotary_pos_emb_in_fp32
+            and not config.rotary_interleaved
+        )
+        return apply_rotary(t, *self._table(freqs)) if fits else self._original(t, freqs, config, cu_seqlens)
+
+    def _table(self, angles: Tensor) -> tuple[Tensor, Tensor]:
+        from ...vision.kernels.rotary import cos_and_sin
+
+        if id(angles) not in self._tables:
+            # All layers read them: offloaded, they would come back at once.
+            cos, sin = map(never_offload, cos_and_sin(angles))
+            self._tables[id(angles)] = angles, cos, sin
+        return self._tables[id(angles)][1:]

@@ -1,0 +1,1 @@
+"""Megatron's ranks: data parallelism, pipelines, process groups, the watchdog."""

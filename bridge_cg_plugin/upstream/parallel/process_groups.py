@@ -1,0 +1,142 @@
+"""Megatron's process groups: which ranks must be on graphs together, and work that waits for none of them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from ...graphs.executor import Isolated
+from ...graphs.rank_consensus import Alone, GroupPeers, Peers
+from ...upstream_types import UpstreamModule
+from ..attributes import replaced
+
+# What layers exchange tensors by, besides batches of sends and receives.
+EXCHANGES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "isend",
+    "irecv",
+)
+
+
+def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
+    """Return the ranks that share a model's layers; None where there is one."""
+    return _several(getattr(getattr(model, "pg_collection", None), "tp", None))
+
+
+def sharing_groups(model: nn.Module) -> tuple[distributed.ProcessGroup, ...]:
+    """Return the groups inside which a model's layers exchange tensors: tensor and context parallelism."""
+    groups = getattr(model, "pg_collection", None)
+    found = (_several(getattr(groups, name, None)) for name in ("tp", "cp"))
+    return tuple(group for group in found if group is not None)
+
+
+def shared_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
+    """Return the ranks that share a model's layers or sequences; None where there is one.
+
+    The smallest group that has them: a communicator that nothing else uses takes memory of its own.
+    """
+    found = sharing_groups(model)
+    group: distributed.ProcessGroup | None = model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
+    return group
+
+
+def _several(group: Any) -> distributed.ProcessGroup | None:
+    return group if group is not None and group.size() > 1 else None
+
+
+def peers_of(group: distributed.ProcessGroup | None) -> Peers:
+    """Return how the ranks of a group agree."""
+    if group is None:
+        return Alone()
+    on_gpu = distributed.get_backend(group) == "nccl"
+    return GroupPeers(group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+
+
+def without_messages(*groups: distributed.ProcessGroup | None) -> Isolated:
+    """Return a context in which exchanges inside groups are left out: each rank goes on with its own part.
+
+    A pass whose values nobody reads then waits for no other rank, so a rank that fails in it keeps none waiting.
+    """
+    silent = tuple(group for group in groups if group is not None)
+    if not silent:
+        return nullcontext
+
+    @contextmanager
+    def isolated() -> Iterator[None]:
+        originals = {name: getattr(distributed, name) for name in EXCHANGES}
+        made = {name: _left_out(exchange, silent) for name, exchange in originals.items()}
+        made["P2POp"] = _operations(distributed.P2POp, {made[name]: originals[name] for name in originals}, silent)
+        made["batch_isend_irecv"] = _batch_left_out(distributed.batch_isend_irecv)
+        with ExitStack() as stack:
+            for name, standin in made.items():
+                stack.enter_context(replaced(distributed, name, standin))
+            yield
+
+    return isolated
+
+
+def _left_out(exchange: Callable[..., Any], silent: Sequence[distributed.ProcessGroup]) -> Callable[..., Any]:
+    """Return a stand-in for one of torch's exchanges that does nothing inside some groups."""
+    takes = inspect.signature(exchange)
+
+    @functools.wraps(exchange)
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(*args, **kwargs).arguments
+        if given.get("group") not in silent:
+            return exchange(*args, **kwargs)
+        return _Done() if given.get("async_op") or "async_op" not in takes.parameters else None
+
+    return exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """Stands in for one operation of a batch that is left out."""
+
+
+def _operations(
+    original: Callable[..., Any],
+    originals: Mapping[Callable[..., Any], Callable[..., Any]],
+    silent: Sequence[distributed.ProcessGroup],
+) -> Callable[..., Any]:
+    """Return what makes one operation of a batch, from torch's own sends and receives or their stand-ins."""
+
+    def operation(op: Callable[..., Any], tensor: torch.Tensor, peer: Any = None, group: Any = None, *rest: Any) -> Any:
+        if group in silent:
+            return _Unsent()
+        return original(originals.get(op, op), tensor, peer, group, *rest)
+
+    return operation
+
+
+def _batch_left_out(batch: Callable[..., Any]) -> Callable[..., Any]:
+    def batched(operations: Sequence[Any]) -> list[Any]:
+        left = [operation for operation in operations if not isinstance(operation, _Unsent)]
+        return batch(left) if left else [_Done()]
+
+    return batched
+
+
+class _Done:
+    """Stands in for an exchange that has ended: as a real one, it came after the work of the stream that began it."""
+
+    def __init__(self) -> None:
+        self._begun = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def wait(self, *unused: Any) -> bool:
+        """Let the current stream wait for the work that was there when the exchange began."""
+        if self._begun is not None:
+            torch.cuda.current_stream().wait_event(self._begun)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended: always."""
+        return True

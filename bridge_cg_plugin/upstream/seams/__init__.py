@@ -1,0 +1,1 @@
+"""Where the plugin touches upstream: seams as data, their states, patches, features."""

@@ -1,0 +1,137 @@
+"""Which of upstream's modules are patched by which of this package's, and putting it into effect.
+
+Imports neither torch nor Megatron.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+LOGGER = logging.getLogger("bridge_cg_plugin")
+
+# Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
+# checks; it is not imported here because that would take half of what loading the plugin takes.
+PATCHED: dict[str, tuple[str, ...]] = {
+    "megatron.bridge.training.train": ("hooks.train_loop", "hooks.packed_helper"),
+    "megatron.bridge.training.config": ("hooks.training_config",),
+    "megatron.bridge.training.gpt_step": ("hooks.batches",),
+    "megatron.bridge.training.vlm_step": ("hooks.batches",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("hooks.batches", "decoder.per_layer_graphs"),
+    "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
+    "megatron.core.packed_seq_params": ("hooks.pack_indices",),
+    "megatron.bridge.models.gpt_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.mamba.mamba_provider": ("hooks.provider_fields",),
+    "megatron.core.full_cuda_graph": ("hooks.full_iteration",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),
+    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("encoders.qwen3_vl", "encoders.deepstack"),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
+    "megatron.bridge.recipes": ("hooks.recipe_names",),
+    "megatron.bridge.recipes.qwen_vl": ("hooks.recipe_names",),
+    "megatron.bridge.training.utils.omegaconf_utils": ("hooks.performance_scripts",),
+    # Modules of upstream's scripts/performance; others of these names are left alone.
+    "argument_parser": ("hooks.performance_scripts",),
+    "utils.overrides": ("hooks.performance_scripts",),
+    "utils.utils": ("hooks.performance_scripts",),
+}
+_on = False
+_hooked = False
+_before_deactivation: list[Callable[[], None]] = []
+
+
+def activate() -> None:
+    """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing.
+
+    After another plugin replaced a patched attribute, or upstream's module was reloaded, it patches what is there now.
+    """
+    global _on, _hooked
+    _on = True
+    if not _hooked:
+        from wrapt import register_post_import_hook
+
+        for name in PATCHED:
+            register_post_import_hook(patch_module, name)
+        _hooked = True
+        return
+    for name in PATCHED:
+        if name in sys.modules:
+            patch_module(sys.modules[name])
+
+
+def before_deactivation(drop: Callable[[], None]) -> None:
+    """Have a function called before patches are undone: it drops what runs by them."""
+    _before_deactivation.append(drop)
+
+
+def deactivate() -> None:
+    """Undo every patch and drop every graph."""
+    global _on
+    _on = False
+    for drop in _before_deactivation:
+        drop()
+    for patch in reversed(_loaded_patches()):
+        patch.revert()
+
+
+def status() -> dict[str, Any]:
+    """Return whether the plugin is on and the state of every patch whose upstream module was imported."""
+    patches = _loaded_patches()
+    for patch in patches:
+        patch.look()
+    return {
+        "active": _on,
+        "patches": {p.name: {"state": p.state, "reason": p.reason, "purpose": p.seam.purpose} for p in patches},
+    }
+
+
+def seam_states() -> dict[str, Any]:
+    """Return the `SeamState` of every seam by name. Imports nothing of upstream: its sources are read."""
+    from .states import seam_states as states_with
+
+    return states_with(_loaded_patches(), _on)
+
+
+def broken_seams() -> dict[str, str]:
+    """Return the seams that do not fit, with what was found.
+
+    First it patches functions again that somebody replaced after the plugin did, like any function of upstream.
+    """
+    if _on:
+        activate()
+    return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
+
+
+def patch_module(module: ModuleType) -> None:
+    """Apply this package's patches of one of upstream's modules, unless the plugin is off; never raises."""
+    # A hook that raises would fail upstream's import.
+    if not _on:
+        return
+    for name in PATCHED[module.__name__]:
+        try:
+            patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
+            for patch in patches:
+                if patch.module == module.__name__:
+                    before = patch.state, patch.reason
+                    patch.apply(module)
+                    if (patch.state, patch.reason) != before:
+                        _log(patch)
+        except Exception:
+            LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
+
+
+def _log(patch: Any) -> None:
+    level = logging.ERROR if patch.state == "broken" else logging.DEBUG
+    LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
+
+
+def _loaded_patches() -> list[Any]:
+    names = dict.fromkeys(name for group in PATCHED.values() for name in group)
+    modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
+    return [patch for module in modules if module is not None for patch in module.PATCHES]

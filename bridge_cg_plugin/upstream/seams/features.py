@@ -1,0 +1,252 @@
+"""Which features a configuration asks for, which seams these need, and what works where seams are broken."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
+from ...options.combinations.images import whole_language_model
+from ...options.deepstack import ALLREDUCE, splits_deepstack
+from ...options.language_model import IMPL
+from .registry import SEAMS
+from .registry.hugging_face import TOWER_PROVIDERS
+from .registry.models import QWEN3_VL
+from .registry.packed import PROVIDERS as LANGUAGE_MODELS
+from .seam import Feature, Seam
+
+VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
+QWEN25_VL, GEMMA3 = (provider for _, provider in TOWER_PROVIDERS)
+HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
+KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a configuration asks for.
+
+    Attributes:
+        options: Its graph options.
+        facts: What else decides what is needed.
+        model: The model provider.
+    """
+
+    options: GraphOptions
+    facts: Facts
+    model: Any
+
+    @property
+    def provider(self) -> str:
+        """The class of model providers that the registry knows this one as; empty where it knows none."""
+        return next((base.__name__ for base in type(self.model).__mro__ if base.__name__ in KNOWN_MODELS), "")
+
+    @property
+    def qwen3_vl_encoder(self) -> bool:
+        """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
+        return self.options.vision.enabled and self.provider not in (QWEN25_VL, GEMMA3)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the decoder is a hybrid stack."""
+        return bool(self.facts.mamba) or self.provider in HYBRIDS
+
+    def asks(self, feature: Feature) -> bool:
+        """Whether the configuration asks for a feature."""
+        return feature in _ASKS and bool(_ASKS[feature].asked(self))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """How a configuration asks for a feature.
+
+    Attributes:
+        asked: Whether one does.
+        words: The field and value that do.
+        remedy: What to set to ask no more.
+    """
+
+    asked: Callable[[Wish], Any]
+    words: Callable[[Wish], str]
+    remedy: str
+
+
+def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
+    return _Ask(
+        lambda wish: wish.options.vision.enabled and asked(wish),
+        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl}",
+        f"{VISION_IMPL}=none",
+    )
+
+
+def _vision_option(name: str, asked: Callable[[Wish], Any], other: str) -> _Ask:
+    field = PROVIDER_FIELDS[name]
+    return _Ask(
+        lambda wish: wish.options.vision.enabled and asked(wish),
+        lambda wish: f"{field}={_value(getattr(wish.options.vision, name))}",
+        f"{field}={other}",
+    )
+
+
+def _language_model(asked: Callable[[Wish], Any]) -> _Ask:
+    return _Ask(asked, lambda wish: f"{IMPL}={wish.options.language_model.impl}", f"{IMPL}=none")
+
+
+def _packed(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
+    return _Ask(
+        lambda wish: wish.options.packed.enabled and asked(wish),
+        lambda wish: f"{MAX_PACKED_SEQS}={wish.options.packed.max_packed_seqs}",
+        f"{MAX_PACKED_SEQS}=null",
+    )
+
+
+def _value(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _any_option(wish: Wish) -> bool:
+    options = wish.options
+    return bool(options.vision.enabled or options.packed.enabled or options.offload.parts)
+
+
+def _moves_activations(wish: Wish) -> bool:
+    options = wish.options
+    return any(region.enabled and region.moves_activations for region in (options.vision, options.packed))
+
+
+def _replays_one_length(wish: Wish) -> bool:
+    return wish.options.language_model.impl == "transformer_engine" and not wish.options.packed.enabled
+
+
+def _rotates_in_graphs(wish: Wish) -> bool:
+    options, rotary = wish.options, getattr(wish.model, "position_embedding_type", None)
+    captured = options.language_model.captures(CudaGraphModule.attn) and not options.packed.enabled
+    return captured and rotary == "mrope"
+
+
+def _interleaved(wish: Wish) -> bool:
+    return (getattr(wish.model, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+
+
+# Features that are not here are asked for by no configuration: a run goes on without them.
+_ASKS: dict[Feature, _Ask] = {
+    Feature.OPTIONS: _Ask(
+        _any_option, lambda wish: f"{wish.provider} with graph options", "the graph options to their defaults"
+    ),
+    Feature.VISION: _vision(),
+    Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
+    Feature.VISION_QWEN25_VL: _vision(lambda wish: wish.provider == QWEN25_VL),
+    Feature.VISION_GEMMA3: _vision(lambda wish: wish.provider == GEMMA3),
+    Feature.DEEPSTACK_GRADIENTS: _Ask(
+        lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
+        lambda wish: f"{ALLREDUCE}=true",
+        f"{ALLREDUCE}=false, which trains with upstream's gradients",
+    ),
+    Feature.LAYER_PARTS: _vision_option("modules", lambda wish: not wish.options.vision.whole_encoder, "[]"),
+    Feature.FAST_KERNELS: _vision_option(
+        "kernels", lambda wish: wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact", "exact"
+    ),
+    Feature.STREAMS: _vision_option(
+        "streams", lambda wish: wish.qwen3_vl_encoder and wish.options.vision.streams != 1, "1"
+    ),
+    Feature.OFFLOAD_IN_GRAPHS: _Ask(
+        _moves_activations,
+        lambda wish: "offloading or recompute in graphs",
+        "offload, recompute and memory_target_gb of vision and packed graphs to null",
+    ),
+    Feature.CORE_OFFLOAD: _Ask(
+        lambda wish: wish.options.offload.enabled,
+        lambda wish: f"{OFFLOAD_FIELDS['enabled']}=true",
+        f"{OFFLOAD_FIELDS['parts']}=null and {OFFLOAD_FIELDS['enabled']}=false",
+    ),
+    Feature.LANGUAGE_MODEL: _language_model(_replays_one_length),
+    Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),
+    Feature.FULL_ITERATION: _language_model(lambda wish: whole_language_model(wish.options, wish.facts)),
+    Feature.PACKED: _packed(),
+    Feature.PACKED_ATTENTION: _packed(lambda wish: wish.provider not in QWEN3_VL and not wish.hybrid),
+    Feature.PACKED_QWEN3_VL: _packed(lambda wish: wish.provider in QWEN3_VL),
+    Feature.PACKED_HYBRIDS: _packed(lambda wish: wish.hybrid),
+    Feature.PACKED_EXPERTS: _packed(lambda wish: wish.facts.moe),
+    Feature.PIPELINES: _Ask(
+        _interleaved,
+        lambda wish: f"virtual_pipeline_model_parallel_size={wish.model.virtual_pipeline_model_parallel_size}",
+        "virtual_pipeline_model_parallel_size=null",
+    ),
+}
+
+
+def needs(wish: Wish, seam: Seam) -> Feature | None:
+    """Return the feature for which a configuration needs a seam; None where it does not."""
+    if seam.models and wish.provider not in seam.models:
+        return None
+    return next((feature for feature in seam.features if wish.asks(feature)), None)
+
+
+def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable[str]) -> str:
+    """Return why a configuration cannot run with these seams broken; empty where it can.
+
+    Args:
+        wish: What the configuration asks for.
+        broken: Seam -> what was found in its place.
+        release: The installed release of megatron-bridge.
+        table: Releases that were checked.
+    """
+    needed: dict[Feature, list[str]] = {}
+    for seam in SEAMS:
+        feature = needs(wish, seam) if seam.name in broken else None
+        if feature is not None:
+            needed.setdefault(feature, []).append(f"{seam.name}: {broken[seam.name]}")
+    return " ".join(
+        f"{_ASKS[feature].words(wish)} needs {feature}, a feature that does not fit megatron-bridge {release} "
+        f"({'; '.join(found)}). Set {_ASKS[feature].remedy}, or use a release of the version table "
+        f"({', '.join(table)})."
+        for feature, found in needed.items()
+    )
+
+
+# Features of those models alone that their seams name.
+_OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
+# Features that switch the plugin on themselves, or do without.
+_WITHOUT_PLUGIN = (Feature.PLANNER, Feature.SCRIPTS)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureState:
+    """Whether a feature works.
+
+    Attributes:
+        state: "ready", "partly" (not for `models`), "not available", or "off" as the plugin is.
+        seams: The broken seams that it needs.
+        models: Classes of model providers for which it does not work; all where empty.
+    """
+
+    state: Literal["ready", "partly", "not available", "off"]
+    seams: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+
+def feature_states(broken: Collection[str], on: bool = True) -> dict[Feature, FeatureState]:
+    """Return the state of every feature.
+
+    Args:
+        broken: Names of the seams that are broken.
+        on: Whether the plugin is on.
+    """
+    return {feature: _state(feature, broken, on) for feature in Feature}
+
+
+def _state(feature: Feature, broken: Collection[str], on: bool) -> FeatureState:
+    seams = [seam for seam in SEAMS if feature in seam.features]
+    lost = [seam for seam in seams if seam.name in broken]
+    if not lost:
+        return FeatureState("ready" if on or feature in _WITHOUT_PLUGIN else "off")
+    names = tuple(seam.name for seam in lost)
+    models = tuple(dict.fromkeys(model for seam in lost for model in seam.models))
+    served = {model for seam in seams for model in seam.models} if feature in _OF_NAMED_MODELS else set()
+    if not all(seam.models for seam in lost) or served == set(models):
+        return FeatureState("not available", names)
+    return FeatureState("partly", names, models)
+
+
+def features_of(seam: Seam) -> str:
+    """Return the names of the features that a seam serves, and for which models, for messages."""
+    models = f" (for {', '.join(seam.models)})" if seam.models else ""
+    return f"{', '.join(seam.features)}{models}"

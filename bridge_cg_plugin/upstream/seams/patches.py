@@ -1,0 +1,269 @@
+"""Patches of upstream attributes: checked before, applied on import, undone without a trace."""
+
+import functools
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+from .seam import Found, Kind, Seam, drift
+
+_ABSENT = object()
+
+State = Literal["waiting", "active", "native", "broken", "off"]
+
+
+class DriftError(RuntimeError):
+    """Upstream does not look as a seam expects."""
+
+
+def bridge_release() -> str:
+    """Return the version of the megatron-bridge that this process uses, "" if there is none."""
+    version = getattr(sys.modules.get("megatron.bridge.package_info"), "__version__", None)
+    if isinstance(version, str):
+        return version.partition("+")[0]  # in a git checkout it goes on with that checkout's commit
+    try:
+        return importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@dataclass(slots=True)
+class _Installed:
+    """One replaced attribute.
+
+    Attributes:
+        owner: Module or class.
+        raw: What its `__dict__` held before.
+        made: What it holds now.
+        on: Whether the replacement does its work or passes calls through.
+    """
+
+    owner: Any
+    raw: Any
+    made: Any = None
+    on: bool = True
+
+
+@dataclass(slots=True)
+class AtSeam:
+    """What the plugin does at one seam while it is active.
+
+    Attributes:
+        seam: The place and what is expected there.
+        state: "waiting" until upstream's module is imported, then what became of it.
+        reason: Why, where that is not obvious.
+    """
+
+    seam: Seam
+    state: State = field(default="off", init=False)
+    reason: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        """The seam's name."""
+        return self.seam.name
+
+    @property
+    def module(self) -> str:
+        """The seam's module."""
+        return self.seam.module
+
+
+@dataclass(slots=True)
+class Patch(AtSeam):
+    """A seam whose target is replaced while the plugin is active.
+
+    Attributes:
+        make: Builds the new value from the old one.
+        needed: Whether a release with this old value needs the patch; None means that every one does.
+        beside: Changes what belongs with the target, given the target's owner, and returns what undoes the changes.
+    """
+
+    make: Callable[[Any], Any]
+    needed: Callable[[Any], bool] | None = None
+    beside: Callable[[Any], Callable[[], None]] | None = None
+    # Newest last. What somebody else may still hold, and put back one day, is kept.
+    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
+    _undo: Callable[[], None] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def target(self) -> str:
+        """The seam's target."""
+        return self.seam.target
+
+    def apply(self, module: ModuleType) -> None:
+        """Replace the attribute, once however often it is called. A mismatch is noted in `state`, not raised.
+
+        Where something took the plugin's place since (a reload, another plugin), it is applied on what is there now.
+        """
+        try:
+            self._apply(module)
+        except DriftError as error:
+            self.state, self.reason = "broken", str(error)
+
+    def _apply(self, module: ModuleType) -> None:
+        owner, old = self._locate(module)
+        if self._resumes(owner):
+            self._change_beside(owner)
+            return
+        if old is _ABSENT:
+            self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
+            return
+        self._check(old)
+        if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
+            self.state, self.reason = "native", "this release needs no patch here"
+            return
+        installed = _Installed(owner, vars(owner).get(self._attribute, _ABSENT))
+        installed.made = _switched(installed, old, self.make(old))
+        setattr(owner, self._attribute, installed.made)
+        self._installed.append(installed)
+        self._change_beside(owner)
+        self.state, self.reason = "active", ""
+
+    def revert(self) -> None:
+        """Put the attribute back as it was, absent included.
+
+        Where somebody wrapped the replacement, their wrapper stays and the replacement passes calls through; a later
+        `revert` puts the attribute back once they are gone.
+        """
+        self.state, self.reason = "off", ""
+        self._undo_beside()
+        for installed in reversed(self._installed[:]):
+            installed.on = False
+            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            if current is installed.made:
+                self._restore(installed)
+            elif _contains(current, installed.made):
+                self.reason = f"{_label(current)} wraps it; calls pass through"
+
+    def look(self) -> None:
+        """Bring `state` and `reason` up to date with what others did to the attribute since."""
+        installed = next((i for i in self._installed if i.on), None)
+        if installed is None:
+            return
+        current = vars(installed.owner).get(self._attribute, _ABSENT)
+        if not self._owns(installed.owner):
+            self.state, culprit = "broken", "a reload of the module"
+        elif _contains(current, installed.made):
+            self.state = "active"
+            self.reason = "" if current is installed.made else f"{_label(current)} wraps it"
+            return
+        else:
+            self.state, culprit = "broken", _label(current)
+        self.reason = f"{culprit} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
+
+    @property
+    def _attribute(self) -> str:
+        return self.target.rpartition(".")[2]
+
+    def _change_beside(self, owner: Any) -> None:
+        self._undo_beside()
+        if self.beside is not None:
+            self._undo = self.beside(owner)
+
+    def _undo_beside(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def _restore(self, installed: _Installed) -> None:
+        if installed.raw is _ABSENT:
+            delattr(installed.owner, self._attribute)
+        else:
+            setattr(installed.owner, self._attribute, installed.raw)
+        self._installed.remove(installed)
+
+    def _resumes(self, owner: Any) -> bool:
+        """Whether an earlier replacement is still in place; it is switched on, all others are switched off."""
+        resumed = False
+        for installed in reversed(self._installed[:]):
+            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            installed.on = not resumed and installed.owner is owner and _contains(current, installed.made)
+            resumed = resumed or installed.on
+            if installed.owner is not owner and current is installed.made:  # the class of before a reload
+                self._restore(installed)
+        if resumed:
+            self.state, self.reason = "active", ""
+        return resumed
+
+    def _owns(self, owner: Any) -> bool:
+        """Whether an owner is the one that the imported module has now."""
+        module = sys.modules.get(self.module)
+        try:
+            return module is None or self._locate(module)[0] is owner
+        except DriftError:
+            return False
+
+    def _locate(self, module: ModuleType) -> tuple[Any, Any]:
+        """Return (owner, value); the value is `_ABSENT` where the release is not expected to have it."""
+        path, _, attribute = self.target.rpartition(".")
+        owner: Any = module
+        for part in filter(None, path.split(".")):
+            owner = getattr(owner, part, _ABSENT)
+        old = getattr(owner, attribute, _ABSENT) if _defines(owner, attribute) else _ABSENT
+        if old is _ABSENT and self.seam.expected_in(bridge_release()):
+            raise DriftError("; ".join(drift(self.seam, None)))
+        return owner, old
+
+    def _check(self, old: Any) -> None:
+        differences = drift(self.seam, _describe(old))
+        if differences:
+            raise DriftError("; ".join(differences))
+
+
+def _defines(owner: Any, attribute: str) -> bool:
+    """Whether an owner has an attribute of its own; a class answers with those of its metaclass, too."""
+    return not inspect.isclass(owner) or any(attribute in vars(base) for base in owner.__mro__)
+
+
+def _describe(value: Any) -> Found:
+    """Return what a live object is."""
+    attributes = frozenset(dir(value)) if inspect.isclass(value) else None
+    if not callable(value):
+        return Found("value")
+    kind: Kind = "class" if inspect.isclass(value) else "function"
+    try:
+        signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
+    except (ValueError, TypeError):
+        return Found(kind, None, attributes)
+    takes_more = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+    return Found(kind, tuple(signature.parameters), attributes, takes_more=takes_more)
+
+
+def _switched(installed: _Installed, old: Any, made: Any) -> Any:
+    """Return the replacement of a function, with a switch that sends calls to the old one."""
+    if not (callable(old) and inspect.isfunction(made)):
+        return made
+
+    @functools.wraps(old)
+    def through(*args: Any, **kwargs: Any) -> Any:
+        return (made if installed.on else old)(*args, **kwargs)
+
+    if "__signature__" in vars(made):  # it takes other parameters than the old one
+        vars(through)["__signature__"] = vars(made)["__signature__"]
+    return through
+
+
+def _contains(value: Any, inner: Any) -> bool:
+    """Whether a value is `inner` or wraps it, as far as `__wrapped__` tells."""
+    for _ in range(100):
+        if value is inner:
+            return True
+        value = getattr(value, "__wrapped__", _ABSENT)
+        if value is _ABSENT:
+            return False
+    return False
+
+
+def _label(value: Any) -> str:
+    """Name whoever made a value, for a message."""
+    if value is _ABSENT:
+        return "something that deleted it"
+    code = getattr(value, "__code__", None)
+    names = getattr(code, "co_filename", "").rpartition("/")[2], getattr(code, "co_qualname", "")
+    kind = type(value)
+    return f"{names[1]} ({names[0]})" if code is not None else getattr(value, "__qualname__", None) or kind.__qualname__

@@ -1,0 +1,38 @@
+"""The seam registry: every place where the plugin touches Bridge, megatron-core or Transformer Engine.
+
+Data only, without torch. Someone who ports to a new release starts here: docs/releases.md.
+"""
+
+from ..seam import Seam
+from . import engine, hugging_face, hybrid, language_model, models, packed, performance, recipes, training
+
+SEAMS: tuple[Seam, ...] = (
+    *training.SEAMS,
+    *models.SEAMS,
+    *hugging_face.SEAMS,
+    *language_model.SEAMS,
+    *packed.SEAMS,
+    *hybrid.SEAMS,
+    *recipes.SEAMS,
+    *performance.SEAMS,
+    *engine.SEAMS,
+)
+_BY_NAME = {seam.name: seam for seam in SEAMS}
+
+
+def seam(name: str) -> Seam:
+    """Return a seam by its name.
+
+    Raises:
+        KeyError: There is none of this name.
+    """
+    return _BY_NAME[name]
+
+
+def patch_modules() -> dict[str, tuple[str, ...]]:
+    """Return upstream module -> modules of this package that patch it when it is imported."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in SEAMS:
+        if entry.patched_by:
+            found.setdefault(entry.module, {})[entry.patched_by] = None
+    return {module: tuple(names) for module, names in found.items()}

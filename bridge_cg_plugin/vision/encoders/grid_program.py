@@ -1,0 +1,81 @@
+"""What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.buckets import Bucket
+from ...graphs.fallback import Fallback
+from ...graphs.program import Buffers, TensorSpec
+from ...graphs.rows import write_rows
+from ...upstream_types import UpstreamModule
+from ..adapter import RecordingKernels
+from ..batch import VisionBatch
+from ..fit import refuse_images
+from ..guard import guarded_shape, write_guarded
+
+
+class GridProgram:
+    """A region program without its `forward`. Buckets have the limits (frames, tokens of the largest frame).
+
+    A `forward` passes something that every output depends on through `guard.poisoned`.
+
+    Args:
+        model: The vision model; has `patch_embed.proj` and `config`.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward; swaps in kernels that compute the same.
+    """
+
+    name = "vision_encoder"
+
+    def __init__(self, model: UpstreamModule, exact_below: int, kernels: RecordingKernels) -> None:
+        self.model = model
+        self._exact_below = exact_below
+        self._kernels = kernels
+        config = model.config
+        self.merge: int = config.spatial_merge_size
+        self._patch_width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.model,)
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        dtype = self.model.patch_embed.proj.weight.dtype
+        return {
+            "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
+            "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
+        }
+
+    def size(self, batch: VisionBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: VisionBatch, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`."""
+        return refuse_images(batch.tokens, batch.frames, batch.largest_frame, self._exact_below, bucket)
+
+    def load(self, buffers: Buffers, batch: VisionBatch) -> None:
+        """See `RegionProgram`."""
+        write_rows(buffers["pixels"], batch.pixels.reshape(batch.tokens, -1))
+        grid = batch.grid.reshape(len(batch.rows), 3)
+        if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
+            grid = grid.pin_memory()
+        write_guarded(buffers["grid"], grid, batch.rows)
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        image = (1, self.merge, min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
+        buffers["pixels"].zero_()
+        write_guarded(buffers["grid"], torch.tensor([image]), (image,))
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self.modules())
+
+    def differentiable_inputs(self, batch: VisionBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`: pixels take no gradient."""
+        return ()

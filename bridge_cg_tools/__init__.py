@@ -1,0 +1,1 @@
+"""Tools beside the plugin, which never imports them: the command bridge-cg, reports, planning, starting workers."""

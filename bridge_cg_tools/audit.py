@@ -1,0 +1,125 @@
+"""Whether a release of upstream still looks as the plugin expects, read from its files: nothing of it is imported."""
+
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_plugin.upstream.seams.features import feature_states
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.releases import is_known
+from bridge_cg_plugin.upstream.seams.source_reader import (
+    ReadModule,
+    SourceReader,
+    from_folders,
+    installed,
+    relative_paths,
+)
+from bridge_cg_plugin.upstream.seams.states import compare
+
+INSTALLED = "installed"
+_DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info/")
+
+
+class AuditError(Exception):
+    """An argument cannot be audited; the message says why."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        versions: "bridge" and "core" -> version, as far as the files say.
+        known: Whether the plugin was checked against this series of releases.
+        fits: Names of seams that are as expected.
+        drift: Seam -> what differs, what the plugin wants there, and the features that do not work without it.
+        features: Feature -> its state, the drifted seams that it needs, and the classes of model providers concerned.
+        not_compared: Seam -> why it could not be compared.
+    """
+
+    versions: dict[str, str] = field(default_factory=dict)
+    known: bool = False
+    fits: list[str] = field(default_factory=list)
+    drift: dict[str, dict[str, Any]] = field(default_factory=dict)
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
+    not_compared: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def audit(sources: Sequence[str]) -> Audit:
+    """Compare every seam with a release.
+
+    Args:
+        sources: Wheels, folders with unpacked packages, or "installed"; together they are one release.
+
+    Raises:
+        AuditError: A source is neither, or has no module of upstream.
+    """
+    readers: list[ReadModule] = []
+    found = Audit()
+    for source in sources:
+        read_module, versions = _open(source)
+        readers.append(read_module)
+        found.versions = {**versions, **found.versions}
+    reader = SourceReader(lambda module: next((text for read in readers if (text := read(module))), None))
+    release = found.versions.get("bridge", "")
+    found.known = is_known(release)
+    for seam in SEAMS:
+        state, reason = compare(seam, reader, release)
+        if state == "broken":
+            found.drift[seam.name] = {"found": reason, "wanted": seam.purpose, "features": list(seam.features)}
+        elif state == "off" or reason:
+            found.not_compared[seam.name] = reason
+        else:
+            found.fits.append(seam.name)
+    found.features = {feature.value: asdict(state) for feature, state in feature_states(found.drift).items()}
+    if not found.fits and not found.drift:
+        raise AuditError(f"{', '.join(sources)}: no module of Bridge or megatron-core is in there")
+    return found
+
+
+def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
+    if source == INSTALLED:
+        release = bridge_release()
+        return installed, {"bridge": release} if release else {}
+    path = Path(source)
+    if path.is_dir():
+        return from_folders([path]), _versions([f"{entry.name}/" for entry in path.glob("*.dist-info")])
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        raise AuditError(f"{source} is neither a wheel nor a folder nor the word {INSTALLED!r}")
+    archive = zipfile.ZipFile(path)
+    names = frozenset(archive.namelist())
+
+    def read(module: str) -> tuple[str, bool] | None:
+        for relative in relative_paths(module):
+            if relative in names:
+                return archive.read(relative).decode("utf-8"), relative.endswith("/__init__.py")
+        return None
+
+    return read, _versions(names)
+
+
+def _versions(names: Sequence[str] | frozenset[str]) -> dict[str, str]:
+    return {match[1]: match[2] for name in sorted(names) if (match := _DISTRIBUTION.match(name))}
+
+
+def render(found: Audit) -> str:
+    """Return an audit as text."""
+    versions = ", ".join(f"megatron-{name} {version}" for name, version in sorted(found.versions.items()))
+    lines = [f"{versions or 'unknown versions'}{'' if found.known else ' (not in the version table)'}"]
+    for name, difference in sorted(found.drift.items()):
+        lines += [
+            f"  drift  {name}: {difference['found']}",
+            f"         wanted: {difference['wanted']}",
+            f"         without it: {', '.join(difference['features'])}",
+        ]
+    lines += [f"  -      {name}: {reason}" for name, reason in sorted(found.not_compared.items())]
+    lines.append(f"{len(found.fits)} seams fit, {len(found.drift)} drifted, {len(found.not_compared)} not compared")
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""The command `bridge-cg`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from .answers import Tell, answer_alone
+from .planner import command as planner
+from .report import command as reports
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
+    """
+    parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
+    doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
+    audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
+    audit.add_argument(
+        "sources",
+        nargs="*",
+        default=["installed"],
+        metavar="WHEEL|FOLDER|installed",
+        help="together one release (megatron-bridge and megatron-core); what is installed if left out",
+    )
+    explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
+    explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
+    reports.add_arguments(report)
+    planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
+    for command in (doctor, audit, explain, report):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    args, rest = parser.parse_known_args(arguments)
+    if rest and args.command != "explain":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    alone = args.json or args.command == "explain"  # building a recipe prints
+    with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:
+        return _run(args, arguments, tell)
+
+
+def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) -> int:
+    if args.command == "explain":
+        return run_explain(_words(arguments), args.json, tell)
+    if args.command == "report":
+        return reports.run_report(args, tell)
+    if args.command == "plan":
+        return planner.run(args, tell)
+    if args.command == "audit":
+        return run_audit(args.sources, args.json, tell)
+    return run_doctor(args.json, not args.no_gpu, tell)
+
+
+def _words(arguments: Sequence[str] | None) -> list[str]:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
+
+
+def run_doctor(as_json: bool, wants_gpu: bool, tell: Tell) -> int:
+    """Print the findings; returns 1 if there are problems, else 0."""
+    from .doctor import diagnose, render
+
+    found = diagnose(wants_gpu)
+    tell(json.dumps(found.as_dict()) if as_json else render(found))
+    return 1 if found.problems else 0
+
+
+def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
+    """Print the drift; returns 1 if there is any, 2 if a source cannot be read, else 0."""
+    from .audit import AuditError, audit, render
+
+    try:
+        found = audit(sources)
+    except AuditError as error:
+        print(f"bridge-cg audit: {error}", file=sys.stderr)
+        return 2
+    tell(json.dumps(found.as_dict()) if as_json else render(found))
+    return 1 if found.drift else 0
+
+
+def run_explain(words: Sequence[str], as_json: bool, tell: Tell) -> int:
+    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0."""
+    from bridge_cg_plugin.options import OptionError, check_options, facts_of, normalize
+    from bridge_cg_plugin.options.explain import as_json as plain
+    from bridge_cg_plugin.options.explain import in_words
+    from bridge_cg_plugin.options.sources import is_word
+    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
+
+    try:
+        recipes = [build_recipe(name) for name in words[:1] if not is_word(name)]
+        options, written = normalize(*recipes, list(words[len(recipes) :]))
+        check_options(options, facts_of(written))
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tell(json.dumps(plain(options)) if as_json else in_words(options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Starting a script's workers: under torchrun on this machine, or on SLURM through NeMo-Run.
+
+Imports neither torch nor Megatron.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge_cg_plugin.options import OptionError
+
+LAUNCHERS = ("none", "torchrun", "slurm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Where a script runs.
+
+    Attributes:
+        nodes: Machines.
+        gpus_per_node: Workers on each of them.
+        account: SLURM account.
+        partition: SLURM partition.
+        time: SLURM time limit, HH:MM:SS.
+        name: Name of the experiment.
+        container_image: Container that the workers run in; None is the node's own environment.
+        mounts: Paths mounted into the container, SOURCE:TARGET.
+        environment: Environment variables of the workers.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 1
+    account: str | None = None
+    partition: str | None = None
+    time: str = "01:00:00"
+    name: str = "bridge_cg"
+    container_image: str | None = None
+    mounts: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def torchrun(job: Job, script: str, arguments: Sequence[str]) -> None:
+    """Replace this process by torchrun with the script. Does not return.
+
+    Raises:
+        OptionError: More than one node: torchrun has to be started on each of them.
+    """
+    if job.nodes != 1:
+        raise OptionError(
+            "nodes", job.nodes, "1 with --launcher torchrun", "Use --launcher slurm, or start torchrun on every node."
+        )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.gpus_per_node}"]
+    os.execvpe(sys.executable, [*command, script, *arguments], {**os.environ, **job.environment})
+
+
+def slurm(job: Job, script: str, arguments: Sequence[str]) -> None:
+    """Submit the script to SLURM through NeMo-Run, one task per GPU, and return once it is submitted.
+
+    Raises:
+        OptionError: NeMo-Run cannot be imported, or the job lacks an account or partition.
+    """
+    try:
+        import nemo_run
+    except ImportError as error:
+        raise OptionError(
+            "launcher",
+            "slurm",
+            "none or torchrun while NeMo-Run cannot be imported",
+            f"{error}. Install the package nemo-run, or start the script with srun, one task per GPU.",
+        ) from None
+    for name in ("account", "partition"):
+        if not getattr(job, name):
+            raise OptionError(name, getattr(job, name), f"one of the cluster's {name}s", f"Pass --{name}.")
+    task = nemo_run.Script(path=script, entrypoint="python", args=list(arguments))
+    with nemo_run.Experiment(job.name) as experiment:
+        experiment.add(task, executor=_executor(nemo_run, job), name="training")
+        experiment.run(detach=True)
+
+
+def _executor(nemo_run: Any, job: Job) -> Any:
+    executor = nemo_run.SlurmExecutor(
+        account=job.account,
+        partition=job.partition,
+        nodes=job.nodes,
+        ntasks_per_node=job.gpus_per_node,
+        gpus_per_node=job.gpus_per_node,
+        mem="0",
+        exclusive=True,
+        time=job.time,
+        tunnel=nemo_run.LocalTunnel(job_dir=os.path.join(nemo_run.config.get_nemorun_home(), "experiments")),
+        packager=nemo_run.Packager(),
+    )
+    executor.env_vars = dict(job.environment)
+    if job.container_image:
+        executor.container_image, executor.container_mounts = job.container_image, list(job.mounts)
+    return executor

@@ -1,0 +1,211 @@
+"""Planning vision buckets from image sizes."""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_plugin.attention_bounds import frame_limits
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.vision.fit import refuse_images
+
+from .cost import CostModel
+from .errors import PlanError
+from .plan import BUCKET_COUNTS, Percentiles, percentiles
+
+# Of Qwen3-VL: patches of 16 pixels, 2 x 2 of them merged; its processor keeps images between these many pixels.
+PATCH, MERGE = 16, 2
+MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216
+TEMPORAL_PATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image or a video.
+
+    Attributes:
+        width, height: Pixels.
+        frames: Frames of a video, 1 for an image.
+    """
+
+    width: int
+    height: int
+    frames: int = 1
+
+    def segments(self, max_pixels: int = MAX_PIXELS) -> tuple[int, ...]:
+        """Return the patches of every attention segment after the processor has resized it."""
+        unit = PATCH * MERGE
+        width, height = (round(side / unit) * unit for side in (self.width, self.height))
+        if width * height > max_pixels:
+            width, height = self._scaled(math.sqrt(max_pixels / (self.width * self.height)), math.floor)
+        elif width * height < MIN_PIXELS:
+            width, height = self._scaled(math.sqrt(MIN_PIXELS / (self.width * self.height)), math.ceil)
+        return (width // PATCH * (height // PATCH),) * math.ceil(self.frames / TEMPORAL_PATCH)
+
+    def _scaled(self, factor: float, to_whole: Any) -> tuple[int, int]:
+        unit = PATCH * MERGE
+        width, height = (max(to_whole(side * factor / unit), 1) * unit for side in (self.width, self.height))
+        return width, height
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPlan:
+    """What microbatches of a dataset's images look like, and what to set.
+
+    Attributes:
+        microbatches: How many it rests on.
+        tokens: Patches of a microbatch.
+        frames: Attention segments of a microbatch.
+        largest: Patches of its largest frame.
+        buckets: The recommended capacities.
+        max_frames: The recommended bound.
+        step_ms: Mean time of the encoder, forward and backward.
+        eager_ms: The same without graphs.
+        on_graphs: Share of microbatches that replay.
+        padding: Padding over all tokens replayed.
+        memory_gb: GiB of one slot.
+        origin: Where the cost model comes from.
+    """
+
+    microbatches: int
+    tokens: Percentiles
+    frames: Percentiles
+    largest: Percentiles
+    buckets: tuple[int, ...]
+    max_frames: int
+    step_ms: float
+    eager_ms: float
+    on_graphs: float
+    padding: float
+    memory_gb: float
+    origin: str
+
+
+def read_images(path: Path) -> list[Image]:
+    """Read image sizes: a histogram `{"640x480": count}`, or JSON Lines with `width`, `height` and maybe `frames`.
+
+    Raises:
+        PlanError: The file cannot be read, or a row has no size.
+    """
+    try:
+        text = path.read_text()
+        if path.suffix.lower() == ".json":
+            found = json.loads(text)
+            if not isinstance(found, dict):
+                raise PlanError(f'{path}: allowed is a histogram {{"WIDTHxHEIGHT": count}}')
+            images = [_named(size, path) for size, count in found.items() for _ in range(_count(count, size, path))]
+        elif path.suffix.lower() == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            images = [_image(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+        else:
+            raise PlanError(f"{path}: allowed is .json or .jsonl")
+    except PlanError:
+        raise
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
+    if not images:
+        raise PlanError(f"{path} has no images: allowed is at least one")
+    return images
+
+
+def _named(size: str, path: Path) -> Image:
+    parts = size.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) for part in parts):
+        raise PlanError(f"{path}: {size!r}: allowed is WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
+    return Image(*map(int, parts))
+
+
+def _count(value: Any, size: str, path: Path) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PlanError(f"{path}: {size!r}: {value!r}: allowed is a whole number of at least 0")
+    return value
+
+
+def _image(row: Any, where: str) -> Image:
+    values = (
+        [row.get(name, default) for name, default in (("width", None), ("height", None), ("frames", 1))]
+        if (isinstance(row, dict))
+        else [None]
+    )
+    if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
+        raise PlanError(f"{where}: {row!r}: allowed is width, height and maybe frames, in whole numbers of at least 1")
+    return Image(*values)
+
+
+def plan_images(
+    images: Sequence[Image],
+    cost: CostModel,
+    per_microbatch: int = 1,
+    max_pixels: int = MAX_PIXELS,
+    max_memory_gb: float | None = None,
+    seed: int = 0,
+) -> VisionPlan:
+    """Find the buckets with the least expected time.
+
+    Args:
+        images: The dataset's.
+        cost: What a microbatch costs.
+        per_microbatch: Images of a microbatch, drawn in random order.
+        max_pixels: Of the processor.
+        max_memory_gb: Limit of one slot's memory; None is no limit.
+        seed: Of the order.
+
+    Raises:
+        PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory.
+    """
+    if not 1 <= per_microbatch <= len(images):
+        raise PlanError(f"images_per_microbatch={per_microbatch}: allowed is 1 to the dataset's {len(images)}")
+    order = random.Random(seed).sample(images, len(images))
+    batches = [
+        tuple(n for image in order[i : i + per_microbatch] for n in image.segments(max_pixels))
+        for i in range(0, len(order) - per_microbatch + 1, per_microbatch)
+    ]
+    frames = percentiles(len(batch) for batch in batches)
+    sizes = [sum(batch) for batch in batches]
+    bound = max(64, -(-frames.max // 16) * 16)
+    found = []
+    for count in BUCKET_COUNTS:
+        buckets = plan_buckets(sizes, max_buckets=count, exact_below=EXACT_BELOW).capacities
+        if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb:
+            found.append(_expect(batches, cost, bound, buckets))
+    if not found:
+        raise PlanError(f"max_memory_gb={max_memory_gb:g}: a graph of the largest microbatch takes more")
+    step_ms, on_graphs, padding, buckets = min(found, key=lambda plan: (plan[0], len(plan[3])))
+    return VisionPlan(
+        microbatches=len(batches),
+        tokens=percentiles(sizes),
+        frames=frames,
+        largest=percentiles(max(batch) for batch in batches),
+        buckets=buckets,
+        max_frames=bound,
+        step_ms=step_ms,
+        eager_ms=sum(map(cost.eager_ms, batches)) / len(batches),
+        on_graphs=on_graphs,
+        padding=padding,
+        memory_gb=cost.memory_gb(buckets[-1]),
+        origin=cost.origin,
+    )
+
+
+def _expect(
+    batches: Sequence[tuple[int, ...]], cost: CostModel, bound: int, buckets: tuple[int, ...]
+) -> tuple[float, float, float, tuple[int, ...]]:
+    """Return mean time, share on graphs, padding, and the buckets."""
+    total = 0.0
+    replayed = real = padded = 0
+    recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
+    for batch in batches:
+        tokens = sum(batch)
+        found = choose(tokens, recorded, partial(refuse_images, tokens, len(batch), max(batch), EXACT_BELOW))
+        if isinstance(found, Fallback):
+            total += cost.eager_ms(batch)
+            continue
+        replayed, real, padded = replayed + 1, real + tokens, padded + found.tokens
+        total += cost.graph_ms(found.tokens, batch, *found.limits)
+    share = replayed / len(batches)
+    return total / len(batches), share, 1 - real / padded if padded else 0.0, buckets

@@ -1,0 +1,146 @@
+"""Reading document lengths, or whole packs, from a dataset's files."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .errors import PlanError
+from .packing import Pack
+
+LENGTH_FIELDS = ("length", "num_tokens", "token_count", "n_tokens")
+TOKEN_FIELDS = ("input_ids", "tokens")
+STARTS = "seq_start_id"
+FORMATS = ".json, .jsonl, .parquet, .arrow, .feather, .npy, or a folder of .arrow or .parquet files"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a dataset holds.
+
+    Attributes:
+        lengths: Tokens of every document; empty where the file holds packs.
+        packs: Packs that Bridge has made already.
+    """
+
+    lengths: tuple[int, ...] = ()
+    packs: tuple[Pack, ...] = ()
+
+
+def read_documents(path: Path, field: str | None = None) -> Documents:
+    """Read a dataset's lengths.
+
+    A `.json` file is a histogram `{"length": count}` or a list of lengths. A row of the others has a length in a field
+    of its own (`length`, `num_tokens`, or `field`) or a list of tokens; rows with `seq_start_id` are Bridge's packs.
+
+    Raises:
+        PlanError: The file cannot be read, or a row has no length.
+    """
+    if not path.exists():
+        raise PlanError(f"{path} does not exist: allowed is {FORMATS}")
+    try:
+        rows = _rows(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"{path} cannot be read: {error}") from None
+    packs, lengths = [], []
+    for number, row in enumerate(rows):
+        if isinstance(row, dict) and row.get(STARTS) is not None:
+            packs.append(_pack(row, f"{path}, row {number}"))
+        else:
+            lengths.append(_length(row, field, f"{path}, row {number}"))
+    if packs and lengths:
+        raise PlanError(f"{path} has packs and single documents: allowed is one kind")
+    if not (packs or lengths):
+        raise PlanError(f"{path} has no documents: allowed is at least one")
+    return Documents(tuple(lengths), tuple(packs))
+
+
+def _rows(path: Path) -> Iterable[Any]:
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
+        if not files:
+            raise PlanError(f"{path} has no .arrow or .parquet files")
+        return [row for file in files for row in _rows(file)]
+    if suffix == ".json":
+        return _histogram(json.loads(path.read_text()), path)
+    if suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    if suffix in (".parquet", ".arrow", ".feather"):
+        return _table_rows(path)
+    if suffix == ".npy":
+        return _packed_numpy(path)
+    raise PlanError(f"{path}: allowed is {FORMATS}")
+
+
+def _histogram(found: Any, path: Path) -> list[int]:
+    if isinstance(found, dict):
+        try:
+            counts = {int(length): int(count) for length, count in found.items()}
+        except (TypeError, ValueError):
+            raise PlanError(f'{path}: allowed is {{"length": count}} in whole numbers') from None
+        if any(count < 0 for count in counts.values()):
+            raise PlanError(f"{path}: a count is below 0")
+        return [length for length, count in sorted(counts.items()) for _ in range(count)]
+    if isinstance(found, list):
+        return found
+    raise PlanError(f'{path}: allowed is a histogram {{"length": count}} or a list of lengths')
+
+
+def _table_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise PlanError(f"{path} needs pyarrow: pip install 'bridge-cg-plugin[plan]'") from None
+    known = {*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS}
+    try:
+        if path.suffix == ".parquet":
+            table = pyarrow.parquet.read_table(path)
+        else:
+            with pyarrow.memory_map(str(path)) as source:
+                try:
+                    table = pyarrow.ipc.open_file(source).read_all()
+                except pyarrow.ArrowInvalid:
+                    source.seek(0)
+                    table = pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
+    names = [name for name in table.column_names if name in known] or table.column_names
+    rows: list[dict[str, Any]] = table.select(names).to_pylist()
+    return rows
+
+
+def _packed_numpy(path: Path) -> Sequence[Any]:
+    from bridge_cg_plugin.upstream.decoder.files import load_packed_numpy
+
+    return load_packed_numpy(path)
+
+
+def _length(row: Any, field: str | None, where: str) -> int:
+    value = row
+    if isinstance(row, dict):
+        names = (field,) if field is not None else (*LENGTH_FIELDS, *TOKEN_FIELDS)
+        name = next((n for n in names if n in row), None)
+        if name is None:
+            raise PlanError(f"{where}: allowed is a field of {', '.join(names)}, found {', '.join(row)}; use --field")
+        value = row[name]
+    if isinstance(value, (list, tuple)):
+        value = len(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{where}: {value!r}: allowed is a whole number of at least 1 tokens")
+    return value
+
+
+def _pack(row: dict[str, Any], where: str) -> Pack:
+    """Return a pack as Bridge trains on it: a document has one token less, which is only a label."""
+    bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
+    lengths = tuple(after - before - 1 for before, after in pairwise(bounds))
+    if not lengths or min(lengths) < 0:
+        raise PlanError(f"{where}: {STARTS}={bounds[:-1]} with {bounds[-1]} tokens: allowed is ascending starts")
+    return tuple(n for n in lengths if n) or (1,)

@@ -1,0 +1,99 @@
+"""The command `bridge-cg report`."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge_cg_plugin.options import OptionError
+
+from ..answers import Tell
+from .page import Page, make_page
+from .render import to_html, to_json, to_markdown, to_terminal
+from .sources import read_runs
+
+# Columns of output that goes to a file or another program.
+PIPED_WIDTH = 160
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN|MODE=RUN",
+        help="a .jsonl of records, a folder with TensorBoard event files or records, or a log of Bridge's training "
+        "loop; MODE names it: eager1, eager2, ... are what the others are compared with",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (needs matplotlib)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page as Markdown")
+    parser.add_argument("--title", help="title of the page")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="dense bf16 TFLOP/s of one GPU, for FLOP utilization of runs that do not name theirs",
+    )
+
+
+def run_report(args: Namespace, tell: Tell) -> int:
+    """Write what was asked for and print the page, its JSON by `tell`; returns 2 for input that is refused, else 0."""
+    try:
+        if args.peak_tflops is not None and not args.peak_tflops > 0:
+            raise OptionError("peak-tflops", args.peak_tflops, "a number above 0", "An H100 or H200 has 989.4.")
+        page = make_page(read_runs(args.runs, args.peak_tflops), args.title or ", ".join(map(_name, args.runs)))
+        write_page(page, html=args.html, markdown=args.markdown)
+        if args.json:
+            tell(to_json(page).removesuffix("\n"))
+        else:
+            print_page(page)
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_page(page: Page) -> None:
+    """Print a page to the terminal.
+
+    Raises:
+        OptionError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            "json",
+            False,
+            "true while rich is not installed",
+            f"Pass --json, or install it: pip install rich ({error}).",
+        ) from None
+    to_terminal(page, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+
+
+def write_page(
+    page: Page, html: Path | None = None, markdown: Path | None = None, json: Path | None = None
+) -> Sequence[Path]:
+    """Write a page's files, and return those that were written.
+
+    Raises:
+        OptionError: A file cannot be written, or `html` is wanted and matplotlib is not installed.
+    """
+    texts: dict[Path, str] = {}
+    if html is not None:
+        from .plots import draw
+
+        texts[html] = to_html(page, draw(page))
+    texts |= {markdown: to_markdown(page)} if markdown is not None else {}
+    texts |= {json: to_json(page)} if json is not None else {}
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise OptionError("file", str(path), "a place that can be written", f"{error.strerror}.") from None
+    return list(texts)
+
+
+def _name(word: str) -> str:
+    return Path(word.rpartition("=")[2] or word).name

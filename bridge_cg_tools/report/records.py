@@ -1,0 +1,89 @@
+"""Runs from benchmark records; docs/benchmarks/format.md has their fields."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_plugin.options import OptionError
+
+from .gpus import peak_tflops
+from .kinds import KINDS
+from .runs import Run, counts_of
+
+_NEEDED = {"case": str, "mode": str, "versions": dict}
+_SERIES = ("losses", "grad_norms", "step_ms")
+_FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
+
+
+def read_records(path: Path) -> list[Run]:
+    """Return the training runs of a JSON Lines file.
+
+    Raises:
+        OptionError: A line is no record, or none is of a training run.
+    """
+    found = [_parse(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    runs = [_run(record) for record in found if "losses" in record or "error" in record]
+    if not runs:
+        raise OptionError(
+            "run", str(path), "records with losses", "Give what examples.photographs, bench_step or compare.py wrote."
+        )
+    return _apart(runs)
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _refused(path, number, f"it is no JSON: {error.msg}") from None
+    if not isinstance(record, dict):
+        raise _refused(path, number, "it is no JSON object")
+    for name, kind in _NEEDED.items():
+        if not isinstance(record.get(name), kind):
+            raise _refused(path, number, f"{name!r} is missing or no {kind.__name__}")
+    for name in _SERIES:
+        values = record.get(name) or []
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            raise _refused(path, number, f"{name!r} is no list of numbers")
+    return record
+
+
+def _refused(path: Path, number: int, why: str) -> OptionError:
+    return OptionError(
+        "run", f"{path}:{number}", "one benchmark record a line", f"{why[0].upper()}{why[1:]}. Write the file again."
+    )
+
+
+def _run(record: Mapping[str, Any]) -> Run:
+    gpu = record.get("gpu", "none")
+    return Run(
+        case=record["case"],
+        mode=record["mode"],
+        losses=_numbered(record, "losses"),
+        grad_norms=_numbered(record, "grad_norms"),
+        times=_numbered(record, "step_ms"),
+        ms=record.get("ms"),
+        **{name: record.get(name) for name in _FIGURES},
+        peak_tflops=peak_tflops(gpu),
+        graphs={kind.name: counts_of(record[kind.field]) for kind in KINDS if record.get(kind.field)},
+        error=record.get("error", ""),
+        wrong=record.get("wrong", ""),
+        gpu="" if gpu == "none" else gpu,
+        date=record.get("date", ""),
+        command=record.get("command", ""),
+        versions=record["versions"],
+    )
+
+
+def _numbered(record: Mapping[str, Any], name: str) -> tuple[tuple[int, float], ...]:
+    return tuple(enumerate(map(float, record.get(name) or []), 1))
+
+
+def _apart(runs: Sequence[Run]) -> list[Run]:
+    """Tell apart what was measured twice, with several releases: the case takes the release's name."""
+    times = Counter((run.case, run.mode) for run in runs)
+    twice = {case for (case, _), count in times.items() if count > 1}
+    release = "megatron-bridge"
+    return [replace(r, case=f"{r.case} {r.versions.get(release)}") if r.case in twice else r for r in runs]

@@ -1,0 +1,138 @@
+"""A page as terminal output, Markdown, JSON and HTML."""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from bridge_cg_plugin.options.explain import table as markdown_table
+
+from .page import Page, Table
+from .style import CSS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .plots import Plot
+
+STATES = {"same": "SAME", "different": "DIFFERENT", "unknown": "NO VERDICT"}
+# What text keeps at least in a narrow terminal.
+NAME_WIDTH, TEXT_WIDTH = 24, 12
+_RICH = {"same": "bold green", "different": "bold red", "unknown": "bold yellow"}
+
+
+def to_terminal(page: Page, console: "Console") -> None:
+    """Print a page."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    console.print(f"[bold]{escape(page.title)}[/bold]")
+    for line in page.origins:
+        console.print(escape(line), style="dim")
+    for table in page.tables:
+        shown = RichTable(
+            title=escape(table.title),
+            title_justify="left",
+            caption=escape(table.note) or None,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+        )
+        for index, name in enumerate(table.header):
+            text = index < table.names or _is_text(table, index)
+            longest = max(len(row[index]) for row in table.rows)
+            # Figures keep their width, headers break at blanks.
+            width = min(longest, NAME_WIDTH if index < table.names else TEXT_WIDTH) if text else longest
+            shown.add_column(escape(name), justify="left" if text else "right", min_width=width, overflow="fold")
+        for row in table.rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown)
+    for verdict in page.verdicts:
+        state = f"[{_RICH[verdict.state]}]{STATES[verdict.state]}[/]"
+        console.print(f"{state} {escape(_who(page, verdict.case, verdict.mode))}: {escape(verdict.reason)}")
+
+
+def to_markdown(page: Page) -> str:
+    """Return a page as Markdown."""
+    parts = [f"# {page.title}", *page.origins]
+    if page.verdicts:
+        lines = [f"* **{STATES[v.state]}** {_who(page, v.case, v.mode)}: {v.reason}" for v in page.verdicts]
+        parts += ["## Parity with eager", "\n".join(lines)]
+    for table in page.tables:
+        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
+        parts += [f"## {table.title}", markdown_table(table.header, rows), *filter(None, [table.note])]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_json(page: Page) -> str:
+    """Return a page as one JSON object: runs as they were read, verdicts, tables. What is no number is null."""
+    runs = [{**asdict(run), "median_ms": run.median_ms, "flop_utilization": run.flop_utilization} for run in page.runs]
+    whole = {
+        "title": page.title,
+        "origins": page.origins,
+        "verdicts": [asdict(verdict) for verdict in page.verdicts],
+        "runs": runs,
+        "tables": [asdict(table) for table in page.tables],
+    }
+    return json.dumps(_finite(whole), allow_nan=False) + "\n"
+
+
+def to_html(page: Page, plots: Sequence["Plot"]) -> str:
+    """Return a page as one HTML file that needs nothing else."""
+    # A recipe's name is longer than a narrow window: it breaks after an underscore.
+    heading = html.escape(page.title).replace("_", "_<wbr>")
+    body = [f"<h1>{heading}</h1>", *(f'<p class="origin">{html.escape(o)}</p>' for o in page.origins)]
+    if page.verdicts:
+        body += ["<h2>Parity with eager</h2>", *(_verdict(page, v) for v in page.verdicts)]
+    if plots:
+        figures = "".join(f"<figure><figcaption>{html.escape(p.title)}</figcaption>{p.svg}</figure>" for p in plots)
+        body += ["<h2>Plots</h2>", f'<div class="plots">{figures}</div>']
+    body += [_html_table(table) for table in page.tables]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{html.escape(page.title)}</title><style>{CSS}</style></head>\n"
+        f"<body><main>{chr(10).join(body)}</main></body></html>\n"
+    )
+
+
+def _verdict(page: Page, verdict: Any) -> str:
+    who = html.escape(_who(page, verdict.case, verdict.mode))
+    return (
+        f'<p class="verdict {verdict.state}"><strong>{STATES[verdict.state]}</strong> '
+        f"<b>{who}</b> {html.escape(verdict.reason)}</p>"
+    )
+
+
+def _html_table(table: Table) -> str:
+    texts = [index < table.names or _is_text(table, index) for index in range(len(table.header))]
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        kinds = ("" if text else ' class="figure"' for text in texts)
+        return "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
+
+    rows = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
+    note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
+    return (
+        f'<section><h2>{html.escape(table.title)}</h2><div class="wide" tabindex="0"><table>'
+        f"<thead><tr>{cells(table.header, 'th')}</tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
+    )
+
+
+def _is_text(table: Table, index: int) -> bool:
+    return any(row[index] and not row[index][0].isdigit() and row[index][0] != "-" for row in table.rows)
+
+
+def _who(page: Page, case: str, mode: str) -> str:
+    return mode if len({run.case for run in page.runs}) == 1 else f"{case}: {mode}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
