@@ -19,7 +19,7 @@ FILE = ROOT / "docs" / "errors.md"
 PAGE = FILE.read_text()
 SOURCES = [
     path
-    for folder in ("bridge_cg_plugin", "scripts/performance", "recipes")
+    for folder in ("bridge_cg_plugin", "bridge_cg_tools", "scripts/performance", "recipes")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 # Refused are their arguments, by the caller's name for them.

@@ -203,8 +203,9 @@ else:
 def test_the_package_in_a_zip_file(upstream):
     archive = upstream / "plugin.zip"
     with zipfile.ZipFile(archive, "w") as packed:
-        for file in (ROOT / "bridge_cg_plugin").rglob("*.py"):
-            packed.write(file, file.relative_to(ROOT))
+        for package in ("bridge_cg_plugin", "bridge_cg_tools"):
+            for file in (ROOT / package).rglob("*.py"):
+                packed.write(file, file.relative_to(ROOT))
     run(
         """
 import zipimport, bridge_cg_plugin
