@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,15 @@ EVERY = DEFAULTS | LANGUAGE_MODEL_DEFAULTS
 
 Fields = Mapping[str, dataclasses.Field[Any]]
 
+# Providers have hundreds of parameters, and more than a hundred classes derive from them.
+_signatures: "weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature]" = weakref.WeakKeyDictionary()
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if function not in _signatures:
+        _signatures[function] = inspect.signature(function)
+    return _signatures[function]
+
 
 def missing_fields(present: Container[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the plugin's fields, with defaults, that a provider does not have."""
@@ -42,7 +52,7 @@ def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, d
 
 def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -> Callable[..., None]:
     """Return a provider's constructor with those of the plugin's fields that it lacks as keyword-only parameters."""
-    signature = inspect.signature(original)
+    signature = _signature(original)
     added = missing_fields(signature.parameters, defaults)
 
     @functools.wraps(original)
@@ -78,7 +88,7 @@ def extend_family(defaults: Mapping[str, Any], provider: type) -> Callable[[], N
             _set(changes, provider, name, default)
     for derived in filter(_is_generated, _derived(provider)):
         constructor: Callable[..., None] = vars(derived)["__init__"]
-        if missing_fields(inspect.signature(constructor).parameters, defaults):
+        if missing_fields(_signature(constructor).parameters, defaults):
             _set(changes, derived, "__init__", accepting_init(constructor, defaults))
         fields: Fields = vars(derived)["__dataclass_fields__"]
         if missing_fields(fields, defaults):
@@ -116,7 +126,7 @@ def _is_generated(derived: type) -> bool:
     own = vars(derived)
     if "__init__" not in own or "__dataclass_fields__" not in own:
         return False
-    parameters = inspect.signature(own["__init__"]).parameters
+    parameters = _signature(own["__init__"]).parameters
     return all(f.name in parameters or f.name in EVERY for f in dataclasses.fields(derived) if f.init)
 
 
