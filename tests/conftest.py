@@ -1,3 +1,6 @@
+import gc
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -13,12 +16,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("suite")
+if not torch.cuda.is_available():
+    # A C++ compiler takes seconds for each function that megatron-core has compiled.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # The tensors are tiny: a second thread only adds waiting.
 torch.set_num_threads(1)
 
 
 def pytest_sessionstart(session):
     session.upstream_sources = fingerprints(installed_folders())
+
+
+def pytest_collection_finish():
+    """Spare garbage collections the modules that are imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):

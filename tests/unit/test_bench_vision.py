@@ -47,7 +47,9 @@ def test_eager_and_the_plugin_beside_each_other(tmp_path):
 @pytest.fixture
 def traced_only(monkeypatch):
     """Let `torch.compile` trace but generate no code, which takes minutes."""
+    tower.start_process()  # imports Megatron, which has its own functions compiled
     compile_ = torch.compile
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setattr(torch, "compile", lambda model, mode: compile_(model, backend="eager"))
     yield
     torch._dynamo.reset()
@@ -64,8 +66,8 @@ def test_compiled_towers(tmp_path, traced_only, name):
 
 def test_a_compiled_tower_gets_the_mode_that_was_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or model)
     tower.start_process()
+    monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or model)
     model = tower.build_tower()
     batch = tower.make_batch(SMALL["small"], model)
     for name in ("compile", "compile_reduce_overhead"):
