@@ -535,7 +535,8 @@ def test_importing_the_options_imports_no_torch_and_no_megatron():
         "print([n for n in sys.modules if n.startswith('bridge_cg_plugin.') and '.options' not in n])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split("\n")[:2] == ["[]", "['bridge_cg_plugin.plugin']"]
+    switch = ["upstream", "upstream.seams", "upstream.seams.activation", "plugin"]
+    assert out.split("\n")[:2] == ["[]", str([f"bridge_cg_plugin.{name}" for name in switch])]
 
 
 def test_graph_options_warns_of_nothing_it_was_not_given():
