@@ -96,7 +96,7 @@ def test_many_layouts_write_nothing_outside(flash):
 def test_a_tower_is_as_near_to_fp32_as_eager(tower_module, model, grads, graphs_of, monkeypatch, flash, modules):
     import statistics
 
-    from scripts.performance.reference import Fp32Tower
+    from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
 
     from .test_precision import mean_errors
 

@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
+from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
 from scripts.performance.precision_vision import ALLOWANCE, errors_of
-from scripts.performance.reference import Fp32Tower
 
 MIXES = {
     "one image": [(1, 28, 28)],

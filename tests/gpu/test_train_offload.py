@@ -2,8 +2,8 @@
 
 import pytest
 
+from bridge_cg_tools.benchmarks.records.results import read_records
 from scripts.performance import train_offload
-from scripts.performance.results import read_records
 
 pytestmark = pytest.mark.usefixtures("tower_module")
 

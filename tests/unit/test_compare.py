@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bridge_cg_tools.benchmarks.runs import comparison
+from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
 from bridge_cg_tools.report.records import read_records
 from scripts.performance import compare
-from scripts.performance.watched import TimeLeft, run_watched
 
 RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.
@@ -54,7 +55,7 @@ def comparing(tmp_path, monkeypatch):
 
         monkeypatch.setattr(compare, "plan", plan)
         monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
-        monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
+        monkeypatch.setattr(compare, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
         return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
@@ -194,8 +195,8 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
     script.write_text(
         "import sys; print('noise\\nrecipe=1: allowed is 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
-    monkeypatch.setattr(compare, "RECIPE_SCRIPT", script)
-    monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
+    monkeypatch.setattr(comparison, "RECIPE_SCRIPT", script)
+    monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "recipe=1: allowed is 2. Mend it.\n"
     assert not (tmp_path / "out").exists()

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs import arguments as command
-from examples.photographs import gpu
-from examples.photographs.hosts import placement, ranks_per_gpu
-from examples.photographs.layout import Layout
-from examples.photographs.processes import TrainingFailed, TrainingProcess
+from bridge_cg_tools.benchmarks.layouts.hosts import placement, ranks_per_gpu
+from bridge_cg_tools.benchmarks.layouts.layout import Layout
+from bridge_cg_tools.benchmarks.photographs import arguments as command
+from bridge_cg_tools.benchmarks.photographs import comparison
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
 
 
 def test_the_case_names_the_layout():
-    assert gpu.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
+    assert comparison.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_case_names_the_layout():
     ids=str,
 )
 def test_bridge_accepts_the_configuration_of_a_layout(layout):
-    from examples.photographs import training
+    from bridge_cg_tools.benchmarks.photographs import training
 
     depth = layout.fitting_layers(4)
     config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
@@ -133,20 +133,20 @@ def rank_result(rank, **changes):
 
 
 def test_results_come_from_the_ranks_that_know_them():
-    from examples.photographs.training import merge_ranks
+    from bridge_cg_tools.benchmarks.photographs.training import merge_ranks
 
     first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, peak_gb=2.0)
     last = rank_result(1, losses=[2.5], peak_gb=3.0)
     merged = merge_ranks([first, last])
     assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
     assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
-    assert gpu.peaks(merged) == "2.0/3.0 GiB" and gpu.peaks(merge_ranks([first])) == "2.0 GiB"
+    assert comparison.peaks(merged) == "2.0/3.0 GiB" and comparison.peaks(merge_ranks([first])) == "2.0 GiB"
     assert "ranks" not in merge_ranks([first])
 
 
 def stand_in_for_training():
     """Called in every process of a run: writes what the process was told instead of training, or fails on rank 1."""
-    from examples.photographs import training
+    from bridge_cg_tools.benchmarks.photographs import training
 
     def train_once(args):
         rank = int(os.environ["RANK"])
@@ -170,7 +170,7 @@ def stand_in_for_training():
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
+    monkeypatch.setattr("bridge_cg_tools.benchmarks.runs.processes.GRACE_S", 1.0)
     process = TrainingProcess(tmp_path / "run.log", 2, (2, 3), f"{__name__}:stand_in_for_training")
     process.wait_until_ready()
     yield process
@@ -224,7 +224,12 @@ def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
         monkeypatch.setenv(name, "1")
     further = {"environment": before} if given else {}
     process = TrainingProcess(
-        tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training", "examples.photographs.training", **further
+        tmp_path / "run.log",
+        1,
+        (1,),
+        f"{__name__}:stand_in_for_training",
+        "bridge_cg_tools.benchmarks.photographs.training",
+        **further,
     )
     process.wait_until_ready()
     told = process.train("eager", ["--steps", "1"])[0]
