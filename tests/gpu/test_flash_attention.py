@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scripts.performance.precision_vision import ALLOWANCE
+from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE
 
 from .test_direct_attention import LAYOUTS, RECORDED, WIDTH, by_transformer_engine, distance, draw, offsets_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from scripts.performance import bench_packed_parallel as bench
+from bridge_cg_tools.benchmarks.packed import parallel as bench
 
 
 @pytest.fixture(scope="module")

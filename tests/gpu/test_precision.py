@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
-from scripts.performance.precision_vision import ALLOWANCE, errors_of
+from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE, errors_of
 
 MIXES = {
     "one image": [(1, 28, 28)],

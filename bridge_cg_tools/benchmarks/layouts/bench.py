@@ -190,7 +190,7 @@ class Bench:
         return min(self._args.timed_steps, max(job.steps - SKIPPED, 0)) if wanted else 0
 
     def _log(self, job: Job) -> Path | None:
-        folder = self._args.logs
+        folder: Path | None = self._args.logs
         if folder is None:
             return None
         folder.mkdir(parents=True, exist_ok=True)

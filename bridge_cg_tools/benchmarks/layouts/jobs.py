@@ -110,12 +110,12 @@ def waves(
     runs += [(each, SLOTS, count, SLOTS_STEPS) for each in dict.fromkeys(slots) for count in SLOTS_MICROBATCHES]
     found: list[list[Job]] = []
     free = 0
-    for layout, *rest in runs:
+    for layout, mode, count, length in runs:
         size = min(layout.ranks, gpus)
         if size > free:
             found.append([])
             free = gpus
         first = gpus - free
-        found[-1].append(Job(layout, *rest, tuple(range(first, first + size))))
+        found[-1].append(Job(layout, mode, count, length, tuple(range(first, first + size))))
         free -= size
     return found

@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from bridge_cg_tools.benchmarks.records.results import ROOT, provenance
 
@@ -51,7 +52,7 @@ def measure(repeats: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def records(found: dict[str, list[dict[str, float]]]) -> list[dict]:
+def records(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """Return one record of medians for each mode; `added_ms` is what the step takes longer with the plugin."""
     made = []
     for mode, runs in found.items():

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -92,10 +93,10 @@ def _time_once(run: Run) -> tuple[float, float, float]:
     marks: list[Callable[[], float]] = []
 
     def mark() -> None:
-        if on_gpu():
+        if first is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            marks.append(lambda: first.elapsed_time(event))
+            marks.append(partial(first.elapsed_time, event))
         else:
             now = time.perf_counter()
             marks.append(lambda: (now - began) * 1e3)
@@ -156,6 +157,7 @@ def spans(run: Callable[[], object]) -> list[tuple[float, float, str]]:
     if not on_gpu():
         run()
         return []
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -166,7 +168,7 @@ def spans(run: Callable[[], object]) -> list[tuple[float, float, str]]:
     return [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
 
 

@@ -12,7 +12,7 @@ import bridge_cg_plugin
 from bridge_cg_tools.benchmarks.models.tower import Batch, MainGrads
 
 # What stands in for the tower, and fields for the record.
-Prepared = tuple[Callable[..., tuple], dict[str, Any]]
+Prepared = tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]
 
 GIB = 2**30
 # Upstream makes a causal mask of tokens squared on the host for each layer: minutes beyond this, and it captures one
@@ -206,7 +206,7 @@ class Compiled:
 
         step(self._call, batch)
 
-    def _call(self, pixels: torch.Tensor, grid: torch.Tensor) -> tuple:
+    def _call(self, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[Any, ...]:
         torch.compiler.cudagraph_mark_step_begin()
         return self._compiled(pixels, grid)
 

@@ -11,6 +11,7 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerS
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
 from megatron.core import parallel_state
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -45,7 +46,16 @@ class SegmentAttention(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, packed_seq_params, **unused):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **unused: object,
+    ) -> Tensor:
         """Attend; `query`, `key`, `value` are `[tokens, heads, width]`. Tokens outside every segment give zero."""
         ends = packed_seq_params.cu_seqlens_q[1:].contiguous()
         token = torch.arange(query.shape[0], device=query.device, dtype=ends.dtype)
@@ -61,7 +71,7 @@ class SegmentAttention(nn.Module):
 
 def vision_config(
     layers: int = 4, width: int = 64, heads: int = 4, out: int = 96, deepstack: bool = True, **changes: object
-):
+) -> Qwen3VLVisionConfig | Qwen3_5VisionConfig:
     """Return a small vision configuration in Hugging Face's terms: Qwen3-VL's, or Qwen3.5-VL's without deepstack."""
     features = {"deepstack_visual_indexes": [0, layers // 2]} if deepstack else {}
     settings = {

@@ -1,6 +1,6 @@
 """The full-size Qwen3-VL vision tower on a GPU, with Megatron's gradient accumulation, and the benchmark's batches.
 
-Without a GPU the tower is the small one of examples/photographs: the same code runs, for tests.
+Without a GPU the tower is `small_tower`'s: the same code runs, for tests.
 """
 
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import batched
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ class MainGrads:
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._accumulators = []
+        self._accumulators: list[Any] = []
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False
@@ -188,13 +189,15 @@ def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
     return Batch(pixels, device, gradients, grid)
 
 
-def forward(model: Callable[..., tuple], batch: Batch) -> list[Tensor]:
+def forward(model: Callable[..., tuple[Any, ...]], batch: Batch) -> list[Tensor]:
     """Return all outputs of the tower, or of what stands in for it."""
     hidden, deepstack = model(batch.pixels, batch.grid)
     return [hidden, *deepstack]
 
 
-def step(model: Callable[..., tuple], batch: Batch, between: Callable[[], object] | None = None) -> list[Tensor]:
+def step(
+    model: Callable[..., tuple[Any, ...]], batch: Batch, between: Callable[[], object] | None = None
+) -> list[Tensor]:
     """Run forward and backward; returns the outputs. `between` is called when the forward was submitted."""
     outputs = forward(model, batch)
     if between is not None:
@@ -218,7 +221,7 @@ def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float
         expected: What they should be.
         least: A norm counts as at least this share of the largest.
     """
-    distances = []
+    distances: list[Tensor] = []
     for pairs in batched(zip(actual, expected, strict=True), SUBTRACTED):
         ones, others = map(list, zip(*pairs, strict=True))
         distances += torch._foreach_norm(torch._foreach_sub(ones, others))

@@ -56,7 +56,7 @@ class Bench:
 
         batches = [tower.make_batch(grid, self.model, seed=seed) for seed in range(slots)]
         baseline: dict[str, Any] | None = None
-        expected: tuple[list, list] | None = None
+        expected: tuple[list[Any], list[Any]] | None = None
         asked = [(mode, FIXED[mode], None) for mode in FIXED if mode in modes]
         asked += [(f"mixed_{round(100 * target)}", {}, target) for target in targets]
         for mode, options, target in asked:
@@ -77,7 +77,9 @@ class Bench:
                 if baseline is None:
                     return
 
-    def mode(self, batches: Sequence[Any], options: dict[str, Any]) -> tuple[dict[str, Any], tuple[list, list]]:
+    def mode(
+        self, batches: Sequence[Any], options: dict[str, Any]
+    ) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]]:
         """Return a mode's record, and the outputs and gradients of one run."""
         from bridge_cg_tools.benchmarks.measuring import measure
 
@@ -124,14 +126,14 @@ class Bench:
             helper.delete_cuda_graphs()
             collect()
 
-    def results(self, batches: Sequence[Any]) -> tuple[list, list]:
+    def results(self, batches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return outputs of all batches, and their summed gradients."""
         self.grads.zero()
         outputs = run(self.model, batches)
         return [output.clone() for output in outputs], self.grads.copy()
 
 
-def run(model: Any, batches: Sequence[Any], between: Any = None) -> list:
+def run(model: Any, batches: Sequence[Any], between: Any = None) -> list[Any]:
     """Run all forwards, then all backwards; returns all outputs. `between` is called when forwards are submitted."""
     import torch
 
@@ -152,7 +154,9 @@ def relative(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     return tower.largest_relative(actual, expected)
 
 
-def compared(record: dict[str, Any], baseline: dict[str, Any], found: tuple, expected: tuple) -> dict[str, Any]:
+def compared(
+    record: dict[str, Any], baseline: dict[str, Any], found: tuple[Any, ...], expected: tuple[Any, ...]
+) -> dict[str, Any]:
     """Return the fields that compare a mode with the graph that keeps all activations."""
     import torch
 

@@ -27,7 +27,7 @@ def difference(record: dict[str, Any]) -> str:
 def _is_eagers(record: dict[str, Any]) -> bool:
     """Whether graphs gave what eager gives: to the bit, or no farther from it than it is from itself."""
     if "bit_equal" in record:
-        return record["bit_equal"]
+        return bool(record["bit_equal"])
     near = (record[f"{kind}_rel"] <= NOISE * record[f"{kind}_noise"] for kind in ("forward", "grad"))
     return all(near)
 

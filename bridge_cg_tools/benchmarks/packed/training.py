@@ -256,7 +256,7 @@ class PackedPhotographProvider(PhotographProvider):
 
     rows: int = 1
 
-    def build_datasets(self, context: Any) -> tuple[Dataset, Dataset, Dataset]:
+    def build_datasets(self, context: Any) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Build train, validation and test sets of the sizes that training asks for."""
         made = super().build_datasets(context)
         for data in made:
@@ -264,7 +264,7 @@ class PackedPhotographProvider(PhotographProvider):
         return made
 
 
-class Documents(Dataset):
+class Documents(Dataset[dict[str, Tensor]]):
     """Documents of 16 to `SEQUENCE` tokens, each a repeated phrase, which a model can learn.
 
     Args:
@@ -330,7 +330,7 @@ class DocumentProvider(DatasetProvider):
     skip_getting_attention_mask_from_dataset: bool = True
     enable_in_batch_packing: bool = True
 
-    def build_datasets(self, context: Any) -> tuple[Dataset, Dataset, Dataset]:
+    def build_datasets(self, context: Any) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Build train, validation and test sets of the sizes that training asks for."""
         counts = (context.train_samples, context.valid_samples, context.test_samples)
         return tuple(Documents(max(count, 1), self.seed + i, self.rows) for i, count in enumerate(counts))

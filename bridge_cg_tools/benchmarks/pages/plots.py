@@ -55,7 +55,7 @@ FAMILY_COLOURS = (
 )
 # How modes with a memory target are called.
 MIX = "mixed_"
-STYLE = {**style(GREY), "svg.hashsalt": "bridge-cg", "font.size": 10, "grid.alpha": 0.25}
+STYLE: Any = {**style(GREY), "svg.hashsalt": "bridge-cg", "font.size": 10, "grid.alpha": 0.25}
 
 
 def measured(records: Records) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def training(records: Records) -> str:
 
 def release(record: dict[str, Any]) -> str:
     """Return the release of Bridge that a record was measured with."""
-    return record["versions"]["megatron-bridge"]
+    return str(record["versions"]["megatron-bridge"])
 
 
 def autoload(records: Records) -> str:

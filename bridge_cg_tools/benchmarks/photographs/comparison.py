@@ -26,11 +26,11 @@ def compare(
     losses, norms = ([run[name] for run in eager] for name in ("losses", "grad_norms"))
     loss, norm = compare_to_spread(losses, graphs["losses"]), compare_to_spread(norms, graphs["grad_norms"])
     print(f"case: {case_of(arguments)}")
-    ratio = None
-    if graphs["step_ms"]:
-        eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
-        ratio = median_ms(graphs) / eager_ms
-        times = f"eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms"
+    ratio, ms = None, median_ms(graphs)
+    if ms is not None:
+        eager_ms = min(each for each in map(median_ms, eager) if each is not None)
+        ratio = ms / eager_ms
+        times = f"eager {eager_ms:.1f} ms, graphs {ms:.1f} ms"
         print(f"step time: {times}, ratio {ratio:.3f}, {1 / ratio:.2f}x")
     print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
@@ -78,7 +78,7 @@ def print_steps(runs: list[dict[str, Any]], steps: int) -> None:
         print(f"{step:>4} {losses}   {norms}")
 
 
-def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool, case: str) -> None:
+def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float | None, same: bool, case: str) -> None:
     """Write the runs as benchmark records."""
     origin = provenance(max(len(runs["graphs"]["step_ms"]) - SKIPPED, 0), 1234)
     release = origin["versions"]["megatron-bridge"]

@@ -1,6 +1,7 @@
 """Photographs from scikit-image, resized at random and put through Qwen's real image processor, as Bridge datasets."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,7 @@ def image_processor() -> Any:
     )
 
 
-def draw_images(seed: int, most: int, sizes: tuple[tuple[int, int], ...]) -> Images:
+def draw_images(seed: int, most: int, sizes: Sequence[tuple[int, int]]) -> Images:
     """Draw 1 to `most` photographs, each at a random size; the same seed gives the same images."""
     rng = random.Random(seed)
     names = tuple(rng.choice(FILES) for _ in range(rng.randint(1, most)))

@@ -321,8 +321,9 @@ class StatisticsKeeper(Callback):
             whole = CURRENT.graphs
             self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.replayed_steps}
         for helper in active_helpers():
-            self.value = helper.graphs.statistics().as_dict()
-            self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
+            graphs: Any = helper.graphs
+            self.value = graphs.statistics().as_dict()
+            self.checks = [(c.forward, c.gradient) for c in graphs.checks]
 
 
 class RankResults(Callback):
@@ -357,7 +358,7 @@ class RankResults(Callback):
     def on_train_end(self, context: CallbackContext) -> None:
         """Gather on rank 0."""
         self.rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        found = [None] * world if self.rank == 0 else None
+        found: list[Any] | None = [None] * world if self.rank == 0 else None
         torch.distributed.gather_object(self.own(), found)
         self.gathered = found
 

@@ -46,7 +46,7 @@ class Recorder(Callback):
         if found is not None:
             found.model.register_forward_pre_hook(self._count_images, with_kwargs=True)
 
-    def _count_images(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _count_images(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Rows of the grid; encoders of images of one size get the images alone.
         images = kwargs.get("grid_thw", args[1] if len(args) > 1 else kwargs.get("pixel_values"))
         self._images += 0 if images is None else images.shape[0]

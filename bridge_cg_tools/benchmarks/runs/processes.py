@@ -101,7 +101,8 @@ class TrainingProcess:
                 rank.connection.send((words, port))
             if not self._all_end_well(limit_s):
                 self._fail(" ".join(words))
-            return json.loads(out.read_text())
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
 
     def keep_to(self, cores: Sequence[Collection[int]]) -> None:
         """Let the threads of each process, and those that they start, run on some cores only.

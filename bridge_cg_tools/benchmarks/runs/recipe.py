@@ -10,6 +10,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.upstream.hooks.steps import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Prepared:
     """
 
     config: Any
-    mode: str
+    mode: Mode
     step: str
     forward_step: Any
     summary: str

@@ -63,14 +63,14 @@ def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
     return helper
 
 
-def _run(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list, list]:
+def _run(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
     """Run one step; returns the outputs and the gradients that say anything."""
     grads.zero()
     outputs = step(encoder, model, batch)
     return outputs, [g for g, said in zip(grads.copy(), encoder.compared(model), strict=True) if said]
 
 
-def _differences(found: tuple[list, list], expected: tuple[list, list]) -> tuple[float, float]:
+def _differences(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> tuple[float, float]:
     """Return the largest relative L2 difference of an output, and of a gradient."""
     from bridge_cg_tools.benchmarks.models.tower import largest_relative
 

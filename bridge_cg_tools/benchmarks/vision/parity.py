@@ -2,7 +2,18 @@
 
 import os
 import random
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.vision.batch import VisionBatch
+from bridge_cg_plugin.vision.host_grids import as_grid
+from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.records.results import provenance
 
 FORWARD_LIMIT = 2e-3
@@ -10,6 +21,10 @@ NOISE_FACTOR = 1.5
 DETERMINISTIC_LIMIT = 2e-3
 BUCKETS = (4, 240, 768, 784, 1024, 2304, 3136, 4096, 6720, 8192)
 MAX_FRAMES = 64
+# Tokens of the largest bucket under deterministic algorithms.
+LARGEST_DETERMINISTIC = 2304
+
+Record = dict[str, Any]
 
 
 def mixes() -> dict[str, list[tuple[int, int, int]]]:
@@ -47,89 +62,96 @@ def mixes() -> dict[str, list[tuple[int, int, int]]]:
     return cases
 
 
-def measure(repeats: int) -> list[dict]:
-    """Replay every mix from one set of captures and compare with two eager runs."""
-    import torch
+class Comparison:
+    """The tower, eager and on graphs of all buckets.
 
-    from bridge_cg_plugin.graphs.fallback import Fallback
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-    from bridge_cg_tools.benchmarks.models import tower
+    Args:
+        deterministic: Whether algorithms are; then larger mixes are left out.
+    """
 
+    def __init__(self, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self.model = tower.build_tower()
+        self.grads = tower.MainGrads(self.model)
+        buckets = tuple(b for b in BUCKETS if b <= LARGEST_DETERMINISTIC) if deterministic else BUCKETS
+        options = VisionGraphOptions(
+            impl="transformer_engine", buckets=buckets, slots=1, max_frames=MAX_FRAMES, kernels="exact", strict=True
+        )
+        helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
+        helper.create_cudagraphs()
+        self.graphs: Any = helper.graphs
+
+    def record(self, name: str, batch: tower.Batch) -> Record | None:
+        """Replay a mix and compare it with two eager runs.
+
+        Returns:
+            What was found; None of a mix that has no bucket under deterministic algorithms: eager itself would run,
+            often out of memory, as deterministic attention needs much workspace.
+        """
+        before = dict(self.graphs.statistics().fallbacks)
+        found = self.graphs._regions[0].choose(_as_vision_batch(batch))
+        bucket = None if isinstance(found, Fallback) else found
+        if bucket is None and self.deterministic:
+            return None
+        outputs, replayed = self._without_waiting(batch) if bucket is not None else self._run(batch)
+        with self.graphs.paused():
+            (first, first_grads), (_, second_grads) = self._run(batch), self._run(batch)
+        fallbacks = self.graphs.statistics().fallbacks
+        return {
+            "case": name,
+            "mode": "plugin_deterministic" if self.deterministic else "plugin",
+            "tokens": batch.tokens,
+            "images": len(batch.rows),
+            "bucket": bucket and str(bucket),
+            "slots": 1,
+            "fallback": next((r for r, n in fallbacks.items() if n != before.get(r, 0)), None),
+            "forward_rel": tower.largest_relative(outputs, first),
+            "grad_rel": tower.largest_relative(replayed, first_grads),
+            "grad_worst": worst_parameter(self.model, replayed, first_grads),
+            "grad_noise": tower.largest_relative(second_grads, first_grads),
+        }
+
+    def _run(self, batch: tower.Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs and the gradients of one step."""
+        self.grads.zero()
+        outputs = tower.step(self.model, batch)
+        return outputs, self.grads.copy()
+
+    def _without_waiting(self, batch: tower.Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the same of a step that must not wait for the device."""
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        self.grads.zero()
+        outputs = tower.step(self.model, batch)
+        torch.cuda.set_sync_debug_mode("default")
+        return outputs, self.grads.copy()
+
+
+def measure(repeats: int) -> list[Record]:
+    """Replay every mix from one set of captures, so often, and compare the last replay with two eager runs."""
     tower.start_process()
-    model = tower.build_tower()
-    grads = tower.MainGrads(model)
-    deterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
-    batches = {name: tower.make_batch(grid, model, seed=i) for i, (name, grid) in enumerate(mixes().items())}
-
-    def run(batch):
-        grads.zero()
-        outputs = tower.step(model, batch)
-        return outputs, grads.copy()
-
-    buckets = tuple(b for b in BUCKETS if b <= 2304) if deterministic else BUCKETS
-    options = VisionGraphOptions(
-        impl="transformer_engine", buckets=buckets, slots=1, max_frames=MAX_FRAMES, kernels="exact", strict=True
-    )
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
-    helper.create_cudagraphs()
-    records = []
+    comparison = Comparison(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0")
+    batches = {name: tower.make_batch(grid, comparison.model, seed=i) for i, (name, grid) in enumerate(mixes().items())}
+    records: list[Record] = []
     for _ in range(repeats):
-        records = []
-        for name, batch in batches.items():
-            before = dict(helper.graphs.statistics().fallbacks)
-            found = helper.graphs._regions[0].choose(_as_vision_batch(batch))
-            bucket = None if isinstance(found, Fallback) else found
-            if bucket is None and deterministic:
-                continue  # eager itself would run, often out of memory: deterministic attention needs much workspace
-            if bucket is not None:
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-            grads.zero()
-            outputs = tower.step(model, batch)
-            torch.cuda.set_sync_debug_mode("default")
-            replayed = grads.copy()
-            with helper.graphs.paused():
-                (first, first_grads), (_, second_grads) = run(batch), run(batch)
-            fallbacks = helper.graphs.statistics().fallbacks
-            reason = next((r for r, n in fallbacks.items() if n != before.get(r, 0)), None)
-            records.append(
-                {
-                    "case": name,
-                    "mode": "plugin_deterministic" if deterministic else "plugin",
-                    "tokens": batch.tokens,
-                    "images": len(mixes()[name]),
-                    "bucket": bucket and str(bucket),
-                    "slots": 1,
-                    "fallback": reason,
-                    "forward_rel": tower.largest_relative(outputs, first),
-                    "grad_rel": tower.largest_relative(replayed, first_grads),
-                    "grad_worst": worst_parameter(model, replayed, first_grads),
-                    "grad_noise": tower.largest_relative(second_grads, first_grads),
-                    **provenance(repeats, 0),
-                }
-            )
-    print(helper.graphs.report())
+        found = (comparison.record(name, batch) for name, batch in batches.items())
+        records = [{**record, **provenance(repeats, 0)} for record in found if record is not None]
+    print(comparison.graphs.report())
     return records
 
 
-def worst_parameter(model, actual, expected) -> str:
+def worst_parameter(model: nn.Module, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Return the name of the parameter whose gradient differs most."""
-    from bridge_cg_tools.benchmarks.models import tower
-
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     differences = [tower.relative(a, e) for a, e in zip(actual, expected, strict=True)]
     return names[differences.index(max(differences))]
 
 
-def _as_vision_batch(batch):
-    from bridge_cg_plugin.vision.batch import VisionBatch
-    from bridge_cg_plugin.vision.host_grids import as_grid
-
+def _as_vision_batch(batch: tower.Batch) -> VisionBatch:
     return VisionBatch(batch.pixels, batch.grid, as_grid(batch.grid.cpu()))
 
 
-def failures(records: list[dict]) -> list[str]:
+def failures(records: list[Record]) -> list[str]:
     """Return what misses its limit."""
     missed = []
     noise = max(r["grad_noise"] for r in records if r["mode"] == "plugin")

@@ -48,7 +48,9 @@ def available_modes() -> tuple[str, ...]:
     return tuple(mode for mode in MODES if mode != "plugin_flash")
 
 
-def errors_of(model: Any, grads: Any, batch: Any, expected: tuple[list, list]) -> tuple[list, float, list[float]]:
+def errors_of(
+    model: Any, grads: Any, batch: Any, expected: tuple[list[Any], list[Any]]
+) -> tuple[list[Any], float, list[float]]:
     """Run one step; returns the outputs, the largest error of one, and each gradient's error.
 
     Args:

@@ -1,6 +1,6 @@
 """The kernels of one forward plus backward of the vision tower."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import Grid, description
@@ -12,7 +12,7 @@ MODES = (
 )
 
 
-def profile_cases(grids: dict[str, Grid], modes: Sequence[str], top: int):
+def profile_cases(grids: dict[str, Grid], modes: Sequence[str], top: int) -> Iterator[dict[str, Any]]:
     """Yield a record of every case and mode."""
     from bridge_cg_tools.benchmarks.models import tower
     from bridge_cg_tools.benchmarks.models.modes import MODES as KINDS

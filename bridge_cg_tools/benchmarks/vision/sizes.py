@@ -54,7 +54,7 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
     return [*records, {**common, "mode": "limit", "ms": sum(map(limit_ms, grids))}]
 
 
-def run_all(model: Any, batches: list, grads: Any) -> tuple[float, list]:
+def run_all(model: Any, batches: list[Any], grads: Any) -> tuple[float, list[Any]]:
     """Run every microbatch, one after another as in training; returns the ms of all and the sum of their gradients."""
     from bridge_cg_tools.benchmarks.measuring import measure
     from bridge_cg_tools.benchmarks.models import tower

@@ -49,7 +49,7 @@ def run_groups(groups: Sequence[tuple[str, ...]], task: Task) -> None:
             stop(process)
 
 
-def start_worker(group: Sequence[str]) -> subprocess.Popen:
+def start_worker(group: Sequence[str]) -> subprocess.Popen[str]:
     """Start a process that imports and then waits for its task."""
     environment = {**os.environ, "MASTER_PORT": str(free_port())}
     if "upstream" in group:
@@ -64,7 +64,7 @@ def start_worker(group: Sequence[str]) -> subprocess.Popen:
     )
 
 
-def run_group(process: subprocess.Popen, task: Task) -> None:
+def run_group(process: subprocess.Popen[str], task: Task) -> None:
     """Let a worker measure; where it dies, note the case that it died of and let another go on."""
     deadline = time.monotonic() + task.seconds
     if task.seconds <= 0:
@@ -87,7 +87,7 @@ def run_group(process: subprocess.Popen, task: Task) -> None:
     note_missing(task, "not tried: " + said)
 
 
-def hand_over(process: subprocess.Popen, task: Task) -> int | None:
+def hand_over(process: subprocess.Popen[str], task: Task) -> int | None:
     """Hand a worker its task and wait; returns its status, None if it had to be stopped."""
     try:
         process.communicate(json.dumps(dataclasses.asdict(task)) + "\n", timeout=task.seconds + GRACE)
@@ -98,7 +98,7 @@ def hand_over(process: subprocess.Popen, task: Task) -> int | None:
     return process.returncode
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen[str]) -> None:
     """End a worker, and what it started, if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
