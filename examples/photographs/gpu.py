@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
 from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
 from bridge_cg_tools.benchmarks.photographs.comparison import compare
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
 # Eager runs that share the GPU at a time; one takes up to 43 GiB.

@@ -21,8 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
+from bridge_cg_tools.benchmarks.photographs.steps import (
+    IMAGES,
+    LANGUAGE_MODELS,
+    MODES,
+    Bench,
+    Case,
+    eager_of,
+    record_of,
+)
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record, read_records
-from bridge_cg_tools.benchmarks.runs.steps import IMAGES, LANGUAGE_MODELS, MODES, Bench, Case, eager_of, record_of
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
     python scripts/performance/precision_vision.py
     python scripts/performance/precision_vision.py --layers 27 --cases 1x448 --repeats 5
 
-The reference is the same tower in plain fp32 PyTorch, from the bf16 weights cast up (reference.py). An error is the
+The reference is the same tower in plain fp32 PyTorch, from the bf16 weights cast up (`Fp32Tower`). An error is the
 relative L2 difference from it, averaged over repeats with other pixels. A record a case and mode goes to --out.
 """
 

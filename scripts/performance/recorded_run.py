@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"OptionError: {error}", file=sys.stderr)
         return 2
-    from bridge_cg_tools.benchmarks.records.recorder import Recorder
     from bridge_cg_tools.benchmarks.records.results import provenance
+    from bridge_cg_tools.benchmarks.runs.recorder import Recorder
 
     print(f"{run.mode}() with {run.step}, {args.kind}\n{run.summary}", flush=True)
     recorder = Recorder()

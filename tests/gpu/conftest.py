@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.layouts.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 
 from .parts import PARALLEL, SCRIPTS, part_of

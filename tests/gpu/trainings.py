@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.layouts.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
 # Small training runs take some 20 GB each, tests beside them up to 70 GB.

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.measuring.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
 from bridge_cg_tools.benchmarks.measuring.measure import family, kernels_of, median_times, overlap_us
+from bridge_cg_tools.benchmarks.models.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
 from bridge_cg_tools.benchmarks.models.workloads import (
     CASES,
     COCO_PIXELS,

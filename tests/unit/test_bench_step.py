@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from bridge_cg_tools.benchmarks.photographs import steps
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.runs import steps
 from bridge_cg_tools.benchmarks.runs.outputs import error_in
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from scripts.performance import bench_step

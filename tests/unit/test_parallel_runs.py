@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.layouts.hosts import placement, ranks_per_gpu
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
 from bridge_cg_tools.benchmarks.photographs import arguments as command
 from bridge_cg_tools.benchmarks.photographs import comparison
+from bridge_cg_tools.benchmarks.runs.hosts import placement, ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 
 

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge_cg_tools.benchmarks.layouts.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.layouts.jobs import GRAPHS, TIMED, Job
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
 from bridge_cg_tools.benchmarks.layouts.records import SEED, Writer
 from bridge_cg_tools.benchmarks.layouts.times import AHEAD
 from bridge_cg_tools.benchmarks.measuring.machine import divide, keep_to
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
 from bridge_cg_tools.benchmarks.records.results import provenance, put_cases
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 
 FEWEST_EAGER_RUNS = 2  # that have a spread

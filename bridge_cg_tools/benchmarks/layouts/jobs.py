@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge_cg_tools.benchmarks.layouts.hosts import ranks_per_gpu
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 
 LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
 # Where ranks share GPUs, sockets carry what is reduced: half as much.

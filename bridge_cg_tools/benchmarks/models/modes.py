@@ -15,6 +15,8 @@ from bridge_cg_tools.benchmarks.models.tower import Batch, MainGrads
 Prepared = tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]
 
 GIB = 2**30
+# What upstream's vision graphs compute instead of the tower.
+WRONG = "computes another function: no rotary embedding, attention across images"
 # Upstream makes a causal mask of tokens squared on the host for each layer: minutes beyond this, and it captures one
 # length for a whole run, which a larger image exceeds.
 UPSTREAM_LONGEST = 8192
@@ -114,7 +116,7 @@ class Upstream:
     """
 
     name = "upstream"
-    wrong = "computes another function: no rotary embedding, attention across images"
+    wrong = WRONG
 
     @contextmanager
     def on(self, model: nn.Module, grads: MainGrads, batch: Batch) -> Iterator[Prepared]:

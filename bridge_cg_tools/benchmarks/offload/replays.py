@@ -109,8 +109,8 @@ class Bench:
     def graphs(self, batches: Sequence[Any], options: dict[str, Any]) -> Iterator[Any]:
         """Capture the tower with a bucket of exactly the batches' size; yields the helper."""
         from bridge_cg_plugin.options import VisionGraphOptions
+        from bridge_cg_tools.benchmarks.measuring.memory import collect
         from bridge_cg_tools.benchmarks.models.modes import new_helper
-        from bridge_cg_tools.benchmarks.vision.group import collect
 
         first = batches[0]
         settings = {"buckets": (first.tokens,), "slots": len(batches), "max_frames": first.frames, "exact_below": 0}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_tools.benchmarks.measuring.measure import synchronize
+from bridge_cg_tools.benchmarks.measuring.memory import GIB, collect
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance
 
-GIB = 2**30
 PACKS, TOKENS, DOCUMENTS = 4, 8192, 5
 # Steps after which memory is looked at, beside the last; what the first of them took is what later ones may take.
 LOOKS = (10, 50, 100)
@@ -40,13 +41,6 @@ def limited(nbytes: float) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def collect() -> None:
-    """Give memory that nothing refers to back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class Trainer:
@@ -209,12 +203,6 @@ def fitting(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         said = first_line(error)
     collect()
     raise OutOfSpace(said)
-
-
-def synchronize() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def memory_now() -> dict[str, float]:

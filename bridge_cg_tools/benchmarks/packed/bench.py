@@ -90,7 +90,7 @@ class Bench:
 
     def _profiled(self, pack: Any) -> dict[str, Any]:
         """Return eager's peak of activations, and for how long its kernels keep the GPU busy."""
-        from bridge_cg_tools.benchmarks.vision.group import PeakMemory
+        from bridge_cg_tools.benchmarks.measuring.memory import PeakMemory
 
         peak = PeakMemory()
         self._step(pack)

@@ -12,7 +12,7 @@ from bridge_cg_tools.benchmarks.measuring.machine import divide, keep_to
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 
 MODULE = "bridge_cg_tools.benchmarks.packed.ranks"
-# What packed_ranks.py knows: two GPUs share layers, documents, or layers and the tokens between them.
+# Of `ranks`: two GPUs share layers, documents, or layers and the tokens between them.
 LAYOUTS = ("TP2", "CP2", "TP2_sequence")
 GPUS = 2
 REPEATS = 7

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 
 DESCRIPTION = "Train on photographs eager and with vision graphs and compare."
 LAYOUT = {

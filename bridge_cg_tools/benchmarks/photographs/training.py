@@ -35,10 +35,10 @@ from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
-from bridge_cg_tools.benchmarks.layouts.layout import Layout
 from bridge_cg_tools.benchmarks.photographs.arguments import layout_of, parse
 from bridge_cg_tools.benchmarks.photographs.images import MIXED_SIZES, PhotographProvider
 from bridge_cg_tools.benchmarks.photographs.turns import Turns, steps_alone
+from bridge_cg_tools.benchmarks.runs.layout import Layout
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)

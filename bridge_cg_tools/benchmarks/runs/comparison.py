@@ -17,11 +17,11 @@ from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
+from bridge_cg_tools.benchmarks.models.modes import WRONG
 from bridge_cg_tools.benchmarks.records.results import COMMANDS, check_record, command_line, provenance, write_records
 from bridge_cg_tools.benchmarks.runs import recipe_arguments
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 from bridge_cg_tools.benchmarks.runs.recorded import KINDS
-from bridge_cg_tools.benchmarks.runs.steps import WRONG
 from bridge_cg_tools.benchmarks.runs.watched import Watch, run_watched
 from bridge_cg_tools.report.command import write_page
 from bridge_cg_tools.report.page import Page, make_page

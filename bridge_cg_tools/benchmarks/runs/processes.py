@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_tools.benchmarks.layouts.hosts import placement
+from bridge_cg_tools.benchmarks.runs.hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0

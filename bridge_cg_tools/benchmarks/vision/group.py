@@ -1,6 +1,5 @@
 """Measuring modes that share a process: the same weights and inputs, an eager baseline beside every case."""
 
-import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ import torch
 from torch import Tensor
 
 from bridge_cg_tools.benchmarks.measuring import measure
-from bridge_cg_tools.benchmarks.measuring.arithmetic import step_flops
+from bridge_cg_tools.benchmarks.measuring.memory import PeakMemory, collect
 from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.modes import GIB, MODES, Eager, Mode, Plugin
+from bridge_cg_tools.benchmarks.models.arithmetic import step_flops
+from bridge_cg_tools.benchmarks.models.modes import MODES, Eager, Mode, Plugin
 from bridge_cg_tools.benchmarks.models.workloads import Grid, description
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance, put_record
 from bridge_cg_tools.benchmarks.vision.task import Task
@@ -108,20 +108,6 @@ class Group:
         return found
 
 
-class PeakMemory:
-    """Device memory that is taken at the peak from here on, 0 without a GPU."""
-
-    def __init__(self) -> None:
-        measure.synchronize()
-        if measure.on_gpu():
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-
-    def read(self) -> float:
-        """Return it in GiB."""
-        return (torch.cuda.max_memory_allocated() - self._before) / GIB if measure.on_gpu() else 0.0
-
-
 def measure_group(task: Task) -> int:
     """Measure every case in every mode and write each record at once; returns the process's status."""
     deadline = time.monotonic() + task.seconds
@@ -164,13 +150,6 @@ def explained(error: BaseException) -> str:
     if any(isinstance(e, torch.OutOfMemoryError) or "out of memory" in str(e).lower() for e in chain):
         return f"out of memory: {first_line(chain[-1])}"
     return first_line(error)
-
-
-def collect() -> None:
-    """Free what a case left behind."""
-    gc.collect()
-    if measure.on_gpu():
-        torch.cuda.empty_cache()
 
 
 def gpu_is_usable() -> bool:

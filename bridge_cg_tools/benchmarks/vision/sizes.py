@@ -13,8 +13,8 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
     """Run all microbatches eager and on graphs; returns both records, and the limit's."""
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-    from bridge_cg_tools.benchmarks.measuring.arithmetic import limit_ms
     from bridge_cg_tools.benchmarks.models import tower
+    from bridge_cg_tools.benchmarks.models.arithmetic import limit_ms
 
     tower.start_process()
     model = tower.build_tower()

@@ -39,7 +39,7 @@ def print_table(records: Sequence[dict[str, Any]], grids: dict[str, Grid]) -> No
 
 def write_limits(out: Path, grids: dict[str, Grid]) -> None:
     """Write what arithmetic alone takes."""
-    from bridge_cg_tools.benchmarks.measuring.arithmetic import limit_ms, step_flops
+    from bridge_cg_tools.benchmarks.models.arithmetic import limit_ms, step_flops
 
     for name, grid in grids.items():
         fields = {"ms": limit_ms(grid), "tflop": step_flops(grid) / 1e12, **provenance(0, 0)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bridge_cg_tools.benchmarks.measuring.places import Places
+from bridge_cg_tools.benchmarks.models.modes import WRONG
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED, median_ms
 from bridge_cg_tools.benchmarks.records.results import loss_distance, provenance
 from bridge_cg_tools.benchmarks.runs.outputs import error_in
@@ -33,7 +34,6 @@ USABLE = 0.92  # part of a GPU's memory
 # For an estimate of what a run takes: weights, their gradients and optimizer states; the rest.
 VOCABULARY, TOWER_WEIGHTS, BYTES_OF_A_WEIGHT, ACTIVATIONS_GIB = 151_936, 0.58e9, 18, 22
 WHOLE = 1 << 20
-WRONG = "computes another function: no rotary embedding, attention across images"
 
 
 @dataclass(frozen=True, slots=True)

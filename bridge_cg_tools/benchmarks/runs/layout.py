@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_cg_tools.benchmarks.layouts.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 
 # The language model's layers that the first pipeline stage must hold: one for each deepstack feature.
 FIRST_STAGE_LAYERS = 3
