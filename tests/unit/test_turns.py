@@ -88,7 +88,7 @@ def test_runs_that_want_the_same_gpus_in_any_order_all_get_them(tmp_path):
 
 
 def test_the_steps_that_are_timed_are_alone():
-    from examples.photographs.gpu import SKIPPED
+    from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
 
     assert list(steps_alone(0)) == []
     assert set(range(SKIPPED, SKIPPED + 5)) <= set(steps_alone(5)) and min(steps_alone(5)) < SKIPPED
