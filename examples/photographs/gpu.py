@@ -1,21 +1,16 @@
 """The main job on a GPU: `pretrain()` eager several times and with vision graphs once, each in a process of its own."""
 
-import json
-import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
+from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
+from bridge_cg_tools.benchmarks.photographs.comparison import compare
+from bridge_cg_tools.benchmarks.runs.layout import Layout
+from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
-from .arguments import layout_in
-from .layout import Layout
-from .processes import TrainingProcess
-
-# Steps whose times do not count: warm-up, capture, the first replays.
-SKIPPED = 6
 # Eager runs that share the GPU at a time; one takes up to 43 GiB.
 AT_ONCE = 2
 
@@ -28,11 +23,6 @@ def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, argument
     with ThreadPoolExecutor(AT_ONCE) as pool:
         others = list(pool.map(lambda process: process.train("eager", arguments), processes[1:]))
     return [first, *({**run, "step_ms": None} for run in others)]
-
-
-def median_ms(run: dict[str, Any]) -> float | None:
-    """Return the median step time after warm-up, None for a run that was not timed."""
-    return statistics.median(run["step_ms"][SKIPPED:]) if run["step_ms"] else None
 
 
 def main(
@@ -72,90 +62,3 @@ def started(count: int, layout: Layout) -> Iterator[list[TrainingProcess]]:
     finally:
         for process in processes:
             process.close()
-
-
-def compare(
-    eager: list[dict[str, Any]], graphs: dict[str, Any], arguments: list[str], steps: int, records: Path | None
-) -> bool:
-    """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same."""
-    print_steps([*eager, graphs], steps)
-    losses, norms = ([run[name] for run in eager] for name in ("losses", "grad_norms"))
-    loss, norm = compare_to_spread(losses, graphs["losses"]), compare_to_spread(norms, graphs["grad_norms"])
-    print(f"case: {case_of(arguments)}")
-    ratio = None
-    if graphs["step_ms"]:
-        eager_ms = min(median_ms(run) for run in eager if run["step_ms"])
-        ratio = median_ms(graphs) / eager_ms
-        times = f"eager {eager_ms:.1f} ms, graphs {median_ms(graphs):.1f} ms"
-        print(f"step time: {times}, ratio {ratio:.3f}, {1 / ratio:.2f}x")
-    print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
-    print(f"graphs: {json.dumps(graphs['graphs'])}")
-    print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")
-    whole = graphs.get("language_model_graphs")
-    if whole is not None:
-        print(f"steps whose every microbatch replayed the whole language model: {whole['replayed_steps']} of {steps}")
-    parts = [part for part in (graphs["graphs"], whole) if part is not None]
-    replayed = bool(parts) and all(part["replays"] for part in parts)
-    same = loss.inside and norm.inside and replayed
-    print(
-        f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: loss {loss.worst:.2f} at step "
-        f"{loss.step}, gradient norm {norm.worst:.2f} at step {norm.step}; replays: {replayed})"
-    )
-    if not (loss.inside and norm.inside):
-        print(how_eager_fares(losses, norms))
-    if records is not None:
-        runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
-        write(records, runs, ratio, same, case_of(arguments))
-    return same
-
-
-def case_of(arguments: list[str]) -> str:
-    """Return the name of the case that a run's arguments make, for its records."""
-    words = [a.removeprefix("model.") for a in arguments]
-    layout = layout_in(arguments)
-    where = f"_{layout}" if layout.ranks > 1 else ""
-    graphs = [word for word in words if word.startswith("cuda_graph_")]
-    kind = "_full_iteration" if any("full_iteration" in word for word in graphs) else "_language_model"
-    return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "") + where
-
-
-def peaks(run: dict[str, Any]) -> str:
-    """Return a run's peak memory, rank by rank where there are several."""
-    return "/".join(f"{rank['peak_gb']:.1f}" for rank in run.get("ranks", [run])) + " GiB"
-
-
-def print_steps(runs: list[dict[str, Any]], steps: int) -> None:
-    """Print losses and gradient norms of all runs side by side; the last run is the graphed one."""
-    names = [*(f"eager {i + 1}" for i in range(len(runs) - 1)), "graphs"]
-    print(f"{'step':>4} " + " ".join(f"{name:>11}" for name in names) + "   gradient norms in the same order")
-    for step in range(steps):
-        losses = " ".join(f"{r['losses'][step]:>11.6f}" for r in runs)
-        norms = " ".join(f"{r['grad_norms'][step]:>9.4f}" for r in runs)
-        print(f"{step:>4} {losses}   {norms}")
-
-
-def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float, same: bool, case: str) -> None:
-    """Write the runs as benchmark records."""
-    from scripts.performance.results import provenance, read_records, write_records
-
-    origin = provenance(max(len(runs["graphs"]["step_ms"]) - SKIPPED, 0), 1234)
-    release = origin["versions"]["megatron-bridge"]
-    kept = [r for r in read_records(path) if (r["case"], r["versions"]["megatron-bridge"]) != (case, release)]
-    for name, run in runs.items():
-        graphed = name == "graphs"
-        record = {
-            "case": case,
-            "mode": "plugin" if graphed else name,
-            "ms": median_ms(run),
-            "ratio": ratio if graphed else 1.0,
-            "losses": run["losses"],
-            "grad_norms": run["grad_norms"],
-            "inside_spread": same if graphed else None,
-            "peak_gb": run["peak_gb"],
-            "graphs": run["graphs"],
-            **origin,
-        }
-        if "ranks" in run:
-            record["rank_peak_gb"] = [rank["peak_gb"] for rank in run["ranks"]]
-        kept.append(record)
-    write_records(path, kept)

@@ -9,17 +9,14 @@ runs all. Times are from the first launch to the end of the last kernel, over al
 
 import argparse
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
-from scripts.performance.workloads import Grid, coco_microbatches, tokens_of  # noqa: E402
-
-CASE = "coco"
+from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
+from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_tools.benchmarks.vision.sizes import measure
 
 
 def parse() -> argparse.Namespace:
@@ -51,64 +48,6 @@ def main() -> int:
         put_record(out, record)
         print({name: record[name] for name in ("mode", "ms", "ratio", "padding_share", "fallbacks") if name in record})
     return 0
-
-
-def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dict[str, Any]]:
-    """Run all microbatches eager and on graphs; returns both records, and the limit's."""
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-    from scripts.performance import tower
-    from scripts.performance.arithmetic import limit_ms
-
-    tower.start_process()
-    model = tower.build_tower()
-    grads = tower.MainGrads(model)
-    batches = [tower.make_batch(grid, model, seed=index) for index, grid in enumerate(grids)]
-    for batch in batches[:warmup]:
-        tower.step(model, batch)
-    common = {"case": CASE, "tokens": sum(map(tokens_of, grids)), "images": sum(map(len, grids))}
-    common |= {"microbatches": len(grids), **provenance(1, seed)}
-    eager_ms, expected = run_all(model, batches, grads)
-    records = [{**common, "mode": "eager", "ms": eager_ms, "ratio": 1.0}]
-
-    options = VisionGraphOptions(impl="transformer_engine", slots=1, kernels=kernels, evaluation=False, strict=True)
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
-    for batch in batches[:warmup]:
-        tower.step(model, batch)
-    helper.create_cudagraphs()
-    ms, gradients = run_all(model, batches, grads)
-    statistics = helper.graphs.statistics()
-    print(helper.graphs.report())
-    records.append(
-        {
-            **common,
-            "mode": "plugin" if kernels == "exact" else "plugin_fast",
-            "ms": ms,
-            "ratio": ms / eager_ms,
-            "grad_rel": tower.largest_relative(gradients, expected),
-            "padding_share": statistics.padding_share,
-            "replays": statistics.replays,
-            "fallbacks": dict(statistics.fallbacks),
-            "memory_gb": statistics.memory_bytes / 2**30,
-            "capture_s": statistics.capture_seconds,
-            "graphs": statistics.as_dict(),
-        }
-    )
-    helper.delete_cuda_graphs()
-    return [*records, {**common, "mode": "limit", "ms": sum(map(limit_ms, grids))}]
-
-
-def run_all(model: Any, batches: list, grads: Any) -> tuple[float, list]:
-    """Run every microbatch, one after another as in training; returns the ms of all and the sum of their gradients."""
-    from scripts.performance import measure, tower
-
-    grads.zero()
-    measure.synchronize()
-    began = time.perf_counter()
-    for batch in batches:
-        tower.step(model, batch)
-    measure.synchronize()
-    return (time.perf_counter() - began) * 1e3, grads.copy()
 
 
 if __name__ == "__main__":

@@ -10,18 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.performance.results import output_path, provenance, put_record  # noqa: E402
-from scripts.performance.workloads import CASES, Grid, description, workloads  # noqa: E402
-
-MODES = (
-    *("eager", "plugin", "plugin_te_attention"),
-    *("plugin_fast", "plugin_streams", "plugin_flash", "plugin_flash_streams"),
-)
+from bridge_cg_tools.benchmarks.models.workloads import CASES, workloads
+from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_tools.benchmarks.vision.profile import MODES, print_profile, profile_cases
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,52 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if out is not None:
             put_record(out, record)
     return 0
-
-
-def profile_cases(grids: dict[str, Grid], modes: Sequence[str], top: int):
-    """Yield a record of every case and mode."""
-    from scripts.performance import tower
-    from scripts.performance.modes import MODES as KINDS
-
-    tower.start_process()
-    model = tower.build_tower()
-    grads = tower.MainGrads(model)
-    kinds = [KINDS[mode]() for mode in modes]
-    for name, grid in grids.items():
-        batch = tower.make_batch(grid, model)
-        for kind in kinds:
-            with kind.on(model, grads, batch) as (prepared, _):
-                yield profiled(name, kind.name, prepared, batch, top)
-
-
-def profiled(name: str, mode: str, model: Any, batch: Any, top: int) -> dict[str, Any]:
-    """Return the record of one case and mode."""
-    from scripts.performance import measure, tower
-
-    times = measure.median_times(lambda between: tower.step(model, batch, between), 5, warmup=2)
-    kernels = measure.profile(lambda: tower.step(model, batch))
-    return {
-        **description(name, mode, batch.rows),
-        "ms": times.ms,
-        "host_ms": times.host_ms,
-        "gpu_busy_ms": kernels.busy_ms,
-        "kernels": kernels.count,
-        "families": kernels.families(),
-        "top": [list(kernel) for kernel in kernels.largest(top)],
-        **provenance(times.repeats, 0),
-    }
-
-
-def print_profile(record: dict[str, Any]) -> None:
-    """Print a record: its kernels, then its families."""
-    print(
-        f"\n{record['case']} {record['mode']}: {record['ms']:.2f} ms, host {record['host_ms']:.2f} ms, "
-        f"GPU busy {record['gpu_busy_ms']:.2f} ms, {record['kernels']} kernels"
-    )
-    for name, ms, count in record["top"]:
-        print(f"{ms:8.3f} ms {count:5d}  {name[:110]}")
-    for name, ms in record["families"].items():
-        print(f"{ms:8.3f} ms        {name}")
 
 
 if __name__ == "__main__":

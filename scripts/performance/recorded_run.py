@@ -7,23 +7,19 @@ files are written: runs that are compared start alike, from `checkpoint.pretrain
 """
 
 import argparse
-import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.options import PROVIDER_FIELDS, OptionError  # noqa: E402
-from bridge_cg_tools.report.runs import WARM_UP  # noqa: E402
-from scripts.performance import run_recipe  # noqa: E402
-
-KINDS = ("eager", "upstream", "plugin")
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_tools.benchmarks.runs.recipe import prepare, train
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
+from bridge_cg_tools.benchmarks.runs.recorded import KINDS, is_first, leave_nothing, with_upstreams_graphs
+from bridge_cg_tools.report.runs import WARM_UP
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -42,60 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train once; returns the exit status, 2 for input that is refused."""
     args, rest = parse(arguments)
     try:
-        run = run_recipe.prepare(*run_recipe.read(rest))
+        run = prepare(*read(rest))
         leave_nothing(run.config)
         if args.kind == "upstream":
             run = with_upstreams_graphs(run)
     except OptionError as error:
         print(f"OptionError: {error}", file=sys.stderr)
         return 2
-    from scripts.performance.recorder import Recorder
-    from scripts.performance.results import provenance
+    from bridge_cg_tools.benchmarks.records.results import provenance
+    from bridge_cg_tools.benchmarks.runs.recorder import Recorder
 
     print(f"{run.mode}() with {run.step}, {args.kind}\n{run.summary}", flush=True)
     recorder = Recorder()
-    run_recipe.train(run, [recorder])
+    train(run, [recorder])
     if is_first():
         repeats = max(len(recorder.step_ms) - WARM_UP, 0)
         origin = provenance(repeats, int(run.config.rng.seed))
         args.record.write_text(json.dumps({**recorder.record(), **origin}))
     return 0
-
-
-def leave_nothing(config: Any) -> None:
-    """Keep a configuration from resuming another run, and from writing checkpoints and event files."""
-    config.checkpoint.load = config.checkpoint.save = config.checkpoint.save_interval = None
-    config.logger.tensorboard_dir = None
-
-
-def with_upstreams_graphs(run: run_recipe.Prepared) -> run_recipe.Prepared:
-    """Switch the plugin off and return the run with upstream's own functions.
-
-    Communication does not overlap then: capture of upstream's graphs aborts under `overlap_param_gather`.
-
-    Raises:
-        OptionError: The installed release has no vision graphs.
-    """
-    import bridge_cg_plugin
-    from bridge_cg_plugin.upstream.hooks.steps import forward_step
-    from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
-
-    bridge_cg_plugin.deactivate()
-    importlib.import_module(TRAIN)
-    from bridge_cg_plugin.upstream.hooks.train_loop import drives_vision_graphs
-
-    if getattr(run.config.model, PROVIDER_FIELDS["impl"], "none") != "none" and not drives_vision_graphs():
-        raise OptionError("as", "upstream", "eager or plugin", "The installed release has no vision graphs.")
-    overlap = getattr(run.config, "comm_overlap", None)
-    for section in (run.config.ddp, overlap, getattr(overlap, "user_comm_overlap_cfg", None)):
-        if section is not None:
-            section.overlap_param_gather = section.overlap_grad_reduce = False
-    return replace(run, forward_step=forward_step(run.step, run.mode))
-
-
-def is_first() -> bool:
-    """Whether this process is rank 0; torchrun says which it is."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from examples.photographs.hosts import ranks_per_gpu
-from examples.photographs.processes import free_port
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.processes import free_port
 
 from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import MOST_RANKS_PER_GPU, PARALLEL_SIDE_BY_SIDE, SIDE_BY_SIDE, Trainings, trainings_of
@@ -83,7 +83,7 @@ def gpus_needed(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def tower_module():
     os.environ["MASTER_PORT"] = str(free_port())
-    from scripts.performance import tower
+    from bridge_cg_tools.benchmarks.models import tower
 
     tower.start_process()
     return tower

@@ -28,8 +28,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
-from examples.photographs.training import Recorder
-from scripts.performance import packed_training, tower
+from bridge_cg_tools.benchmarks.models import tower
+from bridge_cg_tools.benchmarks.packed import training as packed_training
+from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
 QWEN, ITERATIONS, MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
 

@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from scripts.performance import language_model as lm
-from scripts.performance import packed_parity as parity
-from scripts.performance.tower import MainGrads, relative
+from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.tower import MainGrads, relative
+from bridge_cg_tools.benchmarks.packed import parity as parity
 
 MAX_SEQS = 24
 BUCKETS = [1024, 2048]

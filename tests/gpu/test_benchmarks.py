@@ -2,8 +2,8 @@
 
 import pytest
 
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_vision
-from scripts.performance.results import check_record, read_records
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scripts.performance.encoders import ENCODERS, Fp32Copy, forward, step
-from scripts.performance.results import loss_distance
+from bridge_cg_tools.benchmarks.models.encoders import ENCODERS, Fp32Copy, forward, step
+from bridge_cg_tools.benchmarks.records.results import loss_distance
 
 from ..unit import bridge_towers
 from .test_parity import MIXES, poison

@@ -17,7 +17,7 @@ from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-from scripts.performance.bench_offload import copies
+from bridge_cg_tools.benchmarks.offload.replays import copies
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 GRID = [(1, 32, 32), (1, 28, 28)]

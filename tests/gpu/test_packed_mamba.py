@@ -13,10 +13,10 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 import bridge_cg_plugin
-from scripts.performance import language_model as lm
-from scripts.performance import packed_parity as parity
-from scripts.performance.tilings import compiled_side_by_side
-from scripts.performance.tower import relative
+from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
+from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.tower import relative
+from bridge_cg_tools.benchmarks.packed import parity as parity
 
 from .packs import (
     BUCKETS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from scripts.performance import language_model as lm
-from scripts.performance import packed_parity as parity
+from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.packed import parity as parity
 
 from .packs import Trained, assert_eagers, assert_within_noise, graphs_on
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.performance import bench_packed_parallel as bench
-from scripts.performance.machine import gpus_here
+from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
+from bridge_cg_tools.benchmarks.packed import parallel as bench
 
 
 @pytest.fixture(scope="module")

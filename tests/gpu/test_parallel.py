@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from examples.photographs.arguments import layout_in
-from examples.photographs.processes import TrainingFailed
+from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from tests.gpu.parallel_faults import GROWING_MICROBATCHES
 from tests.gpu.trainings import Training
 

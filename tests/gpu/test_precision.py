@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from scripts.performance.precision_vision import ALLOWANCE, errors_of
-from scripts.performance.reference import Fp32Tower
+from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
+from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE, errors_of
 
 MIXES = {
     "one image": [(1, 28, 28)],

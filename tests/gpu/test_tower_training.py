@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from scripts.performance.results import loss_distance
+from bridge_cg_tools.benchmarks.records.results import loss_distance
 
 from .tower_training import BUCKETS
 from .trainings import Training

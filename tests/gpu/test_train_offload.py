@@ -2,8 +2,10 @@
 
 import pytest
 
+from bridge_cg_tools.benchmarks.offload.cases import RUN_OUT
+from bridge_cg_tools.benchmarks.offload.training import PACKS
+from bridge_cg_tools.benchmarks.records.results import read_records
 from scripts.performance import train_offload
-from scripts.performance.results import read_records
 
 pytestmark = pytest.mark.usefixtures("tower_module")
 
@@ -12,10 +14,10 @@ def test_packs_in_flight_train_with_a_memory_target_where_eager_and_plain_graphs
     out = tmp_path / "limit.jsonl"
     assert train_offload.main(["--cases", "limit", "--steps", "4", "--out", str(out)]) == 0
     found = {r["mode"]: r for r in read_records(out)}
-    for mode in train_offload.RUN_OUT:
+    for mode in RUN_OUT:
         assert "memory" in found[mode]["error"], found[mode]["error"]
     mixed = found["plugin_mixed"]
-    assert mixed["replays"] == 4 * train_offload.PACKS and mixed["pinned_gb"] > 0
+    assert mixed["replays"] == 4 * PACKS and mixed["pinned_gb"] > 0
     assert mixed["peak_gb"] <= mixed["limit_gb"]
 
 

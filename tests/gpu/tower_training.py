@@ -24,8 +24,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
-from examples.photographs.arguments import parse
-from examples.photographs.training import RankResults, Run, merge_ranks, training_config
+from bridge_cg_tools.benchmarks.photographs.arguments import parse
+from bridge_cg_tools.benchmarks.photographs.training import RankResults, Run, merge_ranks, training_config
 
 LAYERS, WIDTH, HEADS = 6, 1024, 8
 VOCABULARY, IMAGE, START, CAPTION = 4096, 4000, 4001, 24

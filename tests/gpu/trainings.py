@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from examples.photographs.arguments import layout_in
-from examples.photographs.hosts import ranks_per_gpu
-from examples.photographs.processes import TrainingProcess
+from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
+from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
 # Small training runs take some 20 GB each, tests beside them up to 70 GB.
 SIDE_BY_SIDE = 3
@@ -51,7 +51,7 @@ class Training:
     main_job: bool = True
     after: "Training | None" = None
     prepare: str | None = None
-    module: str = "examples.photographs.training"
+    module: str = "bridge_cg_tools.benchmarks.photographs.training"
     environment: tuple[tuple[str, str], ...] = ()
     number: int = 1
 

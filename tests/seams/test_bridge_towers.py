@@ -17,7 +17,7 @@ from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
-from examples.photographs.tower import start_single_process
+from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
 from ..unit.towers import DEFAULTS, assert_close

@@ -27,10 +27,10 @@ def train(**given):
 BY_ITSELF = "train()"
 BY_THE_SCRIPT = """
 from bridge_cg_plugin.upstream.hooks import steps
-from scripts.performance import run_recipe
+from bridge_cg_tools.benchmarks.runs import recipe
 
 steps.train_function = lambda mode: train
-run_recipe.train(run_recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))
+recipe.train(recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))
 """
 
 

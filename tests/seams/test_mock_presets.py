@@ -11,7 +11,8 @@ from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import PRESETS
 from bridge_cg_plugin.upstream.hooks import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from scripts.performance import run_recipe
+from bridge_cg_tools.benchmarks.runs.recipe import prepare
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from tests import local_hub
 from tests.gpu import test_presets
 
@@ -61,7 +62,7 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
 @pytest.mark.parametrize("name", test_presets.PRESETS)
 def test_what_the_gpu_tests_override_is_taken(offline, name):
     words = ["--recipe", name, "--dry-run", *test_presets.WORDS, *test_presets.PRESETS[name].words]
-    config = run_recipe.prepare(*run_recipe.read(words)).config
+    config = prepare(*read(words)).config
     assert test_presets.PRESETS[name].own == gpus_of(offline, MOCK[name].base)
     assert config.train.train_iters == test_presets.STEPS
     assert config.train.global_batch_size % config.train.micro_batch_size == 0

@@ -11,8 +11,9 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.records.results import check_record
+from bridge_cg_tools.benchmarks.runs.outputs import error_in
 from scripts.performance import recorded_run
-from scripts.performance.results import check_record
 
 RECIPE = "qwen3_vl_8b_sft_config"
 STEPS = 9
@@ -126,8 +127,6 @@ def test_upstreams_run_has_the_plugin_off_and_no_overlap(calls, tmp_path, capsys
 
 
 def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
-    from scripts.performance.bench_step import error_in
-
     status, record = run(tmp_path, "plugin", "train.train_itres=5")
     said = capsys.readouterr().err
     assert status == 2 and not record.exists() and calls == []

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 from torch.nn import functional
 
-from examples.photographs.tower import start_single_process
+from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from .packs import ON_CPU, VOCABULARY, CausalSegments, pack, peaked, settings_of
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
-from examples.photographs.tower import start_single_process
-from scripts.performance.language_model import held
+from bridge_cg_tools.benchmarks.models.language_model import held
+from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from ..executors import new_executor
 

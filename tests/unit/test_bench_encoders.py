@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.performance import bench_encoders, tower
-from scripts.performance.encoders import ENCODERS
-from scripts.performance.results import check_record, read_records
+from bridge_cg_tools.benchmarks.models import tower
+from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from scripts.performance import bench_encoders
 
 TINY = {"qwen35_vl": [(1, 8, 8)], "qwen25_vl": [(1, 8, 12), (1, 4, 6)], "siglip": 2}
 

@@ -4,12 +4,13 @@ import re
 
 import pytest
 
+from bridge_cg_tools.benchmarks.vision import host
 from scripts.performance import bench_host
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(bench_host, "LAYERS", 2)
+    monkeypatch.setattr(host, "LAYERS", 2)
     monkeypatch.setattr(bench_host, "workloads", lambda names, tokens: {name: [(1, 4, 4), (2, 4, 2)] for name in names})
 
 
@@ -21,7 +22,7 @@ def test_phases_are_those_of_each_kind_of_microbatch_and_add_up(small, capsys):
     ]
     for line in lines:
         phases = dict(re.findall(r"([a-z ]+) (-?\d+\.\d+)(?:,|$)", line.split(" = ")[1]))
-        assert [name.strip() for name in phases] == list(bench_host.PHASES)
+        assert [name.strip() for name in phases] == list(host.PHASES)
         assert all(float(ms) >= 0 for ms in phases.values())
         assert (float(phases[" start of reductions"]) > 0) is line.startswith(("mixed in a row, aw", "mixed idle, aw"))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_offload
-from scripts.performance.results import check_record, read_records
 
 
 def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):

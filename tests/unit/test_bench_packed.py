@@ -12,14 +12,19 @@ from bridge_cg_plugin.attention_bounds import scan_cost
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.benchmarks.models import language_model
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES, Pack, draw, split
+from bridge_cg_tools.benchmarks.packed import bench as packed_bench
+from bridge_cg_tools.benchmarks.packed import cases, limits
+from bridge_cg_tools.benchmarks.packed import plans as packed_plans
+from bridge_cg_tools.benchmarks.packed.cases import PLANNED
+from bridge_cg_tools.benchmarks.packed.costs import Measured, fit, non_negative
+from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
+from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from bridge_cg_tools.planner.cost import DEFAULTS
 from bridge_cg_tools.planner.plan import place
-from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_packed, language_model, packed_plans
-from scripts.performance.bench_packed import PLANNED, WANTED, failures
-from scripts.performance.language_model import SHAPES, Pack, draw, split
-from scripts.performance.packed_costs import Measured, fit, non_negative
-from scripts.performance.results import check_record, provenance, read_records
+from scripts.performance import bench_packed
 
 from . import packs
 
@@ -108,12 +113,12 @@ def test_a_cost_model_is_found_again():
     """What a known cost model would measure gives that model."""
     known = DEFAULTS["packed"]
     measured = []
-    for tokens, documents in (*bench_packed.SHAPES, *((n, 5) for n in bench_packed.TOKENS)):
+    for tokens, documents in (*packed_bench.SHAPES, *((n, 5) for n in limits.TOKENS)):
         lengths = split(tokens, documents)
-        limits = max(documents, 32), max(lengths)
-        busy = known.busy_ms(tokens, lengths, *limits)
+        bounds = max(documents, 32), max(lengths)
+        busy = known.busy_ms(tokens, lengths, *bounds)
         memory = known.memory_gb(tokens) * 1024
-        measured.append(Measured(lengths, limits, known.eager_ms(lengths), busy, busy, memory))
+        measured.append(Measured(lengths, bounds, known.eager_ms(lengths), busy, busy, memory))
     found = fit(measured, "test")
     for pack in measured:
         assert found.graph_ms(pack.tokens, pack.lengths, *pack.limits) == pytest.approx(pack.graphs_ms, rel=1e-6)
@@ -121,20 +126,25 @@ def test_a_cost_model_is_found_again():
     assert found.per_row_ms == pytest.approx(known.per_row_ms) and scan_cost(*measured[0].limits) > 0
 
 
+def with_packs(monkeypatch, tokens):
+    for module in (packed_bench, cases, limits):
+        monkeypatch.setattr(module, "TOKENS", tokens)
+
+
 class FakeProcess:
     """Measures nothing, in no time; one model ends with an error."""
 
     def __init__(self, prepare, module):
-        assert prepare == f"{module}:import_stack" and module == bench_packed.MODULE
+        assert prepare == f"{module}:import_stack" and module == cases.MODULE
 
     wait_until_ready = close = lambda self: None
 
     def train(self, mode, words, limit_s):
-        assert limit_s == bench_packed.LIMIT_S
+        assert limit_s == cases.LIMIT_S
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             try:
-                bench_packed.train_words(["--train", mode, "--out", str(out), *words])
+                cases.train_words(["--train", mode, "--out", str(out), *words])
             except KeyboardInterrupt:
                 raise TrainingFailed("process 0 of 1 ended with status 1: made to fail") from None
             return json.loads(out.read_text())
@@ -162,17 +172,17 @@ class FakeBench:
 
 
 def run(monkeypatch, tmp_path, *words):
-    monkeypatch.setattr(bench_packed, "TrainingProcess", FakeProcess)
-    monkeypatch.setattr(bench_packed, "Bench", FakeBench)
-    monkeypatch.setattr("scripts.performance.tower.start_process", lambda: None)
+    monkeypatch.setattr(cases, "TrainingProcess", FakeProcess)
+    monkeypatch.setattr(cases, "Bench", FakeBench)
+    monkeypatch.setattr("bridge_cg_tools.benchmarks.models.tower.start_process", lambda: None)
     monkeypatch.setattr("sys.argv", ["bench_packed.py", "--out", str(tmp_path / "r.jsonl"), *words])
     return bench_packed.main()
 
 
 def test_every_model_has_a_process_and_records(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, "--models", "dense,large", "--plans") == 0
-    cases = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
-    assert cases == [f"{m}_{n}" for m in ("dense", "large") for n in (2048, 4096, 8192)] + ["plan_short"] * 3
+    found = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
+    assert found == [f"{m}_{n}" for m in ("dense", "large") for n in (2048, 4096, 8192)] + ["plan_short"] * 3
     assert "all 9 records inside their limits" in capsys.readouterr().out
 
 
@@ -185,12 +195,12 @@ def test_a_pack_or_a_process_that_fails_is_named_and_the_others_go_on(monkeypatc
     assert run(monkeypatch, tmp_path, "--models", "moe,dense") == 1
     found = capsys.readouterr().out
     assert "moe: TrainingFailed: process 0 of 1 ended with status 1" in found
-    cases = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
-    assert cases == ["moe_2048", "dense_2048", "dense_4096", "dense_8192"]
+    found = [one["case"] for one in read_records(tmp_path / "r.jsonl")]
+    assert found == ["moe_2048", "dense_2048", "dense_4096", "dense_8192"]
 
 
 def test_a_pack_that_is_too_large_is_named_and_the_next_has_its_turn(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_packed, "TOKENS", (2048, 4096))
+    with_packs(monkeypatch, (2048, 4096))
     assert run(monkeypatch, tmp_path, "--models", "moe") == 1
     at_once, at_the_end = capsys.readouterr().out.splitlines()
     assert at_once == at_the_end == "moe_4096: OutOfMemoryError: made to fail"
@@ -209,8 +219,8 @@ def test_a_model_is_measured_in_every_mode(monkeypatch, tmp_path):
     """Without a GPU: the small model of the other tests, and the reference executor."""
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", small_pack)
-    monkeypatch.setattr(bench_packed, "TrainingProcess", FakeProcess)
-    monkeypatch.setattr(bench_packed, "TOKENS", (320, 480, 640))
+    monkeypatch.setattr(cases, "TrainingProcess", FakeProcess)
+    with_packs(monkeypatch, (320, 480, 640))
     words = ["--models", "dense", "--repeats", "3", "--out", str(tmp_path / "r.jsonl")]
     monkeypatch.setattr("sys.argv", ["bench_packed.py", *words])
     bench_packed.main()
@@ -239,8 +249,8 @@ def full_capture():
 def test_without_memory_to_add_up_in_one_order_runs_are_compared(monkeypatch, capsys, error):
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", small_pack)
-    monkeypatch.setattr(bench_packed, "TOKENS", (320,))
-    bench = bench_packed.Bench("dense", 3, False)
+    with_packs(monkeypatch, (320,))
+    bench = packed_bench.Bench("dense", 3, False)
     monkeypatch.setattr(bench, "_to_the_bit", mock.Mock(side_effect=error))
     _, plugin, *_ = bench.pack(320)
     assert "bit_equal" not in plugin and plugin["grad_rel"] == plugin["grad_noise"] == plugin["forward_rel"] == 0
@@ -251,8 +261,8 @@ def test_without_memory_to_add_up_in_one_order_runs_are_compared(monkeypatch, ca
 def test_another_failure_to_capture_is_the_records_error(monkeypatch):
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", small_pack)
-    monkeypatch.setattr(bench_packed, "TOKENS", (320,))
-    bench = bench_packed.Bench("dense", 3, False)
+    with_packs(monkeypatch, (320,))
+    bench = packed_bench.Bench("dense", 3, False)
     monkeypatch.setattr(bench, "_to_the_bit", mock.Mock(side_effect=CaptureError("no graph")))
     plugin = list(bench.pack(320))[1]
     assert plugin["error"] == "CaptureError: no graph"
@@ -261,7 +271,7 @@ def test_another_failure_to_capture_is_the_records_error(monkeypatch):
 def test_a_run_that_fails_leaves_no_graphs(monkeypatch):
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", small_pack)
-    bench = bench_packed.Bench("dense", 3, False)
+    bench = packed_bench.Bench("dense", 3, False)
     replays = bench._replayed(small_pack((100, 220)), 5, (), 2)
     next(replays)
     assert "forward" in vars(bench.model.decoder)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from examples.photographs.processes import TrainingFailed
-from scripts.performance import bench_packed_parallel as bench
-from scripts.performance.results import check_record, read_records
+from bridge_cg_tools.benchmarks.packed import parallel as bench
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from scripts.performance import bench_packed_parallel
 
 
 def rank(**changes):
@@ -95,7 +96,7 @@ def processes(monkeypatch, tmp_path):
 
 def run(monkeypatch, out, *words):
     monkeypatch.setattr("sys.argv", ["bench_packed_parallel.py", "--out", str(out), *words])
-    return bench.main(), read_records(out)
+    return bench_packed_parallel.main(), read_records(out)
 
 
 def test_layouts_go_side_by_side_on_gpus_of_their_own(processes, monkeypatch, tmp_path):

@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs.processes import TrainingFailed, TrainingProcess
-from scripts.performance import bench_parallel, layout_runs, layout_times, machine
-from scripts.performance.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
-from scripts.performance.results import check_record, read_records
+from bridge_cg_tools.benchmarks.layouts import bench as layouts_bench
+from bridge_cg_tools.benchmarks.layouts import jobs as layout_runs
+from bridge_cg_tools.benchmarks.layouts import times as layout_times
+from bridge_cg_tools.benchmarks.measuring import machine
+from bridge_cg_tools.benchmarks.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance import bench_parallel
 
 ALL = list(layout_runs.LAYOUTS.values())
 
@@ -115,7 +119,7 @@ def started(monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
     asked.append(failing)
     return asked
 
@@ -124,7 +128,7 @@ def started(monkeypatch):
 def real_processes(monkeypatch):
     """Processes that are real, with a stand-in for the training."""
     stand_in = functools.partial(TrainingProcess, module="tests.unit.stand_in_training")
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", stand_in)
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", stand_in)
 
 
 def test_real_processes_go_in_waves(real_processes, tmp_path, capfd):
@@ -139,8 +143,8 @@ def test_real_processes_go_in_waves(real_processes, tmp_path, capfd):
 def test_real_processes_end_in_time(real_processes, tmp_path, capfd):
     out, began = tmp_path / "r.jsonl", time.monotonic()
     words = ["--gpus", "4", "--steps", "8", "--out", str(out), "--logs", str(tmp_path), "--layouts", "PP2"]
-    assert bench_parallel.main([*words, "--seconds", "8"]) == 1
-    assert 8 <= time.monotonic() - began < 25 and read_records(out) == []
+    assert bench_parallel.main([*words, "--seconds", "4"]) == 1
+    assert 4 <= time.monotonic() - began < 25 and read_records(out) == []
     assert "used up: PP2 eager1, PP2 plugin, PP2 eager2, PP2 eager3" in capfd.readouterr().out
 
 
@@ -216,7 +220,7 @@ def test_the_last_steps_of_two_runs_are_timed(started, tmp_path):
 def test_a_wave_imports_while_the_one_before_the_last_trains(started, tmp_path, monkeypatch):
     happened = []
 
-    class Process(bench_parallel.TrainingProcess):
+    class Process(layouts_bench.TrainingProcess):
         def __init__(self, log, ranks, devices):
             super().__init__(log, ranks, devices)
             happened.append(("imports", log.stem))
@@ -226,7 +230,7 @@ def test_a_wave_imports_while_the_one_before_the_last_trains(started, tmp_path, 
             happened.append(("trains", self.log.stem))
             return super().train(*words)
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
     words = ["--gpus", "4", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
     assert bench_parallel.main([*words, "--layouts", "DP4"]) == 0
     runs = [f"DP4_{mode}_8" for mode in ("eager1", "plugin", "eager2", "eager3")]
@@ -379,15 +383,15 @@ def test_what_has_no_time_left_leaves_no_record(started, tmp_path, capsys):
 
 
 def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started, tmp_path, monkeypatch, capsys):
-    class Process(bench_parallel.TrainingProcess):
+    class Process(layouts_bench.TrainingProcess):
         def train(self, mode, words, limit_s):
             if "--tensor-parallel" in words and mode == "graphs":
                 time.sleep(limit_s + 0.01)
                 raise TrainingFailed("process 0 of 2 ended with status -9: training")
             return super().train(mode, words, limit_s)
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
-    words = ["--gpus", "4", "--steps", "8", "--seconds", "3", "--out", str(tmp_path / "r.jsonl")]
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
+    words = ["--gpus", "4", "--steps", "8", "--seconds", "1.5", "--out", str(tmp_path / "r.jsonl")]
     assert bench_parallel.main([*words, "--layouts", "DP2", "TP2"]) == 1
     assert {record["case"] for record in read_records(tmp_path / "r.jsonl")} == {"DP2"}
     assert "time was used up: TP2 plugin, TP2 eager2, TP2 eager3; give" in capsys.readouterr().out
@@ -397,7 +401,7 @@ def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started
 def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
     started, tmp_path, monkeypatch, capsys, ended
 ):
-    class Process(bench_parallel.TrainingProcess):
+    class Process(layouts_bench.TrainingProcess):
         def __init__(self, log, *place):
             super().__init__(log, *place)
             self.mode = log.name.split("_")[1]
@@ -408,8 +412,8 @@ def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
             time.sleep(limit_s + 0.01)
             raise TrainingFailed("process 0 of 2 ended with status -9: training")
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
-    words = ["--gpus", "8", "--steps", "8", "--seconds", "3", "--out", str(tmp_path / "r.jsonl")]
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
+    words = ["--gpus", "8", "--steps", "8", "--seconds", "1.5", "--out", str(tmp_path / "r.jsonl")]
     words += ["--layouts", "DP2", "--logs", str(tmp_path), "--eager-runs", "3"]
     complete = len(ended) == 3
     assert bench_parallel.main(words) == int(not complete)
@@ -420,7 +424,7 @@ def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
 def test_processes_that_import_beyond_the_time_are_ended(started, tmp_path, monkeypatch):
     ended = threading.Event()
 
-    class Process(bench_parallel.TrainingProcess):
+    class Process(layouts_bench.TrainingProcess):
         def wait_until_ready(self):
             assert ended.wait(20)
             raise TrainingFailed("process 0 of 2 ended with status -9: importing the stack")
@@ -428,7 +432,7 @@ def test_processes_that_import_beyond_the_time_are_ended(started, tmp_path, monk
         def close(self):
             ended.set()
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
     began = time.monotonic()
     words = ["--gpus", "2", "--seconds", "0.2", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2"]
     assert bench_parallel.main(words) == 1
@@ -436,7 +440,7 @@ def test_processes_that_import_beyond_the_time_are_ended(started, tmp_path, monk
 
 
 def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monkeypatch):
-    original = bench_parallel.TrainingProcess
+    original = layouts_bench.TrainingProcess
 
     class Process(original):
         def wait_until_ready(self):
@@ -447,7 +451,7 @@ def test_a_run_that_cannot_import_keeps_no_other_waiting(started, tmp_path, monk
             super().__init__(log, *place)
             self.log = log
 
-    monkeypatch.setattr(bench_parallel, "TrainingProcess", Process)
+    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
     words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
     assert bench_parallel.main([*words, "--layouts", "DP2", "one GPU"]) == 1
     records = read_records(tmp_path / "r.jsonl")

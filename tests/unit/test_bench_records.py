@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.performance import page, results
-from scripts.performance.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
-from scripts.performance.markdown import fill, origin
-from scripts.performance.measure import family, kernels_of, median_times, overlap_us
-from scripts.performance.workloads import (
+from bridge_cg_tools.benchmarks.measuring.measure import family, kernels_of, median_times, overlap_us
+from bridge_cg_tools.benchmarks.models.arithmetic import TFLOPS, TowerShape, limit_ms, shape_of, step_flops
+from bridge_cg_tools.benchmarks.models.workloads import (
     CASES,
     COCO_PIXELS,
     COCO_RATIOS,
@@ -24,6 +22,9 @@ from scripts.performance.workloads import (
     tokens_of,
     workloads,
 )
+from bridge_cg_tools.benchmarks.pages import performance_page as page
+from bridge_cg_tools.benchmarks.pages.markdown import fill, origin
+from bridge_cg_tools.benchmarks.records import results
 
 from .towers import tower
 
@@ -388,7 +389,7 @@ def test_where_it_was_measured_is_said_by_what_was_measured():
 
 
 def test_plots_are_drawn_from_records(folder):
-    from scripts.performance import plots
+    from bridge_cg_tools.benchmarks.pages import plots
 
     written = plots.draw(folder)
     assert [path.name for path in written] == list(plots.PLOTS)
@@ -403,13 +404,13 @@ def test_plots_are_drawn_from_records(folder):
 
 
 def test_nothing_is_drawn_without_records(tmp_path):
-    from scripts.performance import plots
+    from bridge_cg_tools.benchmarks.pages import plots
 
     assert plots.draw(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_share_of_the_limit_is_never_drawn_for_errors(folder):
-    from scripts.performance import plots
+    from bridge_cg_tools.benchmarks.pages import plots
 
     found = plots.measured(results.read_records(folder / "vision_bench.jsonl"))
     assert found and all("error" not in r and math.isfinite(r["ms"]) for r in found)

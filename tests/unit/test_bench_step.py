@@ -5,9 +5,12 @@ import time
 
 import pytest
 
-from examples.photographs.processes import TrainingFailed
+from bridge_cg_tools.benchmarks.photographs import steps
+from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.runs.outputs import error_in
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from scripts.performance import bench_step
-from scripts.performance.results import check_record, read_records
 
 LOSSES = [4.0, 3.0, 2.0, 1.0] * 2
 
@@ -16,7 +19,7 @@ def result(ms, losses=LOSSES):
     return {
         "losses": list(losses),
         "grad_norms": [1.0] * len(losses),
-        "step_ms": [9000.0] * bench_step.SKIPPED + [ms] * (len(losses) - bench_step.SKIPPED),
+        "step_ms": [9000.0] * SKIPPED + [ms] * (len(losses) - SKIPPED),
         "peak_gb": 30.0,
         "graphs": None,
         "language_model_layers": 0,
@@ -48,7 +51,7 @@ def runs(monkeypatch):
             def close(self):
                 waiting.remove(self)
 
-        monkeypatch.setattr(bench_step, "TrainingProcess", Process)
+        monkeypatch.setattr(steps, "TrainingProcess", Process)
         return started
 
     yield give
@@ -105,7 +108,7 @@ def test_a_run_that_fails_has_a_record_with_the_error(runs, tmp_path):
     ],
 )
 def test_the_error_is_the_last_that_was_named(text, expected):
-    assert bench_step.error_in(text) == expected
+    assert error_in(text) == expected
 
 
 def test_runs_share_the_gpu_as_far_as_its_memory_goes(runs, tmp_path, monkeypatch):
@@ -119,8 +122,8 @@ def test_runs_share_the_gpu_as_far_as_its_memory_goes(runs, tmp_path, monkeypatc
         return result(500.0)
 
     runs()
-    monkeypatch.setattr(bench_step, "gpu_gib", lambda: 128)
-    monkeypatch.setattr(bench_step.Bench, "_measure", lambda self, process, case: start(case))
+    monkeypatch.setattr(steps, "gpu_gib", lambda: 128)
+    monkeypatch.setattr(steps.Bench, "_measure", lambda self, process, case: start(case))
     found = bench(
         tmp_path, "--images", "mixed,single", "--language-models", "4x2048", "--modes", "eager,plugin,upstream"
     )
@@ -129,7 +132,7 @@ def test_runs_share_the_gpu_as_far_as_its_memory_goes(runs, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("model, least, most", [("4x2048", 40, 50), ("16x2048", 50, 64), ("28x2560", 90, 120)])
 def test_estimates_of_memory(model, least, most):
-    assert least <= bench_step.Case("mixed", model, "plugin").gib <= most
+    assert least <= steps.Case("mixed", model, "plugin").gib <= most
 
 
 def test_every_run_waits_for_its_turn(runs, tmp_path):
@@ -183,19 +186,19 @@ def test_refused_command_lines(line, said, capsys):
 
 @pytest.fixture(scope="module")
 def training():
-    from examples.photographs import training
+    from bridge_cg_tools.benchmarks.photographs import training
 
     return training
 
 
-@pytest.mark.parametrize("mode", bench_step.MODES)
-@pytest.mark.parametrize("images", bench_step.IMAGES)
-@pytest.mark.parametrize("language_model", bench_step.LANGUAGE_MODELS)
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("images", steps.IMAGES)
+@pytest.mark.parametrize("language_model", steps.LANGUAGE_MODELS)
 def test_the_words_of_every_run_are_understood(training, mode, images, language_model):
-    from examples.photographs.arguments import parse
+    from bridge_cg_tools.benchmarks.photographs.arguments import parse
 
-    told, words = bench_step.MODES[mode]
-    line = ["--train", told, "--steps", "16", "--language-model", language_model, *bench_step.IMAGES[images], *words]
+    told, words = steps.MODES[mode]
+    line = ["--train", told, "--steps", "16", "--language-model", language_model, *steps.IMAGES[images], *words]
     run = training.run_of(parse(line))
     layers, width = map(int, language_model.split("x"))
     config = training.training_config(run)
@@ -240,7 +243,7 @@ def test_a_run_of_upstreams_graphs_is_without_the_plugin(training, monkeypatch):
 
 
 def test_the_longest_sample_of_each_mix(training):
-    found = {name: training.Run(single=name == "single", large=name == "large").longest() for name in bench_step.IMAGES}
+    found = {name: training.Run(single=name == "single", large=name == "large").longest() for name in steps.IMAGES}
     assert found == {"single": 784, "mixed": 6912, "large": 7056}
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bridge_cg_tools.benchmarks.runs import comparison
+from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
 from bridge_cg_tools.report.records import read_records
 from scripts.performance import compare
-from scripts.performance.watched import TimeLeft, run_watched
 
 RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.
@@ -54,7 +55,7 @@ def comparing(tmp_path, monkeypatch):
 
         monkeypatch.setattr(compare, "plan", plan)
         monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
-        monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
+        monkeypatch.setattr(compare, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
         return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
@@ -110,9 +111,9 @@ def test_a_plugin_that_trains_another_model_is_status_1(comparing):
 
 def test_a_run_that_hangs_is_ended(comparing):
     began = time.monotonic()
-    status, runs, _ = comparing({"upstream": {"sleep": 600}}, "--time_limit", "20")
+    status, runs, _ = comparing({"upstream": {"sleep": 600}}, "--time_limit", "8")
     assert time.monotonic() - began < 120
-    assert status == 0 and runs["upstream"].error == "not finished after 20 s (--time_limit)"
+    assert status == 0 and runs["upstream"].error == "not finished after 8 s (--time_limit)"
 
 
 def test_a_process_without_a_record_failed(tmp_path):
@@ -194,8 +195,8 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
     script.write_text(
         "import sys; print('noise\\nrecipe=1: allowed is 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
-    monkeypatch.setattr(compare, "RECIPE_SCRIPT", script)
-    monkeypatch.setattr(compare.run_recipe, "require_gpu", lambda: None)
+    monkeypatch.setattr(comparison, "RECIPE_SCRIPT", script)
+    monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "recipe=1: allowed is 2. Mend it.\n"
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options.flags import FLAGS
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_tools import cli
-from examples.photographs.arguments import LAYOUT
+from bridge_cg_tools.benchmarks.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

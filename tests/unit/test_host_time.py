@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from examples.photographs.tower import build_tower
-from scripts.performance.bench_host import Marked, Marks
-from scripts.performance.tower import MainGrads, make_batch, step
+from bridge_cg_tools.benchmarks.models.small_tower import build_tower
+from bridge_cg_tools.benchmarks.models.tower import MainGrads, make_batch, step
+from bridge_cg_tools.benchmarks.vision.host import Marked, Marks
 
 from .towers import graphs_on
 

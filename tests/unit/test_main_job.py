@@ -3,9 +3,10 @@ import sys
 
 import pytest
 
-from examples.photographs import arguments as command
+from bridge_cg_tools.benchmarks.photographs import arguments as command
+from bridge_cg_tools.benchmarks.photographs import comparison
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 from examples.photographs import gpu
-from examples.photographs.processes import TrainingFailed, TrainingProcess
 
 
 def run_of(losses, replays=4):
@@ -111,7 +112,7 @@ def test_records_of_another_release_stay(runs, tmp_path, monkeypatch):
     path = tmp_path / "pretrain.jsonl"
     for release in ("0.6.2", "0.4.2", "0.4.2"):
         origin = {"versions": {"megatron-bridge": release}}
-        monkeypatch.setattr("scripts.performance.results.provenance", lambda *_, origin=origin: origin)
+        monkeypatch.setattr(comparison, "provenance", lambda *_, origin=origin: origin)
         runs([2.05] * 8)
         gpu.main(8, 2, [], path)
     found = [json.loads(line)["versions"]["megatron-bridge"] for line in path.read_text().splitlines()]
@@ -142,7 +143,7 @@ def test_records_hold_every_run(runs, tmp_path):
     ],
 )
 def test_the_case_names_what_is_on_graphs(arguments, case):
-    assert gpu.case_of(arguments) == case
+    assert comparison.case_of(arguments) == case
 
 
 @pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])
@@ -150,7 +151,7 @@ def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encod
     eager = [{**run_of(losses, None), "language_model_graphs": None} for losses in EAGER]
     whole = {"replays": 4 * replayed, "replayed_steps": replayed}
     graphs = {**run_of([2.05] * 8, encoder), "language_model_graphs": whole}
-    assert gpu.compare(eager, graphs, ["model.cuda_graph_impl=full_iteration"], 8, None) is same
+    assert comparison.compare(eager, graphs, ["model.cuda_graph_impl=full_iteration"], 8, None) is same
     assert f"replayed the whole language model: {replayed} of 8" in capsys.readouterr().out
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from scripts.performance.language_model import Pack
-from scripts.performance.packed_parity import (
+from bridge_cg_tools.benchmarks.models.language_model import Pack
+from bridge_cg_tools.benchmarks.models.tower import largest_relative, relatives
+from bridge_cg_tools.benchmarks.packed.parity import (
     Fp32Reference,
     beyond_noise,
     deterministic,
@@ -18,7 +19,6 @@ from scripts.performance.packed_parity import (
     spread_of,
     worst_gradient,
 )
-from scripts.performance.tower import largest_relative, relatives
 
 from .packs import graphs_on, losses_and_gradients, new_model, pack
 from .towers import assert_close

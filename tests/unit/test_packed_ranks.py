@@ -9,7 +9,7 @@ from torch import distributed
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.parallel.process_groups import sharing_groups, without_messages
-from scripts.performance.language_model import held
+from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
 from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of

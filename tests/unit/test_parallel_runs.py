@@ -1,6 +1,5 @@
 """Training runs over several processes: layouts, the processes of a run, what is gathered of their results."""
 
-import json
 import os
 import sys
 import time
@@ -9,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs import arguments as command
-from examples.photographs import gpu
-from examples.photographs.hosts import placement, ranks_per_gpu
-from examples.photographs.layout import Layout
-from examples.photographs.processes import TrainingFailed, TrainingProcess
+from bridge_cg_tools.benchmarks.photographs import arguments as command
+from bridge_cg_tools.benchmarks.photographs import comparison
+from bridge_cg_tools.benchmarks.runs.hosts import placement, ranks_per_gpu
+from bridge_cg_tools.benchmarks.runs.layout import Layout
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from tests.unit.stand_in_ranks import FAILING_STEPS
+
+STAND_IN = "tests.unit.stand_in_ranks"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
 
 
 def test_the_case_names_the_layout():
-    assert gpu.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
+    assert comparison.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_the_case_names_the_layout():
     ids=str,
 )
 def test_bridge_accepts_the_configuration_of_a_layout(layout):
-    from examples.photographs import training
+    from bridge_cg_tools.benchmarks.photographs import training
 
     depth = layout.fitting_layers(4)
     config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
@@ -133,45 +135,25 @@ def rank_result(rank, **changes):
 
 
 def test_results_come_from_the_ranks_that_know_them():
-    from examples.photographs.training import merge_ranks
+    from bridge_cg_tools.benchmarks.photographs.training import merge_ranks
 
     first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, peak_gb=2.0)
     last = rank_result(1, losses=[2.5], peak_gb=3.0)
     merged = merge_ranks([first, last])
     assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
     assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
-    assert gpu.peaks(merged) == "2.0/3.0 GiB" and gpu.peaks(merge_ranks([first])) == "2.0 GiB"
+    assert comparison.peaks(merged) == "2.0/3.0 GiB" and comparison.peaks(merge_ranks([first])) == "2.0 GiB"
     assert "ranks" not in merge_ranks([first])
 
 
-def stand_in_for_training():
-    """Called in every process of a run: writes what the process was told instead of training, or fails on rank 1."""
-    from examples.photographs import training
-
-    def train_once(args):
-        rank = int(os.environ["RANK"])
-        if args.steps == 13 and rank == 1:
-            raise RuntimeError("rank 1 is out of memory")
-        if args.steps == 13:
-            time.sleep(600)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
-        told = {name: os.environ.get(name) for name in names}
-        args.out.with_suffix(f".{rank}").write_text(json.dumps(told))
-        if os.environ["WORLD_SIZE"] == "1":
-            args.out.write_text(json.dumps([told]))
-        elif rank == 0:
-            other = args.out.with_suffix(".1")
-            while not other.exists() or not other.read_text():
-                time.sleep(0.05)
-            args.out.write_text(json.dumps([told, json.loads(other.read_text())]))
-
-    training.train_once = train_once
+def processes(log, ranks, devices, **further):
+    return TrainingProcess(log, ranks, devices, f"{STAND_IN}:start_a_thread", STAND_IN, **further)
 
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
-    process = TrainingProcess(tmp_path / "run.log", 2, (2, 3), f"{__name__}:stand_in_for_training")
+    monkeypatch.setattr("bridge_cg_tools.benchmarks.runs.processes.GRACE_S", 1.0)
+    process = processes(tmp_path / "run.log", 2, (2, 3))
     process.wait_until_ready()
     yield process
     process.close()
@@ -182,6 +164,7 @@ def test_every_process_knows_its_place(two_processes):
     assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert first["threads"] == second["threads"] > 1, "they were prepared"
 
 
 def affinities(process):
@@ -200,7 +183,7 @@ def test_all_threads_of_a_process_are_kept_to_its_cores(two_processes):
 
 
 def test_processes_that_import_end_at_once(tmp_path):
-    process = TrainingProcess(tmp_path / "run.log", 2, (0, 1), f"{__name__}:stand_in_for_training")
+    process = processes(tmp_path / "run.log", 2, (0, 1))
     began = time.monotonic()
     process.close()
     assert time.monotonic() - began < 5 and all(rank.process.exitcode for rank in process._ranks)
@@ -210,7 +193,7 @@ def test_processes_that_import_end_at_once(tmp_path):
 def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    process = TrainingProcess(tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training")
+    process = processes(tmp_path / "run.log", 1, (1,))
     process.wait_until_ready()
     assert process.train("eager", ["--steps", "1"])[0]["WORLD_SIZE"] == "1"
 
@@ -223,9 +206,7 @@ def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
     for name in ("RANK", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     further = {"environment": before} if given else {}
-    process = TrainingProcess(
-        tmp_path / "run.log", 1, (1,), f"{__name__}:stand_in_for_training", "examples.photographs.training", **further
-    )
+    process = processes(tmp_path / "run.log", 1, (1,), **further)
     process.wait_until_ready()
     told = process.train("eager", ["--steps", "1"])[0]
     assert (told["NVTE_FUSED_ATTN"], told["NVTE_FLASH_ATTN"]) == (seen, None if given else "1")
@@ -234,5 +215,5 @@ def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
 def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):
     began = time.monotonic()
     with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status 1(.|\n)*rank 1 is out of memory"):
-        two_processes.train("eager", ["--steps", "13"])
+        two_processes.train("eager", ["--steps", str(FAILING_STEPS)])
     assert time.monotonic() - began < 30

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.performance.parity_packed import misses
-from scripts.performance.results import check_record, provenance
+from bridge_cg_tools.benchmarks.packed.comparison import misses
+from bridge_cg_tools.benchmarks.records.results import check_record, provenance
 
 
 def record(case, mode="plugin_deterministic", **changes):

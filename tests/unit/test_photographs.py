@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.recipes.captioned_images import caption
-from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
-from examples.photographs.photographs import (
+from bridge_cg_tools.benchmarks.photographs.images import (
     FILES,
     IMAGE_TOKEN,
     MIXED_SIZES,
@@ -11,6 +10,7 @@ from examples.photographs.photographs import (
     PhotographDataset,
     draw_images,
 )
+from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 
 
 def test_equal_runs_are_inside():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from scripts.performance import precision_vision, tower
-from scripts.performance.reference import Fp32Tower
-from scripts.performance.results import check_record, read_records
+from bridge_cg_tools.benchmarks.models import tower
+from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.vision import precision
+from scripts.performance import precision_vision
 from tests.unit.towers import new_tower
 
 MIXES = {"image": [(1, 4, 6)], "images": [(1, 4, 4), (1, 2, 6)], "video": [(3, 4, 2), (1, 6, 6)]}
@@ -27,7 +29,7 @@ def test_records_of_all_modes(tmp_path, monkeypatch, capsys):
     out = tmp_path / "r.jsonl"
     assert precision_vision.main(["--layers", "3", "--repeats", "2", "--out", str(out)]) in (0, 1)
     records = read_records(out)
-    assert [r["mode"] for r in records] == list(precision_vision.MODES[:-1])
+    assert [r["mode"] for r in records] == list(precision.MODES[:-1])
     assert "plugin_flash is left out: there is no GPU with Triton" in capsys.readouterr().err
     for record in records:
         check_record(record)
@@ -43,9 +45,9 @@ def record(mode, **figures):
 
 def test_farther_than_eager():
     near = [record("eager"), record("plugin", fp32_mean=1.01e-2), record("plugin_fast", fp32_worst=0.9e-2)]
-    assert precision_vision.farther_than_eager(near) == []
+    assert precision.farther_than_eager(near) == []
     far = [record("eager"), record("plugin_fast", fp32_mean=1.1e-2, fp32_median=float("nan"))]
-    lines = precision_vision.farther_than_eager(far)
+    lines = precision.farther_than_eager(far)
     assert len(lines) == 2 and all("plugin_fast" in line for line in lines)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.options.explain import table
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import build_parser
 from scripts.performance import run_recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run_recipe.md"
@@ -51,7 +52,7 @@ def test_the_table_is_the_help(help_text):
 
 
 def test_every_flag_of_the_parser_is_read_from_the_help(help_text):
-    known = [option for action in run_recipe.build_parser()._actions for option in action.option_strings]
+    known = [option for action in build_parser()._actions for option in action.option_strings]
     assert re.findall(r"`(-[\w-]+)`", flags_table(help_text)) == known
 
 

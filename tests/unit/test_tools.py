@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.performance import bench_autoload
-from scripts.performance.tables import autoload
+from bridge_cg_tools.benchmarks.measuring import autoload as bench_autoload
+from bridge_cg_tools.benchmarks.pages.results_page import autoload
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = """<testsuites><testsuite>

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from scripts.performance import language_model, train_offload
-from scripts.performance.results import check_record, read_records
+from bridge_cg_tools.benchmarks.models import language_model
+from bridge_cg_tools.benchmarks.offload import cases, training
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from scripts.performance import train_offload
 
 from .packs import new_model, pack
 
@@ -12,8 +14,10 @@ from .packs import new_model, pack
 @pytest.fixture
 def small(monkeypatch):
     """Let the script train a model of two layers on packs of 320 tokens; recompute asks for a GPU's random state."""
-    monkeypatch.setattr(train_offload, "RECOMPUTE", {"recompute_granularity": None})
-    monkeypatch.setattr(train_offload.Trainer, "peak", lambda self, **config: 0 if config else 1 << 24)
+    for module in (training, train_offload):
+        monkeypatch.setattr(module, "LOOKS", (2, 5))
+    monkeypatch.setattr(cases, "RECOMPUTE", {"recompute_granularity": None})
+    monkeypatch.setattr(training.Trainer, "peak", lambda self, **config: 0 if config else 1 << 24)
     monkeypatch.setattr(language_model, "build_model", lambda shape: new_model())
 
     def make_pack(lengths, seed):
@@ -46,23 +50,23 @@ def test_every_run_of_the_limit_has_a_record(small, tmp_path, capsys):
 
 def test_memory_of_many_steps_is_in_the_record(small, tmp_path):
     out = tmp_path / "r.jsonl"
-    assert train_offload.main(["--cases", "flat", "--flat-steps", "101", "--out", str(out)]) == 0
+    assert train_offload.main(["--cases", "flat", "--flat-steps", "7", "--out", str(out)]) == 0
     (record,) = read_records(out)
     check_record(record)
-    assert list(record["memory_steps"]) == ["10", "50", "100", "101"] and record["flat"]
-    assert record["replays"] == 202 and record["pinned_gb"] > 0
+    assert list(record["memory_steps"]) == ["2", "5", "7"] and record["flat"]
+    assert record["replays"] == 14 and record["pinned_gb"] > 0
 
 
 @pytest.mark.parametrize("name", ["allocated_gb", "reserved_gb", "pinned_gb", "resident_gb"])
 def test_memory_that_grows_is_seen(name):
     first = dict.fromkeys(("allocated_gb", "reserved_gb", "pinned_gb", "resident_gb"), 1.0)
-    assert train_offload.is_flat({"memory_steps": {"10": first, "200": first}})
-    assert not train_offload.is_flat({"memory_steps": {"10": first, "200": {**first, name: 1.1}}})
+    assert cases.is_flat({"memory_steps": {"10": first, "200": first}})
+    assert not cases.is_flat({"memory_steps": {"10": first, "200": {**first, name: 1.1}}})
 
 
 def test_a_run_that_trains_another_model_is_missed():
     record = {"case": "limit", "mode": "plugin_mixed", "inside_spread": False, "loss_rel": 0.1}
-    assert "differ" in train_offload.misses([record])[0]
+    assert "differ" in cases.misses([record])[0]
 
 
 @pytest.mark.parametrize("words", [["--cases", "some"], ["--steps", "1"], ["--flat-steps", "100"]])
@@ -84,9 +88,9 @@ def test_running_out_of_memory_leaves_nothing_of_the_run_behind():
         raise kind("short") from OutOfMemoryInCapture("short")
 
     for kind in (CaptureError, torch.OutOfMemoryError):
-        with pytest.raises(train_offload.OutOfSpace, match="short") as caught:
-            train_offload.fitting(lambda kind=kind: run(kind))
+        with pytest.raises(training.OutOfSpace, match="short") as caught:
+            training.fitting(lambda kind=kind: run(kind))
         assert caught.value.__context__ is None
     assert all(one() is None for one in held)
     with pytest.raises(CaptureError, match="other"):
-        train_offload.fitting(lambda: (_ for _ in ()).throw(CaptureError("other")))
+        training.fitting(lambda: (_ for _ in ()).throw(CaptureError("other")))

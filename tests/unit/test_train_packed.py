@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.performance import packed_training, train_packed
-from scripts.performance.results import check_record
+from bridge_cg_tools.benchmarks.packed import runs as train_packed
+from bridge_cg_tools.benchmarks.packed import training as packed_training
+from bridge_cg_tools.benchmarks.records.results import check_record
 
 
 def batches(rows, count=8):

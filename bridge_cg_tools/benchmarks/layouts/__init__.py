@@ -1,0 +1,1 @@
+"""Training over several GPUs: layouts, the runs of each, their records."""

@@ -1,0 +1,1 @@
+"""Times, kernels, arithmetic, and what a machine gives to runs."""

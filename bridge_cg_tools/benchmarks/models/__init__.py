@@ -1,0 +1,1 @@
+"""The models that benchmarks run, the ways to run them, and what they are given."""

@@ -1,0 +1,1 @@
+"""Graphs whose activations are offloaded or recomputed: replays and training."""

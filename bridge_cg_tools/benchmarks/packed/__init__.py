@@ -1,0 +1,1 @@
+"""Measurements and training of language models over packed documents."""

@@ -1,0 +1,309 @@
+"""Times and parity of a packed language model, eager and on graphs."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.benchmarks.packed.limits import TOKENS, aim_of, difference
+from bridge_cg_tools.benchmarks.packed.plans import Distribution
+from bridge_cg_tools.benchmarks.packed.plans import records_of as plan_records
+from bridge_cg_tools.benchmarks.records.results import first_line, provenance
+from bridge_cg_tools.planner.plan import place
+
+DOCUMENTS = 5
+# Parts of layers that a model's graphs have; all layers as one region where none are named.
+MODULES = {"moe": ("attn", "moe_router")}
+# Models of which all layers are one region, too, experts included. Products of experts round otherwise there than
+# eager's: tests/gpu/test_captured_experts.py compares them.
+WITH_EXPERTS = ("moe",)
+# Those that become a region each, where all layers could be one.
+LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
+USUAL_LAYER_MODULES = ("attn", "mlp")
+# Runs that say what eager differs from itself by where it cannot be made to add up in one order, and an odd count of
+# replays. The eager ones' gradients are all kept: 12 GB each of the large model.
+NOISE_RUNS, REPLAYS = 4, 5
+# Gradients are compared relative to their norm, or to this share of the largest norm of all: those of experts that few
+# tokens go to may be zero in one run and not in another.
+LEAST_NORM = 1e-3
+# Packs of other shapes, that tell the parts of the cost model apart: (tokens, documents).
+SHAPES = ((1024, 1), (2048, 1), (2048, 32), (4096, 1), (4096, 64), (8192, 1), (8192, 16), (8192, 128))
+COST_REPEATS = 5
+PLAN_REPEATS = 3
+
+
+class Bench:
+    """One model, its packs and what eager gave for each.
+
+    Args:
+        name: Of the model.
+        repeats: Timed runs of each measurement.
+        fused_rope: Whether eager rotates with Transformer Engine's kernel.
+    """
+
+    def __init__(self, name: str, repeats: int, fused_rope: bool) -> None:
+        import dataclasses
+
+        from bridge_cg_tools.benchmarks.measuring import measure
+        from bridge_cg_tools.benchmarks.models import language_model, tower
+        from bridge_cg_tools.benchmarks.packed import parity as packed_parity
+
+        self.lm, self.tower, self.measure, self.parity = language_model, tower, measure, packed_parity
+        self.name, self.repeats, self._began = name, repeats, time.monotonic()
+        shape = dataclasses.replace(language_model.SHAPES[name], fused_rope=fused_rope)
+        self.model = language_model.build_model(shape)
+        self.grads = tower.MainGrads(self.model)
+        self.modules = MODULES.get(name, ())
+
+    def pack(self, tokens: int) -> Iterator[dict[str, Any]]:
+        """Measure a pack eager, on graphs, on graphs for four times its documents and on those of layers' parts."""
+        pack = self.lm.make_pack(self.lm.split(tokens, DOCUMENTS))
+        eager = {**self._timed(pack, "eager"), "ratio": 1.0, **self._profiled(pack)}
+        self._show(eager)
+        yield eager
+        for mode, most, modules in self._modes(tokens):
+            try:
+                parity = self._parity(pack, most, modules) if mode == "plugin" else {}
+                helper = self._helper(pack, most, modules)
+            except CaptureError as error:
+                yield self._failed(pack, mode, error)
+                continue
+            timed = self._timed(pack, mode)
+            statistics = helper.graphs.statistics()
+            helper.delete_cuda_graphs()
+            record = {
+                **timed,
+                **parity,
+                "bucket": tokens,
+                "aim": aim_of(self.name, tokens),
+                "max_packed_seqs": most,
+                "slots": 1,
+                "ratio": timed["ms"] / eager["ms"],
+                "memory_gb": statistics.memory_bytes / 2**30,
+                "capture_s": statistics.capture_seconds,
+                "fallbacks": dict(statistics.fallbacks),
+            }
+            self._show(record)
+            yield record
+
+    def _profiled(self, pack: Any) -> dict[str, Any]:
+        """Return eager's peak of activations, and for how long its kernels keep the GPU busy."""
+        from bridge_cg_tools.benchmarks.measuring.memory import PeakMemory
+
+        peak = PeakMemory()
+        self._step(pack)
+        memory = peak.read()
+        kernels = self.measure.profile(lambda: self._step(pack))
+        return {"eager_memory_gb": memory, "gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count}
+
+    def _parity(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        """Compare graphs with eager: to the bit where everything can be made to add up in one order.
+
+        That takes cuDNN's attention memory that grows with the square of the tokens.
+        """
+        import torch
+
+        try:
+            with self.parity.deterministic(self.model):
+                return self._to_the_bit(pack, most, modules)
+        except (torch.OutOfMemoryError, CaptureError) as error:
+            if isinstance(error, CaptureError) and not isinstance(error.__cause__, OutOfMemoryInCapture):
+                raise
+            print(f"{self.name}_{pack.tokens}: not compared to the bit: {first_line(error)}", flush=True)
+        self.free_memory()
+        return self._within_noise(pack, most, modules)
+
+    def _to_the_bit(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        runs = [self._results(pack) for _ in range(2)]
+        self.free_memory()
+        (found,) = self._replayed(pack, most, modules, 1)
+        losses, gradients = self.parity.nearest(found, runs[:1])
+        forward_noise, grad_noise = self.parity.noise_of(runs)
+        return {
+            "bit_equal": self.parity.same(found, runs[0]),
+            "forward_rel": losses,
+            "grad_rel": gradients,
+            "forward_noise": forward_noise,
+            "grad_noise": grad_noise,
+        }
+
+    def _within_noise(self, pack: Any, most: int, modules: Sequence[str] | None) -> dict[str, Any]:
+        """Compare how far runs are from the nearest other eager run: the middle replay, the farthest eager run."""
+        runs = [self._results(pack) for _ in range(NOISE_RUNS)]
+        spread = self.parity.spread_of(runs, self._replayed(pack, most, modules, REPLAYS), LEAST_NORM)
+        return {
+            "forward_rel": spread.graphs[:, 0].median().item(),
+            "grad_rel": spread.graphs[:, 1:].amax(1).median().item(),
+            "forward_noise": spread.eager[:, 0].max().item(),
+            "grad_noise": spread.eager[:, 1:].max().item(),
+        }
+
+    def _replayed(self, pack: Any, most: int, modules: Sequence[str] | None, runs: int) -> Iterator[Any]:
+        """Yield what so many replays give; then nothing of the graphs is left."""
+        helper = self._helper(pack, most, modules)
+        try:
+            for _ in range(runs):
+                yield self._results(pack)
+            statistics = helper.graphs.statistics()
+        finally:
+            helper.delete_cuda_graphs()
+        assert statistics.replays and not statistics.fallbacks, statistics
+
+    def free_memory(self) -> None:
+        """Give back what a pack of another size, or other algorithms, cannot use."""
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _modes(self, tokens: int) -> Iterator[tuple[str, int, Sequence[str] | None]]:
+        """Yield name, documents allowed and parts of layers; None are all parts of every layer, each a region.
+
+        Their launches are as many for every size, and show most for the smallest.
+        """
+        yield "plugin", DOCUMENTS, self.modules
+        yield "plugin_4x", 4 * DOCUMENTS, self.modules
+        if self.name in WITH_EXPERTS:
+            yield "plugin_whole", DOCUMENTS, ()
+        if not self.modules and tokens == min(TOKENS):
+            yield "plugin_layers", DOCUMENTS, None
+
+    def fit_costs(self, out: Path | None) -> Any:
+        """Return the cost model that fits packs of several shapes, eager and on graphs, and write it."""
+        from bridge_cg_tools.benchmarks.packed.costs import fit
+        from bridge_cg_tools.planner.cost import save_cost_model
+
+        shapes = (*SHAPES, *((tokens, DOCUMENTS) for tokens in TOKENS))
+        packs = [self._measured(self.lm.make_pack(self.lm.split(tokens, count))) for tokens, count in shapes]
+        made = provenance(COST_REPEATS, 0)
+        origin = f"bench_packed.py, {self.name}, {made['gpu']}, {made['date']}, commit {made['versions']['commit']}"
+        cost = fit(packs, origin)
+        for pack in packs:
+            found = f"eager {pack.eager_ms:.1f} ms (GPU {pack.busy_ms:.1f}), graphs {pack.graphs_ms:.1f} ms"
+            fitted = f"eager {cost.eager_ms(pack.lengths):.1f} ms, graphs "
+            fitted += f"{cost.graph_ms(pack.tokens, pack.lengths, *pack.limits):.1f} ms"
+            print(f"{pack.tokens} tokens, {len(pack.lengths)} documents: {found}; fitted {fitted}", flush=True)
+        print(f"cost model: {cost}", flush=True)
+        if out is not None:
+            save_cost_model(out, "packed", cost)
+        return cost
+
+    def _measured(self, pack: Any) -> Any:
+        from bridge_cg_tools.benchmarks.packed.costs import Measured
+
+        eager = self._times(pack, COST_REPEATS).ms
+        busy = self.measure.profile(lambda: self._step(pack)).busy_ms
+        helper = self._helper(pack, len(pack.lengths), self.modules)
+        graphs = self._times(pack, COST_REPEATS).ms
+        statistics = helper.graphs.statistics()
+        helper.delete_cuda_graphs()
+        assert statistics.replays and not statistics.fallbacks, statistics
+        (bucket,) = statistics.buckets
+        return Measured(pack.lengths, bucket.limits, eager, busy, graphs, statistics.memory_bytes / 2**20)
+
+    def plan(self, found: Distribution) -> Iterator[dict[str, Any]]:
+        """Measure the recommended choice alone, and every choice that the planner could have made."""
+        packs = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(found.drawn)]
+        case = f"plan_{found.name}"
+        options = {
+            "cuda_graph_max_packed_seqs": found.best.max_packed_seqs,
+            "cuda_graph_packed_buckets": list(found.best.buckets),
+        }
+        helper = self._new_helper(packs[0], **options)
+        alone = sum(self._times(pack, PLAN_REPEATS, warmup=1).ms for pack in packs) / len(packs)
+        fallbacks = dict(helper.graphs.statistics().fallbacks)
+        helper.delete_cuda_graphs()
+        choices = self._exhaustive(found, packs)
+        origin = provenance(PLAN_REPEATS, 0)
+        for record in plan_records(case, found, alone, choices):
+            if record["mode"] == "plugin":
+                record["fallbacks"] = fallbacks
+            said = f"predicted {record['predicted_ms']:.1f} ms, measured {record['ms']:.1f} ms"
+            print(f"{case} {record['mode']}: up to {record['max_packed_seqs']} documents, {said}", flush=True)
+            yield {**record, **origin}
+
+    def _exhaustive(self, found: Distribution, packs: Sequence[Any]) -> dict[Any, float]:
+        """Return the time of every choice, from one capture of all recordings that one of them needs."""
+        needed = sorted({each for row in found.places().values() for each in row if each is not None})
+        options = {
+            "cuda_graph_max_packed_seqs": max(documents for _, (documents, _) in needed),
+            "cuda_graph_packed_buckets": sorted({bucket.tokens for bucket in needed}),
+        }
+        helper = self._new_helper(packs[0], recorded=needed, **options)
+        (region,) = helper.graphs._regions
+
+        def run(number: int, each: Any) -> float:
+            if each is None:
+                with helper.graphs.paused():
+                    return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+            region.buckets = (each,)
+            return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+
+        choices = found.measured(run)
+        assert not helper.graphs.statistics().fallbacks, helper.graphs.statistics().fallbacks
+        helper.delete_cuda_graphs()
+        return choices
+
+    def _helper(self, pack: Any, most: int, modules: Sequence[str] | None) -> Any:
+        """Capture for packs of up to `most` documents, of all bounds the one that this pack takes."""
+        return self._new_helper(
+            pack,
+            recorded=[place(pack.lengths, pack_buckets([pack.tokens], most))],
+            modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
+            by_layer=modules is None,
+            cuda_graph_max_packed_seqs=most,
+            cuda_graph_packed_buckets=[pack.tokens],
+        )
+
+    def _new_helper(self, pack: Any, **options: Any) -> Any:
+        once = {"cuda_graph_packed_slots": 1, "cuda_graph_packed_evaluation": False}
+        return self.lm.new_helper(self.model, pack, **once, **options)
+
+    def _step(self, pack: Any, between: Callable[[], object] | None = None) -> Any:
+        return self.lm.step(self.model, pack, between)
+
+    def _times(self, pack: Any, repeats: int, warmup: int = 3) -> Any:
+        return self.measure.median_times(lambda between: self._step(pack, between), repeats, warmup)
+
+    def _results(self, pack: Any) -> tuple[Any, list[Any]]:
+        self.grads.zero()
+        losses = self._step(pack)
+        return losses, self.grads.copy()
+
+    def _timed(self, pack: Any, mode: str) -> dict[str, Any]:
+        times = self._times(pack, self.repeats)
+        return {
+            "case": f"{self.name}_{pack.tokens}",
+            "mode": mode,
+            "tokens": pack.tokens,
+            "documents": len(pack.lengths),
+            "ms": times.ms,
+            "fwd_ms": times.fwd_ms,
+            "host_ms": times.host_ms,
+            **provenance(self.repeats, 0),
+        }
+
+    def _failed(self, pack: Any, mode: str, error: Exception) -> dict[str, Any]:
+        record = {
+            "case": f"{self.name}_{pack.tokens}",
+            "mode": mode,
+            "tokens": pack.tokens,
+            "error": first_line(error),
+            **provenance(self.repeats, 0),
+        }
+        print(f"{record['case']:10} {mode:13} {record['error']}", flush=True)
+        return record
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if record["mode"] == "eager":
+            extra = f", GPU busy {record['gpu_busy_ms']:.1f} ms, {record['kernels']} kernels"
+        else:
+            extra = f", {1 / record['ratio']:.2f} times as fast, {record['memory_gb']:.1f} GiB"
+        if "grad_rel" in record:
+            extra += ", equal to the bit" if record.get("bit_equal") else f", {difference(record)}"
+        at = f"[{time.monotonic() - self._began:.0f} s]"
+        print(f"{record['case']:10} {record['mode']:13} {record['ms']:>7.1f} ms{extra} {at}", flush=True)

@@ -1,0 +1,123 @@
+"""Packed documents over two GPUs: the processes of each layout, their records and what they miss."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bridge_cg_tools.benchmarks.measuring.machine import divide, keep_to
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+
+MODULE = "bridge_cg_tools.benchmarks.packed.ranks"
+# Of `ranks`: two GPUs share layers, documents, or layers and the tokens between them.
+LAYOUTS = ("TP2", "CP2", "TP2_sequence")
+GPUS = 2
+REPEATS = 7
+# Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others.
+LIMIT_S = 90.0
+# What a rank counts where one of them cannot capture.
+FAILED = {"capture_failed": 1}
+
+
+class Place(NamedTuple):
+    """Two GPUs and what is measured on them in turn.
+
+    Attributes:
+        processes: Of each layout, by its name.
+        cores: Of each rank while it is measured.
+    """
+
+    processes: dict[str, TrainingProcess]
+    cores: Sequence[Sequence[int]]
+
+
+@contextmanager
+def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Iterator[list[Place]]:
+    """Start the processes of layouts, spread over pairs of GPUs; they import, and end with this context.
+
+    Args:
+        layouts: Their names.
+        gpus: GPUs to use.
+        log: Folder for the processes' output; without it, it goes to this process's.
+
+    Raises:
+        ValueError: There are fewer than two GPUs.
+    """
+    if gpus < GPUS:
+        raise ValueError(f"--gpus {gpus}: allowed is {GPUS} or more; run it on a machine with that many NVIDIA GPUs")
+    pairs = [tuple(range(first, first + GPUS)) for first in range(0, gpus - gpus % GPUS, GPUS)]
+    cores = divide(os.sched_getaffinity(0), gpus)
+    places = [Place({}, cores.of_ranks(GPUS, pair)) for pair in pairs]
+    with ExitStack() as stack:
+        for number, layout in enumerate(dict.fromkeys(layouts)):
+            file = None if log is None else log / f"{layout}.log"
+            turn = number % len(pairs)
+            process = TrainingProcess(file, GPUS, pairs[turn], module=MODULE)
+            stack.callback(process.close)
+            places[turn].processes[layout] = process
+        yield places
+
+
+def measured(places: Sequence[Place], words: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Measure the layouts, those of each place in turn; yields what each found, or its error, as it ends.
+
+    Args:
+        places: Where they are measured, side by side.
+        words: Further words of the processes' command lines.
+    """
+    with ExitStack() as stack:
+        turns: dict[Future[dict[str, Any] | str], str] = {}
+        for place in places:
+            in_turn = stack.enter_context(ThreadPoolExecutor(1))
+            for layout, process in place.processes.items():
+                turns[in_turn.submit(measured_once, layout, process, place.cores, words)] = layout
+        for ended in as_completed(turns):
+            yield turns[ended], ended.result()
+
+
+def measured_once(
+    layout: str, process: TrainingProcess, cores: Sequence[Sequence[int]], words: Sequence[str]
+) -> dict[str, Any] | str:
+    """Return what a layout's processes find, on cores of their own, or their error."""
+    try:
+        process.wait_until_ready()
+        keep_to(process, cores)
+        return process.train("graphs", ["--layout", layout, "--repeats", str(REPEATS), *words], LIMIT_S)
+    except TrainingFailed as error:
+        return str(error)
+
+
+def records_of(layout: str, found: dict[str, Any], origin: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of what a layout's ranks found: one of the parity, two for each size that was timed."""
+    worst = [max(far[i] for rank in found["ranks"] for far in rank["far"].values()) for i in range(2)]
+    replays, fallbacks = found["ranks"][0]["replays"], found["ranks"][0]["fallbacks"]
+    parity_of_all = {"forward_rel": worst[0], "grad_rel": worst[1], "replays": replays, "fallbacks": fallbacks}
+    records = [{"case": layout, "mode": "plugin_deterministic", **parity_of_all, **origin}]
+    for tokens in found["ranks"][0]["ms"]:
+        eager, graphs = (max(rank["ms"][tokens][mode] for rank in found["ranks"]) for mode in ("eager", "plugin"))
+        for mode, ms in (("eager", eager), ("plugin", graphs)):
+            timed = {"case": f"{layout}_{tokens}", "mode": mode, "tokens": int(tokens), "ms": ms, "ratio": ms / eager}
+            records.append({**timed, **origin})
+    return records
+
+
+def misses(found: dict[str, Any]) -> list[str]:
+    """Return what is not as it must be."""
+    missed = []
+    for number, rank in enumerate(found["ranks"]):
+        differ = {name: far for name, far in rank["far"].items() if far != [0.0, 0.0]}
+        if differ:
+            missed.append(f"rank {number} differs from eager (losses, worst gradient): {differ}")
+        if rank["fallbacks"] != dict.fromkeys(rank["beyond"], 1):
+            missed.append(f"rank {number} counted {rank['fallbacks']}, wanted each of {rank['beyond']} once")
+        if rank.get("failing", FAILED) != FAILED:
+            missed.append(f"rank {number}, where one rank cannot capture: {rank['failing']}")
+        for tokens, ms in rank["ms"].items():
+            if ms["plugin"] >= ms["eager"]:
+                missed.append(f"rank {number}, {tokens} tokens: {ms['plugin']:.1f} ms, eager {ms['eager']:.1f} ms")
+    if len({json.dumps([rank["replays"], rank["fallbacks"]]) for rank in found["ranks"]}) > 1:
+        missed.append(f"ranks chose otherwise: {[(r['replays'], r['fallbacks']) for r in found['ranks']]}")
+    return missed

@@ -1,0 +1,190 @@
+"""One rank of two GPUs that share a model and run packed documents: parity and times, for bench_packed_parallel.py."""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+from torch import distributed
+
+from bridge_cg_tools.benchmarks.measuring import measure
+from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.tower import MainGrads, largest_relative, relative
+from bridge_cg_tools.benchmarks.packed import parity as parity
+
+# Imported before the process is needed.
+importlib.import_module("megatron.core.models.gpt.gpt_model")
+importlib.import_module("bridge_cg_plugin.upstream.hooks.packed_helper")
+
+MAX_SEQS = 24
+BUCKETS = (1024, 2048)
+SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+# Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
+FULL = ((2048,), (512, 512), (8, 900, 24, 92), (64,) * 16, (1000, 1048))
+PADDED = ((400, 612), (1100,), (8, 900, 24, 800), (40,) * 24)
+BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
+TIMED_TOKENS = (2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How two GPUs share a model.
+
+    Attributes:
+        tensor: Ranks of tensor parallelism.
+        context: Ranks of context parallelism.
+        sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    sequence: bool = False
+
+
+LAYOUTS = {
+    "TP2": Ranks(tensor=2),
+    "TP2_sequence": Ranks(tensor=2, sequence=True),
+    "CP2": Ranks(context=2),
+}
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Measure a layout in this process, as one of its ranks; rank 0 writes what all found."""
+    parser = argparse.ArgumentParser(prog="packed_ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--train", choices=("graphs",), required=True)
+    parser.add_argument("--layout", choices=LAYOUTS, required=True)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--fault", action="store_true", help="let one rank fail to capture, too")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(words)
+    rank = Rank(LAYOUTS[args.layout])
+    found = {**rank.parity(), "ms": rank.times(args.repeats)}
+    if args.fault:
+        found["failing"] = rank.one_cannot_capture()
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, found)
+    if distributed.get_rank() == 0:
+        args.out.write_text(json.dumps({"ranks": ranks}))
+    gc.collect()  # graphs hold communicators
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+class Rank:
+    """One rank of a layout.
+
+    Args:
+        layout: How the GPUs share the model.
+    """
+
+    def __init__(self, layout: Ranks) -> None:
+        self.layout = layout
+        number = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(number)
+        distributed.init_process_group("nccl", device_id=torch.device("cuda", number))
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor, context_parallel_size=layout.context
+        )
+        initialize_rng_tracker(use_te_rng_tracker=True)
+        model_parallel_cuda_manual_seed(1234)
+        self.context = parallel_state.get_context_parallel_group()
+
+    def parity(self) -> dict[str, Any]:
+        """Compare graphs with eager, pack for pack, and run packs that no graph takes."""
+        packs = FULL if self.layout.sequence else (*FULL, *PADDED)
+        with parity.deterministic():
+            model = self._model(SMALL)
+            grads = MainGrads(model)
+            results(model, grads, self._pack((512, 512)))  # connections are made by a backward, too, before a capture
+            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            graphs, far = helper.graphs, {}
+            for seed, lengths in enumerate(packs):
+                pack = self._pack(lengths, seed)
+                with parity.eager_at(graphs, next(tokens for tokens in BUCKETS if tokens >= pack.tokens)):
+                    expected = results(model, grads, pack)
+                found = results(model, grads, pack)
+                far[str(lengths)] = relative(found[0], expected[0]), largest_relative(found[1], expected[1])
+            for lengths in BEYOND.values():
+                results(model, grads, self._pack(lengths))
+            results(model, grads, self._pack(FULL[0]))
+            statistics = graphs.statistics()
+            helper.delete_cuda_graphs()
+        assert statistics.replays == len(packs) + 1, statistics
+        return {
+            "far": far,
+            "replays": statistics.replays,
+            "fallbacks": dict(statistics.fallbacks),
+            "beyond": list(BEYOND),
+        }
+
+    def one_cannot_capture(self) -> dict[str, int]:
+        """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
+        model = self._model(SMALL)
+        helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS, capture=False, cuda_graph_packed_strict=False)
+        executor, calls = helper.graphs.executor, []
+        record = executor.record
+
+        def failing(body: Any, pool: Any) -> Any:
+            calls.append(body)
+            if distributed.get_rank() == distributed.get_world_size() - 1 and len(calls) == 2:
+                raise torch.OutOfMemoryError("made to fail")
+            return record(body, pool)
+
+        executor.record = failing
+        helper.create_cudagraphs()
+        lm.step(model, self._pack((512, 512)))
+        counted = dict(helper.graphs.statistics().fallbacks)
+        helper.delete_cuda_graphs()
+        return counted
+
+    def times(self, repeats: int) -> dict[int, dict[str, float]]:
+        """Return ms of forward plus backward by tokens, eager and on graphs."""
+        model = self._model(lm.SHAPES["dense"])
+        grads = MainGrads(model)
+        found = {}
+        for tokens in TIMED_TOKENS:
+            lengths = (tokens // 8,) * 8
+            pack = self._pack(lengths)
+
+            def step(between: Callable[[], object], pack: lm.Pack = pack) -> None:
+                distributed.barrier()
+                lm.step(model, pack, between)
+
+            eager = measure.median_times(step, repeats).ms
+            helper = self._helper(model, lengths, len(lengths), (tokens,))
+            graphs = measure.median_times(step, repeats).ms
+            replays = helper.graphs.statistics().replays
+            helper.delete_cuda_graphs()
+            assert replays >= repeats, replays
+            found[tokens] = {"eager": eager, "plugin": graphs}
+        del grads
+        return found
+
+    def _model(self, shape: lm.Shape) -> Any:
+        return lm.build_model(
+            shape,
+            tensor_model_parallel_size=self.layout.tensor,
+            context_parallel_size=self.layout.context,
+            sequence_parallel=self.layout.sequence,
+        )
+
+    def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
+        return lm.part_of(lm.make_pack(lengths, seed), self.layout.context, self.context.rank())
+
+    def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
+        values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
+        return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_slots=1, **values)
+
+
+def results(model: Any, grads: MainGrads, pack: lm.Pack) -> parity.Result:
+    """Return per-token losses and all gradients of this rank."""
+    grads.zero()
+    return lm.step(model, pack), grads.copy()

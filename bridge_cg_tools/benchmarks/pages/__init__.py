@@ -1,0 +1,1 @@
+"""Pages and plots that are written from records."""

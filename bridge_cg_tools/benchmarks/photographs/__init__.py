@@ -1,0 +1,1 @@
+"""Training of Qwen3-VL on photographs through Bridge's `pretrain()`."""

@@ -1,0 +1,1 @@
+"""Records of what was measured: their fields, their files, their origin."""

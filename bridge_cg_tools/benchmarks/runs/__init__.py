@@ -1,0 +1,1 @@
+"""Training runs in processes of their own."""

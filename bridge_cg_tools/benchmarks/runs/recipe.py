@@ -1,0 +1,80 @@
+"""A recipe of Bridge or preset of the plugin, built and trained."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.upstream.hooks.steps import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can start.
+
+    Attributes:
+        config: Bridge's configuration with everything applied.
+        mode: "pretrain" or "finetune".
+        step: Name of the forward step.
+        forward_step: The forward step.
+        summary: The resolved options, in words.
+    """
+
+    config: Any
+    mode: Mode
+    step: str
+    forward_step: Any
+    summary: str
+
+
+def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
+    """Build the recipe and apply everything to it.
+
+    Raises:
+        OptionError: There is no such recipe, field or step, or the options cannot work.
+    """
+    bridge_cg_plugin.activate()
+    from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, is_benchmark
+    from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
+
+    config = build_recipe(parsed.recipe)
+    options = apply_overrides(config, given_flags(parsed), words)
+    mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
+    step = parsed.step_func or step_name(parsed.recipe)
+    return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
+
+
+def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
+    """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
+    from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+    from bridge_cg_plugin.upstream.hooks.steps import train_function
+
+    # Bridge sets it to True, which takes the tokenizer's guard away: a forked data worker would wait for ever for
+    # threads that only its parent has.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    further = {"callbacks": list(callbacks)} if callbacks else {}
+    import torch
+
+    starts_the_groups = not torch.distributed.is_initialized()
+    with helper_as_shipped():
+        train_function(run.mode)(config=run.config, forward_step_func=run.forward_step, **further)
+    if starts_the_groups and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def require_gpu() -> None:
+    """Refuse to train where Bridge would stop in the middle of its start.
+
+    Raises:
+        OptionError: PyTorch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError("gpu", None, "an NVIDIA GPU that PyTorch sees", "Train where there is one, or add --dry-run.")

@@ -1,0 +1,100 @@
+"""The command line of run_recipe.py."""
+
+import argparse
+from collections.abc import Sequence
+
+from bridge_cg_plugin.options import OptionError, normalize
+from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
+from bridge_cg_tools.launch import LAUNCHERS, Job
+
+_JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
+
+
+def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line.
+
+    Args:
+        description: What its help says before the flags.
+    """
+    parser = argparse.ArgumentParser(
+        prog="run_recipe.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
+    run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
+    run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
+    run.add_argument("--dry-run", "--dry_run", action="store_true", help="print what the input resolves to and exit")
+    add_flags(parser)
+    start = parser.add_argument_group("launch")
+    start.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="none",
+        help="none: this process is the worker (alone, or under torchrun or srun); torchrun: start workers here; "
+        "slurm: submit through NeMo-Run",
+    )
+    start.add_argument("--nodes", type=int, default=1, metavar="N", help="machines, with slurm")
+    start.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=1, metavar="N", help="workers on each")
+    start.add_argument("--account", metavar="NAME", help="SLURM account")
+    start.add_argument("--partition", metavar="NAME", help="SLURM partition")
+    start.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="SLURM time limit")
+    start.add_argument(
+        "--experiment_name", "--experiment-name", default="bridge_cg", metavar="NAME", help="name of the SLURM job"
+    )
+    start.add_argument("--container_image", "--container-image", metavar="IMAGE", help="container of the SLURM job")
+    start.add_argument("--mount", action="append", default=[], metavar="A:B", help="path mounted into the container")
+    start.add_argument("--env", action="append", default=[], metavar="K=V", help="environment variable of the workers")
+    return parser
+
+
+def read(arguments: Sequence[str], description: str | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return parsed flags and the overrides after them.
+
+    Args:
+        arguments: The command line.
+        description: What the help says before the flags.
+
+    Raises:
+        OptionError: A flag does not exist, or its value alone cannot work. Nothing of upstream was imported.
+    """
+    parser = build_parser(description)
+    parsed, words = parser.parse_known_args(arguments)
+    for word in words:
+        if word.startswith("-"):
+            known = [spelling for flag in FLAGS for spelling in flag.spellings]
+            raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
+    normalize(given_flags(parsed))
+    return parsed, words
+
+
+def worker_arguments(given: Sequence[str]) -> list[str]:
+    """Return a command line without what only the launcher needs."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("launcher", *_JOB):
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), action="append")
+    return parser.parse_known_args(list(given))[1]
+
+
+def job_of(parsed: argparse.Namespace) -> Job:
+    """Return the job that a launcher starts.
+
+    Raises:
+        OptionError: An environment variable is not written as NAME=VALUE.
+    """
+    for variable in parsed.env:
+        if "=" not in variable:
+            raise OptionError("env", variable, "NAME=VALUE", "Correct it.")
+    return Job(
+        nodes=parsed.nodes,
+        gpus_per_node=parsed.gpus_per_node,
+        account=parsed.account,
+        partition=parsed.partition,
+        time=parsed.time,
+        name=parsed.experiment_name,
+        container_image=parsed.container_image,
+        mounts=tuple(parsed.mount),
+        environment=dict(variable.split("=", 1) for variable in parsed.env),
+    )

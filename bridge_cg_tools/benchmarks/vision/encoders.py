@@ -1,0 +1,98 @@
+"""Times and parity of the encoders beside Qwen3-VL's, eager and on graphs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bridge_cg_tools.benchmarks.models.encoders import Batch, Encoder, step
+from bridge_cg_tools.benchmarks.records.results import provenance
+
+GIB = 2**30
+SECONDS = 1.0  # no further repeat of a measurement begins after this long
+
+
+def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of every size of one encoder, eager and on graphs."""
+    from bridge_cg_tools.benchmarks.models import tower
+
+    model = encoder.build(layers)
+    grads = tower.MainGrads(model)
+    for case, size in encoder.sizes.items():
+        batch = encoder.make_batch(model, size, 1)
+        eager = _run(encoder, model, grads, batch)
+        noise = _differences(_run(encoder, model, grads, batch), eager)
+        common = {"case": f"{name}_{case}_{layers}layers", "tokens": batch.tokens, "images": batch.images}
+        eager_ms, fields = _times(encoder, model, batch, repeats)
+        yield {**common, "mode": "eager", "ratio": 1.0, **fields}
+        for mode in encoder.modes:
+            helper = _graphs(model, batch, "fast" if mode == "plugin_fast" else "exact")
+            found = _differences(_run(encoder, model, grads, batch), eager)
+            ms, fields = _times(encoder, model, batch, repeats)
+            statistics = helper.graphs.statistics()
+            yield {
+                **common,
+                "mode": mode,
+                "ratio": ms / eager_ms,
+                "forward_rel": found[0],
+                "forward_noise": noise[0],
+                "bit_equal": found[0] == 0.0,
+                "grad_rel": found[1],
+                "grad_noise": noise[1],
+                "memory_gb": statistics.memory_bytes / GIB,
+                "capture_s": statistics.capture_seconds,
+                "fallbacks": dict(statistics.fallbacks),
+                **fields,
+            }
+            helper.delete_cuda_graphs()
+
+
+def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
+    """Capture one bucket of exactly the batch's size; returns the helper."""
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+
+    options = VisionGraphOptions(
+        impl="transformer_engine",
+        buckets=(batch.tokens,),
+        kernels=kernels,
+        evaluation=False,
+        strict=True,
+        cost_fallback=False,
+    )
+    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+    helper.create_cudagraphs()
+    return helper
+
+
+def _run(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
+    """Run one step; returns the outputs and the gradients that say anything."""
+    grads.zero()
+    outputs = step(encoder, model, batch)
+    return outputs, [g for g, said in zip(grads.copy(), encoder.compared(model), strict=True) if said]
+
+
+def _differences(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> tuple[float, float]:
+    """Return the largest relative L2 difference of an output, and of a gradient."""
+    from bridge_cg_tools.benchmarks.models.tower import largest_relative
+
+    return largest_relative(found[0], expected[0]), largest_relative(found[1], expected[1])
+
+
+def _times(encoder: Encoder, model: Any, batch: Batch, repeats: int) -> tuple[float, dict[str, Any]]:
+    """Return the median in ms, and the fields that say how it was measured."""
+    from bridge_cg_tools.benchmarks.measuring.measure import median_times, profile
+
+    times = median_times(lambda between: step(encoder, model, batch, between), repeats, seconds=SECONDS)
+    kernels = profile(lambda: step(encoder, model, batch))
+    fields = {"ms": times.ms, "fwd_ms": times.fwd_ms, "host_ms": times.host_ms}
+    fields |= {"gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count, "families": kernels.families()}
+    return times.ms, {**fields, "top": [list(row) for row in kernels.largest(8)], **provenance(times.repeats, 1)}
+
+
+def print_record(r: dict[str, Any]) -> None:
+    """Print one record as a line."""
+    line = f"{r['case']:28} {r['mode']:11} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
+    line += f"busy {r['gpu_busy_ms']:.1f} ms, {r['kernels']} kernels"
+    if "forward_rel" in r:
+        line += f"; outputs {r['forward_rel']:.1e} (two eager runs {r['forward_noise']:.1e}), "
+        line += f"gradients {r['grad_rel']:.1e} ({r['grad_noise']:.1e}), {r['memory_gb']:.1f} GiB"
+    print(line, flush=True)
