@@ -323,7 +323,7 @@ class StatisticsKeeper(Callback):
             self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.replayed_steps}
         for helper in active_helpers():
             self.value = helper.graphs.statistics().as_dict()
-            self.checks = [(c.forward, c.gradient) for c in helper.graphs.checks]
+            self.checks = [(c.forward, c.gradient) for c in helper.graphs.workload.checks]
 
 
 class RankResults(Callback):

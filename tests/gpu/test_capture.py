@@ -85,7 +85,9 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     from bridge_cg_plugin.graphs.region import Region
 
     graphs = helper.graphs
-    region = Region(graphs._encoder_program(), graphs.executor, [Bucket(batch.tokens, (32, 784))], 1, False)
+    region = Region(
+        graphs.workload.planned.encoder_program(), graphs.executor, [Bucket(batch.tokens, (32, 784))], 1, False
+    )
     region.capture()
     assert region.captured
 

@@ -368,4 +368,4 @@ def test_sums_of_two_streams_share_no_memory():
 )
 def test_buckets_that_have_side_work(choices, tokens, expected):
     with graphs_on(new_tower(), capture=False, **choices) as graphs:
-        assert graphs._has_side_work(Bucket(tokens)) is expected
+        assert graphs.workload.planned.has_side_work(Bucket(tokens)) is expected

@@ -7,14 +7,12 @@ from torch import nn
 
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
-from .hugging_face import QWEN25_VL, SIGLIP
-from .qwen3_vl import QWEN3_VL, find_vision_model, holders
+from ..wrappers import holders
+from .qwen3_vl import QWEN3_VL
+from .qwen25_vl import QWEN25_VL
+from .siglip import SIGLIP
 
-# Where Bridge's models hold a tower of Hugging Face, the tower's class, and its family.
-TOWERS = (
-    ("visual", "Qwen2_5_VisionTransformerPretrainedModel", QWEN25_VL),
-    ("vision_tower", "SiglipVisionModel", SIGLIP),
-)
+ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP)
 
 
 class FoundEncoder(NamedTuple):
@@ -33,14 +31,11 @@ class FoundEncoder(NamedTuple):
 
 def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None:
     """Return the encoder of a model under any wrapper, None on a stage without one that graphs know."""
-    found = find_vision_model(chunks)
-    if found is not None:
-        return FoundEncoder(*found, QWEN3_VL)
-    for holder in holders(chunks):
-        for attribute, name, family in TOWERS:
-            for tower in (getattr(holder, attribute, None), holder):
-                if isinstance(tower, nn.Module) and name in {base.__name__ for base in type(tower).__mro__}:
-                    return FoundEncoder(tower, holder, family)
+    for family in ENCODERS:
+        for holder in holders(chunks):
+            model = family.find(holder)
+            if model is not None:
+                return FoundEncoder(model, holder, family)
     return None
 
 
@@ -50,7 +45,7 @@ def check_modules(options: VisionGraphOptions, family: EncoderFamily) -> None:
     Raises:
         OptionError: It has none.
     """
-    if not options.whole_encoder and family.pack_segments is None:
+    if not options.whole_encoder and family.layer_parts is None:
         raise OptionError(
             PROVIDER_FIELDS["modules"],
             list(options.modules),

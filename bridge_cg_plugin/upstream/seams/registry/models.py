@@ -102,7 +102,7 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("hf_config", "megatron_config"),
-        patched_by="encoders.qwen3_vl",
+        patched_by="encoders.qwen3_vl_patches",
     ),
     Seam(
         name="deepstack_forward",
@@ -143,7 +143,7 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("self",),
-        patched_by="encoders.qwen3_vl",
+        patched_by="encoders.qwen3_vl_patches",
     ),
     Seam(
         name="vision_padding_switch",

@@ -1,0 +1,163 @@
+"""What a module brings that runs on graphs: calls as batches, what to record, results. `GraphManager` has the rest."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from .buckets import Bucket
+from .changes.model_watch import NOTHING_EXEMPT, Exempt
+from .fallback import Fallback
+from .gradients import Reduction
+from .offloading import Offloading
+from .parts import CallSite
+from .program import RegionProgram
+from .rank_consensus import Alone, Peers
+from .recorder import Around
+from .region import Region
+from .slot import SharedInputs
+
+if TYPE_CHECKING:
+    from .manager import GraphManager
+
+ALONE = Alone()
+Eager = Callable[[], Any]
+
+
+class Call(NamedTuple):
+    """A call of the module's forward. A tuple: one is made for every replay.
+
+    Attributes:
+        batch: The microbatch; None where the call is not one that a graph could take.
+        refusal: Why no recording can serve the call, None where one may.
+        tokens: The microbatch's size; None where it is not known.
+        misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
+        counts: Whether the call counts as one that a failed capture left eager.
+    """
+
+    batch: Any
+    refusal: Fallback | None = None
+    tokens: int | None = None
+    misfit: str | None = None
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is around a module in a run.
+
+    Attributes:
+        slots: Microbatches between forward and backward at once.
+        before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+        exempt: What may change of the module without changing what it computes.
+        peers: Ranks that are on graphs together with this one or not at all.
+        twins: Those of them that share the module's layers, and so its buckets.
+    """
+
+    slots: int = 1
+    before_replay: Callable[[], None] | None = None
+    reduction: Reduction | None = None
+    exempt: Exempt = NOTHING_EXEMPT
+    peers: Peers = ALONE
+    twins: Peers = ALONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one region is made of.
+
+    Attributes:
+        program: The piece of the model.
+        buckets: What to record for.
+        site: Where a part of the module is called; None where the module's forward is the call.
+        evaluation: Also record forward-only graphs.
+        shared: Static inputs that it has in common with other regions.
+        offloading: Decides where activations are between forward and backward.
+        has_side_work: Whether a bucket's recordings have a side stream.
+        around: Entered around everything that is recorded.
+    """
+
+    program: RegionProgram
+    buckets: Sequence[Bucket]
+    site: CallSite | None = None
+    evaluation: bool = True
+    shared: SharedInputs | None = None
+    offloading: Offloading | None = None
+    has_side_work: Callable[[Bucket], bool] = lambda bucket: False
+    around: Around = nullcontext
+
+
+class Workload(ABC):
+    """One kind of module as `GraphManager` sees it. It belongs to one manager.
+
+    Attributes:
+        manager: The manager; set when it is made.
+        title: Names the graphs in reports.
+        noun: Names the module in messages.
+        group: Of the figures for loggers.
+        out_of_memory_remedy: What to do where a capture runs out of memory.
+        strict: Whether a failed capture raises instead of leaving the module eager.
+        counts_tokens: Whether the tokens of each training step are counted.
+        together: Whether parts of the module replay a microbatch all or none, in one slot.
+        around: Runs a call with the manager's `run` where more than one rank is needed for it; None where none is.
+    """
+
+    manager: GraphManager
+    title: str
+    noun: str
+    group: str
+    out_of_memory_remedy: str
+    strict: bool = False
+    counts_tokens: bool = False
+    together: bool = False
+    around: Callable[[Call, Eager], Any] | None = None
+
+    def attach(self, manager: GraphManager) -> None:
+        """Note whose workload this is; called once, before the module's first call."""
+        self.manager = manager
+
+    @abstractmethod
+    def read(self, *args: Any, **kwargs: Any) -> Call:
+        """Return what a call of the module's forward is, without reading the device."""
+
+    @abstractmethod
+    def observe(self, call: Call) -> None:
+        """Look at a call that runs eager before there are graphs."""
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Plan, and have the manager `record` what is planned. Any exception leaves the module eager."""
+
+    @abstractmethod
+    def captured(self) -> None:
+        """Tell what was recorded. Any exception leaves the module eager."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget what is known of recordings: they are gone."""
+
+    def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
+        """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""
+        return region.run(batch)
+
+    def run_eager(self, call: Call, eager: Eager) -> Any:
+        """Return what eager makes of the call."""
+        return eager()
+
+    @abstractmethod
+    def returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return what the module's own forward would return for a replay's outputs."""
+
+    @abstractmethod
+    def warmup_microbatches(self) -> int:
+        """Return how many microbatches were observed before capture."""
+
+    @abstractmethod
+    def notes(self) -> dict[str, str]:
+        """Return further lines of the report."""
