@@ -67,8 +67,6 @@ class GraphManager:
         self.reset()
         self._instance.restore()
 
-    # Dispatch
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""
         call = self.workload.read(*args, **kwargs)
@@ -143,8 +141,6 @@ class GraphManager:
         """Let gradients of an eager pass reach `main_grad` after replays."""
         for region in self._regions:
             region.clear()
-
-    # Plan and record
 
     def capture(self) -> bool:
         """Plan buckets and capture; returns whether graphs exist now.
@@ -252,8 +248,6 @@ class GraphManager:
         """Modules and the attributes of theirs that replay once graphs are captured."""
         return ((self.model, "forward"),) if self._parts is None else self._parts.replaced
 
-    # Steps
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the module eager inside, with the graphs kept for afterwards."""
@@ -289,8 +283,6 @@ class GraphManager:
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return any(region.adds_later(parameters) for region in self._regions)
-
-    # Report
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""

@@ -1,17 +1,16 @@
 """What a module brings that runs on graphs: calls as batches, what to record, results. `GraphManager` has the rest."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .buckets import Bucket
 from .changes.model_watch import NOTHING_EXEMPT, Exempt
+from .executor import Executor
 from .fallback import Fallback
 from .gradients import Reduction
 from .offloading import Offloading
@@ -21,9 +20,7 @@ from .rank_consensus import Alone, Peers
 from .recorder import Around
 from .region import Region
 from .slot import SharedInputs
-
-if TYPE_CHECKING:
-    from .manager import GraphManager
+from .statistics import RegionStatistics
 
 ALONE = Alone()
 Eager = Callable[[], Any]
@@ -93,6 +90,60 @@ class Piece:
     around: Around = nullcontext
 
 
+class Manager(Protocol):
+    """What a workload uses of its manager; see `GraphManager`.
+
+    Attributes:
+        model: The module.
+        executor: Makes recordings.
+        slots: Microbatches between forward and backward at once.
+        failure: Why the last capture failed, None if it did not.
+        step_number: Number of the training step under way, from 1.
+        peers: Ranks that are on graphs together with this one or not at all.
+        twins: Those of them that share the module's layers, and so its buckets.
+    """
+
+    model: nn.Module
+    executor: Executor
+    slots: int
+    failure: str | None
+    step_number: int
+    peers: Peers
+    twins: Peers
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs exist."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the module runs eager for a while."""
+
+    def run(self, call: Call, eager: Eager) -> Any:
+        """Replay a call where possible, else run it eager and count why."""
+
+    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+
+    def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager in the whole module."""
+
+    def capture(self) -> bool:
+        """Have the workload plan and capture; returns whether graphs exist now."""
+
+    def record(self, pieces: Sequence[Piece]) -> list[Region]:
+        """Capture pieces of the module between two steps; returns their regions."""
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Be in a training step."""
+
+    def statistics(self) -> RegionStatistics:
+        """Return what happened so far, over all regions."""
+
+
 class Workload(ABC):
     """One kind of module as `GraphManager` sees it. It belongs to one manager.
 
@@ -108,7 +159,7 @@ class Workload(ABC):
         around: Runs a call with the manager's `run` where more than one rank is needed for it; None where none is.
     """
 
-    manager: GraphManager
+    manager: Manager
     title: str
     noun: str
     group: str
@@ -118,7 +169,7 @@ class Workload(ABC):
     together: bool = False
     around: Callable[[Call, Eager], Any] | None = None
 
-    def attach(self, manager: GraphManager) -> None:
+    def attach(self, manager: Manager) -> None:
         """Note whose workload this is; called once, before the module's first call."""
         self.manager = manager
 

@@ -11,13 +11,12 @@ from ..announce import announce
 from ..attention_bounds import SIDE_WORK_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
-from ..graphs.manager import GraphManager
 from ..graphs.parts import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
-from ..graphs.workload import Piece
+from ..graphs.workload import Manager, Piece
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderFamily
@@ -52,7 +51,7 @@ class EncoderCapture:
         self._regions: list[Region] = []
         self._warmup_peak = 0
 
-    def capture(self, manager: GraphManager) -> None:
+    def capture(self, manager: Manager) -> None:
         """Capture; what takes more memory than allowed is captured again with a smaller largest bucket.
 
         Raises:
@@ -70,20 +69,20 @@ class EncoderCapture:
             limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
         raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self._options.memory_gb:g} GiB a slot")
 
-    def _prepare(self, manager: GraphManager) -> float:
+    def _prepare(self, manager: Manager) -> float:
         """Choose attention; returns the most tokens that a bucket may have on this rank."""
         self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         self.kernels.choose_attention()
         return self.plan.capacity_limit(manager.executor, self.encoder_program(), self.kernels.attends_directly)
 
-    def _record(self, manager: GraphManager, limit: float, headroom: float = 1.0) -> float:
+    def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self.buckets = self.plan.buckets(limit, headroom)
         self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
         return self._excess(manager.slots)
 
-    def _check_twins(self, manager: GraphManager) -> float:
+    def _check_twins(self, manager: Manager) -> float:
         if not manager.twins.agree(partial(self._digest, manager.slots)).same:
             raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
         return 0.0
@@ -92,7 +91,7 @@ class EncoderCapture:
         """Return a number that stands for the buckets, their order and the slots."""
         return digest(slots, *map(str, self._regions[0].buckets))
 
-    def _record_with_headroom(self, manager: GraphManager, limit: float) -> bool:
+    def _record_with_headroom(self, manager: Manager, limit: float) -> bool:
         """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
         fits = bool(manager.peers.agree(partial(self._fits_with_headroom, manager, limit)).smallest)
         if fits:
@@ -101,14 +100,14 @@ class EncoderCapture:
         announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self._options.headroom:g}")
         return False
 
-    def _fits_with_headroom(self, manager: GraphManager, limit: float) -> bool:
+    def _fits_with_headroom(self, manager: Manager, limit: float) -> bool:
         try:
             excess = self._record(manager, limit, self._options.headroom)
         except (OutOfMemoryInCapture, torch.OutOfMemoryError):
             return False
         return excess <= 1 and self._headroom_bytes() <= self._left_over(manager)
 
-    def _peak_bytes(self, manager: GraphManager) -> int:
+    def _peak_bytes(self, manager: Manager) -> int:
         device = manager.executor.device
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
@@ -116,7 +115,7 @@ class EncoderCapture:
         """Return what the graphs take beyond those of the largest size seen, which stand for eager's activations."""
         return self._memory_bytes() * (1 - 1 / self._options.headroom)
 
-    def _left_over(self, manager: GraphManager) -> float:
+    def _left_over(self, manager: Manager) -> float:
         """Return how many bytes of the device no warm-up step has needed, less a margin."""
         device = manager.executor.device
         if device.type != "cuda":
@@ -136,7 +135,7 @@ class EncoderCapture:
         """Return the whole encoder as a region."""
         return self._adapter.program(self._options.exact_below, self.kernels)
 
-    def _pieces(self, manager: GraphManager, capacities: Sequence[int]) -> list[Piece]:
+    def _pieces(self, manager: Manager, capacities: Sequence[int]) -> list[Piece]:
         """Return the whole encoder, or a part of every layer."""
         frames, options = self.plan.max_frames(), self._options
         if options.whole_encoder:
@@ -154,7 +153,7 @@ class EncoderCapture:
 
     def _piece(
         self,
-        manager: GraphManager,
+        manager: Manager,
         program: RegionProgram,
         buckets: Sequence[Bucket],
         site: CallSite | None = None,
@@ -175,7 +174,7 @@ class EncoderCapture:
             return options.streams == 2
         return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_WORK_UP_TO
 
-    def _offloading(self, manager: GraphManager) -> RegionOffloading | None:
+    def _offloading(self, manager: Manager) -> RegionOffloading | None:
         """Return what keeps a region's activations, None where they stay in the graphs' memory."""
         if not self._options.moves_activations:
             return None

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from ..attention_bounds import deterministic
 from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.manager import GraphManager
 from ..graphs.region import Region
-from ..graphs.workload import Call, Eager
+from ..graphs.workload import Call, Eager, Manager
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily
 from .check import CheckResult, ReplayCheck
@@ -34,7 +33,7 @@ class EncoderRuns:
 
     def __init__(
         self,
-        manager: GraphManager,
+        manager: Manager,
         options: VisionGraphOptions,
         family: EncoderFamily,
         adapter: EncoderAdapter,

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..graphs.buckets import BucketPlan
-from ..graphs.manager import GraphManager
 from ..graphs.region import Region
-from ..graphs.workload import Call, Eager, Workload
+from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import VisionGraphOptions
 from .adapter import EncoderFamily
 from .balance.calls import BalancedCalls
@@ -67,7 +66,7 @@ class VisionWorkload(Workload):
         self.exchange, self._clock = exchange, clock
         self.balanced: BalancedCalls | None = None
 
-    def attach(self, manager: GraphManager) -> None:
+    def attach(self, manager: Manager) -> None:
         """See `Workload`."""
         super().attach(manager)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)

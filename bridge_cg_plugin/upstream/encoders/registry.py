@@ -1,12 +1,16 @@
-"""The encoders that vision graphs know, and how one is found in a model."""
+"""The encoders that vision graphs have an adapter for, and how one is found in a model."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from torch import nn
 
+from ...announce import warn
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
+from ..seams.encoder_group import GROUP
 from ..wrappers import holders
 from .qwen3_vl import QWEN3_VL
 from .qwen25_vl import QWEN25_VL
@@ -29,9 +33,29 @@ class FoundEncoder(NamedTuple):
     family: EncoderFamily
 
 
+@cache
+def encoders() -> tuple[EncoderFamily, ...]:
+    """Return the encoders in the order in which they are looked for: those of other packages, then this package's."""
+    found = (_load(point) for point in entry_points(group=GROUP))
+    return (*(family for family in found if family is not None), *ENCODERS)
+
+
+def _load(point: EntryPoint) -> EncoderFamily | None:
+    """Return what an entry point names; one that fails is told and left out."""
+    try:
+        family = point.load()
+    except Exception as error:
+        warn(f"the encoder {point.value} of the entry point group {GROUP} cannot be imported: {error!r}")
+        return None
+    if isinstance(family, EncoderFamily):
+        return family
+    warn(f"{point.value} of the entry point group {GROUP} is {type(family).__name__}, not an EncoderFamily")
+    return None
+
+
 def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None:
     """Return the encoder of a model under any wrapper, None on a stage without one that graphs know."""
-    for family in ENCODERS:
+    for family in encoders():
         for holder in holders(chunks):
             model = family.find(holder)
             if model is not None:

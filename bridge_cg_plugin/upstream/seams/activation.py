@@ -65,6 +65,20 @@ def activate() -> None:
             patch_module(sys.modules[name])
 
 
+def patch_as_well(module: str, by: str) -> None:
+    """Patch a module that no release of upstream's has, now if it is imported, else when it is.
+
+    Args:
+        module: Its name.
+        by: Module of this package with the patches.
+    """
+    from wrapt import register_post_import_hook
+
+    if module not in PATCHED:
+        PATCHED[module] = (by,)
+        register_post_import_hook(patch_module, module)
+
+
 def before_deactivation(drop: Callable[[], None]) -> None:
     """Have a function called before patches are undone: it drops what runs by them."""
     _before_deactivation.append(drop)

@@ -8,6 +8,7 @@ from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraph
 from ...options.combinations.images import whole_language_model
 from ...options.deepstack import ALLREDUCE, splits_deepstack
 from ...options.language_model import IMPL
+from .encoder_group import other_providers
 from .registry import SEAMS
 from .registry.hugging_face import TOWER_PROVIDERS
 from .registry.models import QWEN3_VL
@@ -42,7 +43,9 @@ class Wish:
     @property
     def qwen3_vl_encoder(self) -> bool:
         """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
-        return self.options.vision.enabled and self.provider not in (QWEN25_VL, GEMMA3)
+        others = {QWEN25_VL, GEMMA3, *(provider for _, provider in other_providers())}
+        bases = {base.__name__ for base in type(self.model).__mro__}
+        return self.options.vision.enabled and others.isdisjoint(bases)
 
     @property
     def hybrid(self) -> bool:

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...graphs.manager import GraphManager
-from ...graphs.workload import Call, Eager
+from ...graphs.workload import Call, Eager, Manager
 from ..adapter import EncoderAdapter, EncoderBatch
 from .exchange import ImageExchange
 
@@ -20,7 +19,7 @@ class BalancedCalls:
         manager: Runs an encoder's call on this rank.
     """
 
-    def __init__(self, exchange: ImageExchange, adapter: EncoderAdapter, manager: GraphManager) -> None:
+    def __init__(self, exchange: ImageExchange, adapter: EncoderAdapter, manager: Manager) -> None:
         self._exchange, self._adapter, self._manager = exchange, adapter, manager
 
     def __call__(self, call: Call, eager: Eager) -> Any:
