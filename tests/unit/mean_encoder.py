@@ -1,42 +1,33 @@
-"""What a package beside the plugin brings for an encoder of its own: the model, and its one file of graphs."""
+"""What a package beside the plugin brings for an encoder of its own; docs/adding_an_encoder.md shows it."""
 
 import math
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bridge_cg_plugin.graphs.program import TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
 from bridge_cg_plugin.vision.adapter import EncoderFamily, encoder_call
 from bridge_cg_plugin.vision.batch import ImageBatch
 
-PATCHES, WIDTH = 4, 6
+PATCHES, WIDTH = 4, 6  # of one image
 
 
 class MeanTower(nn.Module):
-    """Embeds images `[images, PATCHES, WIDTH]`: what their patches have in common."""
+    """The encoder: embeds images `[images, PATCHES, WIDTH]`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = SimpleNamespace()
         self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.second(torch.tanh(self.first(images)).mean(1))
 
 
-class MeanModel(nn.Module):
-    """Holds the tower as a model of Bridge's would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.eyes = MeanTower()
-        self.config = self.eyes.config
-
-
 class MeanProgram:
-    """See `RegionProgram`."""
+    """The encoder over static buffers; see `RegionProgram`."""
 
     name = "mean_encoder"
 
@@ -53,10 +44,10 @@ class MeanProgram:
         return batch.tokens
 
     def refuse(self, batch, bucket):
-        return None
+        return None  # a batch that has no more tokens than the bucket may use it
 
     def load(self, buffers, batch):
-        write_rows(buffers["images"], batch.pixels)
+        write_rows(buffers["images"], batch.pixels)  # zeros behind them
 
     def load_example(self, buffers, bucket):
         buffers["images"].zero_()
@@ -75,7 +66,7 @@ class MeanProgram:
 
 
 class MeanAdapter:
-    """See `EncoderAdapter`."""
+    """Calls and results of the encoder; see `EncoderAdapter`."""
 
     unit, unit_of, deterministic_tokens = PATCHES, "one image", math.inf
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,21 @@ from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.hooks import provider_fields
 from bridge_cg_plugin.upstream.seams import activation, encoder_group
 
-from .mean_encoder import PATCHES, WIDTH, MeanModel
+from .mean_encoder import PATCHES, WIDTH, MeanTower
 from .towers import graphs_on, new_tower, poison
 
+ROOT = Path(__file__).resolve().parents[2]
 PROVIDER = "tests.unit.mean_provider.MeanProvider"
 BUCKETS = (PATCHES, 4 * PATCHES)
+
+
+class MeanModel(torch.nn.Module):
+    """Holds the tower as a model of Bridge's would."""
+
+    def __init__(self):
+        super().__init__()
+        self.eyes = MeanTower()
+        self.config = self.eyes.config
 
 
 def forget():
@@ -102,3 +113,9 @@ def test_its_provider_takes_the_options(installed, monkeypatch):
         patch.revert()
     with pytest.raises(TypeError):
         provider(vision_cuda_graph_impl="transformer_engine")
+
+
+def test_the_documentation_shows_the_file_as_it_is():
+    page = (ROOT / "docs/adding_an_encoder.md").read_text()
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert (ROOT / "tests/unit/mean_encoder.py").read_text().partition('"""\n\n')[2] == shown
