@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,11 @@ from .executor import Executor
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .parts import Parts
+from .piece import Piece, Surroundings
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics
-from .workload import Call, Eager, Piece, Surroundings, Workload
+from .workload import Call, Eager, Workload
 
 # Training steps whose tokens are kept, to see how far ranks are apart.
 LAST_STEPS = 100
@@ -52,7 +54,6 @@ class GraphManager:
         self.peers, self.twins = self.surroundings.peers, self.surroundings.twins
         self.failure: str | None = None
         self.step_number = 0
-        self._before_replay = self.surroundings.before_replay
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()
@@ -104,23 +105,26 @@ class GraphManager:
 
     def _run_parts(self, parts: Parts, call: Call, eager: Eager) -> Any:
         """Run the module's forward, whose parts replay: each as it can, or all of them in one slot."""
-        if not self.workload.together:
-            return self._run_eager(call, eager)
-        slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
-        if isinstance(slot, Fallback):
+        self._await_parameters()
+        if self.workload.together:
+            slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
+            if not isinstance(slot, Fallback):
+                return parts.run(call.batch, slot, eager)
             self._refuse(call, slot)
-            return self._run_eager(call, eager)
-        return self._run_eager(call, partial(parts.run, call.batch, slot, eager))
+        return self.workload.run_eager(call, eager)
 
     def _run_eager(self, call: Call, eager: Eager) -> Any:
-        """Run a call eager, once parameters are there as a replay waits for them.
+        self._await_parameters()
+        return self.workload.run_eager(call, eager)
+
+    def _await_parameters(self) -> None:
+        """Wait for the parameters before an eager pass as a replay does.
 
         Eager's own hooks could start to gather them in another order, and ranks of a data-parallel group share a
         communicator: one may replay, or have nothing to run, while another runs eager.
         """
-        if self._before_replay is not None:
-            self._before_replay()
-        return self.workload.run_eager(call, eager)
+        if self.surroundings.before_replay is not None:
+            self.surroundings.before_replay()
 
     def _look_on(self, call: Call) -> None:
         """Observe a call before capture, or count it as one that a failed capture left eager."""
@@ -172,7 +176,8 @@ class GraphManager:
         """
         sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.replaced]
         watch = self._followed(sites)
-        regions = [self._region(piece, watch) for piece in pieces]
+        around = replace(self.surroundings, slots=self.slots)
+        regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
         self._regions += regions
         for region in regions:
             region.capture()
@@ -188,24 +193,6 @@ class GraphManager:
             replaced = [(self.model, "forward"), *sites]
             self._watch = ModelWatch((self.model,), replaced, (self.model,), self.surroundings.exempt)
         return self._watch
-
-    def _region(self, piece: Piece, watch: ModelWatch) -> Region:
-        return Region(
-            piece.program,
-            self.executor,
-            piece.buckets,
-            self.slots,
-            piece.evaluation,
-            self._before_replay,
-            self.surroundings.reduction,
-            piece.shared,
-            offloading=piece.offloading,
-            has_side_work=piece.has_side_work,
-            watch=watch,
-            around=piece.around,
-            peers=self.peers,
-            strict=self.workload.strict,
-        )
 
     def reset(self) -> None:
         """Drop all graphs and their memory; the module runs eager again."""

@@ -1,63 +1,14 @@
 """Parts of a module as regions of their own, each replayed where an attribute of a submodule is called."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .fallback import Fallback
 from .instance import InstanceMethod
+from .piece import Answer, CallSite, ReadPart
 from .region import Region
-
-# Turns a part's outputs into what a call returns.
-Answer = Callable[[tuple[Tensor, ...]], Any]
-# Makes a part's batch from the hidden states and the other arguments that it is called with; None if there is none.
-ReadPart = Callable[[Tensor, Sequence[Any], Mapping[str, Any]], Any]
-
-
-def first(outputs: tuple[Tensor, ...]) -> Tensor:
-    """Return the first output."""
-    return outputs[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """A later call whose answer a replayed part has given already.
-
-    Attributes:
-        owner: Module whose attribute is called.
-        attribute: That attribute.
-        answer: Turns the part's outputs into what the call returns.
-    """
-
-    owner: nn.Module
-    attribute: str
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class CallSite:
-    """Where a part is called.
-
-    Attributes:
-        owner: Module whose attribute is called with the hidden states first.
-        attribute: That attribute.
-        answer: Turns the part's outputs into what the call returns.
-        followers: Calls after that one, each once, which the part answers too.
-        read: Makes the part's batch; None where parts replay together, from the batch that the module is called with.
-    """
-
-    owner: nn.Module
-    attribute: str
-    answer: Answer = first
-    followers: tuple[Follower, ...] = ()
-    read: ReadPart | None = None
-
-    @property
-    def replaced(self) -> list[tuple[nn.Module, str]]:
-        """The modules and attributes of theirs that the part stands in for."""
-        return [(self.owner, self.attribute), *((f.owner, f.attribute) for f in self.followers)]
 
 
 class _Chosen(NamedTuple):

@@ -2,27 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from .buckets import Bucket
-from .changes.model_watch import NOTHING_EXEMPT, Exempt
 from .executor import Executor
 from .fallback import Fallback
-from .gradients import Reduction
-from .offloading import Offloading
-from .parts import CallSite
-from .program import RegionProgram
-from .rank_consensus import Alone, Peers
-from .recorder import Around
+from .piece import Piece
+from .rank_consensus import Peers
 from .region import Region
-from .slot import SharedInputs
 from .statistics import RegionStatistics
 
-ALONE = Alone()
 Eager = Callable[[], Any]
 
 
@@ -42,52 +33,6 @@ class Call(NamedTuple):
     tokens: int | None = None
     misfit: str | None = None
     counts: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What is around a module in a run.
-
-    Attributes:
-        slots: Microbatches between forward and backward at once.
-        before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
-        reduction: What waits for gradients; None hands every gradient over to autograd.
-        exempt: What may change of the module without changing what it computes.
-        peers: Ranks that are on graphs together with this one or not at all.
-        twins: Those of them that share the module's layers, and so its buckets.
-    """
-
-    slots: int = 1
-    before_replay: Callable[[], None] | None = None
-    reduction: Reduction | None = None
-    exempt: Exempt = NOTHING_EXEMPT
-    peers: Peers = ALONE
-    twins: Peers = ALONE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one region is made of.
-
-    Attributes:
-        program: The piece of the model.
-        buckets: What to record for.
-        site: Where a part of the module is called; None where the module's forward is the call.
-        evaluation: Also record forward-only graphs.
-        shared: Static inputs that it has in common with other regions.
-        offloading: Decides where activations are between forward and backward.
-        has_side_work: Whether a bucket's recordings have a side stream.
-        around: Entered around everything that is recorded.
-    """
-
-    program: RegionProgram
-    buckets: Sequence[Bucket]
-    site: CallSite | None = None
-    evaluation: bool = True
-    shared: SharedInputs | None = None
-    offloading: Offloading | None = None
-    has_side_work: Callable[[Bucket], bool] = lambda bucket: False
-    around: Around = nullcontext
 
 
 class Manager(Protocol):

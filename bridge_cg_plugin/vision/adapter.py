@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..graphs.fallback import Fallback
 from ..graphs.inputs import want_gradients
-from ..graphs.parts import CallSite
+from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
 from .host_grids import HostGrids

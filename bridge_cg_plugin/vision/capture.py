@@ -11,12 +11,12 @@ from ..announce import announce
 from ..attention_bounds import SIDE_WORK_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
-from ..graphs.parts import CallSite
+from ..graphs.piece import CallSite, Piece
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
-from ..graphs.workload import Manager, Piece
+from ..graphs.workload import Manager
 from ..offload.offloading import RegionOffloading, policy_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderFamily

@@ -46,7 +46,7 @@ for module in attentions:  # what stands in for Transformer Engine's on a CPU, s
 direct_attention.is_te_attention = attentions.__contains__
 pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
 bucket = Bucket(40, (8, 32))
-program = Qwen3VLEncoder(tower, pack_segments)
+program = Qwen3VLEncoder(tower)
 buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in program.input_specs(bucket).items()}
 program.load(buffers, VisionBatch(pixels.half(), grid, ((1, 4, 6), (2, 2, 2))))
 rows = 32 // tower.config.spatial_merge_size**2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.manager import GraphManager
-from bridge_cg_plugin.graphs.parts import CallSite
-from bridge_cg_plugin.graphs.workload import Call, Piece, Surroundings, Workload
+from bridge_cg_plugin.graphs.piece import CallSite, Piece, Surroundings
+from bridge_cg_plugin.graphs.workload import Call, Workload
 
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ...graphs.fallback import Fallback
-from ...graphs.parts import CallSite
+from ...graphs.piece import CallSite
 from .program import Run
 
 

@@ -13,9 +13,10 @@ from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.inputs import want_gradients
+from ...graphs.piece import Piece
 from ...graphs.rank_consensus import digest
 from ...graphs.slot import SharedInputs
-from ...graphs.workload import Call, Piece, Workload
+from ...graphs.workload import Call, Workload
 from ...offload.offloading import RegionOffloading, policy_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ...announce import announce
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
-from ...graphs.workload import Call, Piece, Workload
+from ...graphs.piece import Piece
+from ...graphs.workload import Call, Workload
 from .microbatch import Microbatch, read_call
 from .program import LanguageModel, Recording
 

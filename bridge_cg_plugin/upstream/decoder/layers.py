@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ...graphs.errors import CaptureError
-from ...graphs.parts import CallSite, Follower
+from ...graphs.piece import CallSite, Follower
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.decoder import DecoderPart
 from ...language.packed.layout import document_indices

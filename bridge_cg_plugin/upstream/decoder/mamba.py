@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
-from ...graphs.parts import CallSite
+from ...graphs.piece import CallSite
 from ...language.packed.decoder import DecoderPart
 from ...language.packed.program import RecordedPack
 from ...options import OptionError

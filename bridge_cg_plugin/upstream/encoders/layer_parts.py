@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
 from ...graphs.inputs import want_gradients
-from ...graphs.parts import CallSite
+from ...graphs.piece import CallSite
 from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.segments import fill_one_segment, write_offsets

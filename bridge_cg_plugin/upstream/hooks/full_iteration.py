@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.workload import Surroundings
+from ...graphs.piece import Surroundings
 from ...language.whole_model.workload import LanguageModelWorkload
 from ...upstream_types import UpstreamModule
 from ..attributes import replaced

@@ -9,7 +9,7 @@ from torch import nn
 from ...graphs.executor import Executor
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
-from ...graphs.workload import Surroundings
+from ...graphs.piece import Surroundings
 from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options
 from ...options.migration import module_names

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...graphs.executor import Executor
 from ...graphs.manager import GraphManager
-from ...graphs.workload import Surroundings
+from ...graphs.piece import Surroundings
 from ...options import VisionGraphOptions, check_combinations, vision_options
 from ...vision.host_grids import HostGrids
 from ...vision.workload import VisionWorkload
