@@ -72,8 +72,8 @@ class GraphManager:
         """The module's forward: a replay where possible, eager otherwise."""
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
-        around = self.workload.around
-        return self.run(call, eager) if around is None else around(call, eager)
+        balanced = self.workload.balanced
+        return self.run(call, eager) if balanced is None else balanced(call, eager)
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""

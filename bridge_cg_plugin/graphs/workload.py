@@ -101,7 +101,7 @@ class Workload(ABC):
         strict: Whether a failed capture raises instead of leaving the module eager.
         counts_tokens: Whether the tokens of each training step are counted.
         together: Whether parts of the module replay a microbatch all or none, in one slot.
-        around: Runs a call with the manager's `run` where more than one rank is needed for it; None where none is.
+        balanced: Runs a call with the manager's `run` where other ranks may do its work; None where none does.
     """
 
     manager: Manager
@@ -112,7 +112,7 @@ class Workload(ABC):
     strict: bool = False
     counts_tokens: bool = False
     together: bool = False
-    around: Callable[[Call, Eager], Any] | None = None
+    balanced: Callable[[Call, Eager], Any] | None = None
 
     def attach(self, manager: Manager) -> None:
         """Note whose workload this is; called once, before the module's first call."""

@@ -36,7 +36,6 @@ class VisionWorkload(Workload):
         adapter: The encoder's.
         planned: What is captured, and how.
         runs: How a microbatch is replayed or run eager.
-        balanced: Runs calls whose images other ranks may encode; None where images stay on their ranks.
     """
 
     title = "vision CUDA graphs"
@@ -71,7 +70,7 @@ class VisionWorkload(Workload):
         super().attach(manager)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
         if self.exchange is not None:
-            self.around = self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
+            self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
 
     @property
     def buckets(self) -> BucketPlan | None:

@@ -39,7 +39,7 @@ GROUPS = (
     batches,
     provider_fields,
     deepstack,
-    qwen3_vl,
+    qwen3_vl_patches,
     performance,
     virtual_stages,
 )
