@@ -160,8 +160,8 @@ class Fallback(StrEnum):
     )
     OTHER_BATCH = (
         "other_batch",
-        "pixels and grid do not fit each other as a graph needs it, but eager takes them: images of another size with "
-        "Gemma 3, empty grid rows with Qwen2.5-VL, one patch for a whole grid with Qwen3-VL",
+        "pixels and grid do not fit each other as a graph needs it, but eager takes them: images of another size where "
+        "all have one, empty grid rows, one patch for a whole grid",
         "use the model's processor",
     )
     OTHER_SHAPES = (

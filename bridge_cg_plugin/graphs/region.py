@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Hashable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,17 +18,15 @@ from .changes.sources import LASTING, Sources
 from .errors import CaptureError, PeerFailed, named
 from .executor import Executor
 from .fallback import Fallback
-from .gradients import NO_BACKWARD, Reduction
-from .offloading import Offloading
-from .program import RegionProgram
-from .rank_consensus import Alone, Peers
-from .recorder import Around, Recorder
+from .gradients import NO_BACKWARD
+from .piece import ALONE, Piece, Surroundings
+from .rank_consensus import Alone
+from .recorder import Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
-from .slot import SharedInputs, Slot
+from .slot import Slot
 from .statistics import BucketStatistics, RegionStatistics
 
-ALONE = Alone()
 FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
 
 
@@ -51,19 +49,10 @@ class Region:
     that lasts, or memory that was moved, gets recordings when the next batch asks for them.
 
     Args:
-        program: The piece of the model.
+        piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first.
         executor: Makes the recordings.
-        buckets: What to record for. A batch takes the first that accepts it, so cheaper ones come first.
-        slots: Microbatches that may be between their forward and their backward at once.
-        evaluation: Also record forward-only graphs.
-        before_replay: Called before each replay; waits for parameters that are gathered while training runs.
-        reduction: What waits for gradients; None hands every gradient over to autograd.
-        shared: Static inputs that it has in common with other regions.
-        offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
-        has_side_work: Whether a bucket's recordings have a side stream; see `SideWork`.
+        surroundings: What is around the model in this run.
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
-        around: Entered around everything that is recorded.
-        peers: Ranks that record together with this one or not at all, once graphs exist.
         strict: Whether a recording that fails raises once graphs exist.
 
     Raises:
@@ -72,40 +61,32 @@ class Region:
 
     def __init__(
         self,
-        program: RegionProgram,
+        piece: Piece,
         executor: Executor,
-        buckets: Sequence[Bucket],
-        slots: int = 1,
-        evaluation: bool = True,
-        before_replay: Callable[[], None] | None = None,
-        reduction: Reduction | None = None,
-        shared: SharedInputs | None = None,
-        offloading: Offloading | None = None,
-        has_side_work: Callable[[Bucket], bool] = lambda bucket: False,
+        surroundings: Surroundings | None = None,
         watch: ModelWatch | None = None,
-        around: Around = nullcontext,
-        peers: Peers = ALONE,
         strict: bool = False,
     ) -> None:
-        if not buckets or min(buckets).tokens < 1:
-            raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in buckets]}")
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, got {slots}")
-        self.program = program
+        around = surroundings or Surroundings()
+        if not piece.buckets or min(piece.buckets).tokens < 1:
+            raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
+        if around.slots < 1:
+            raise ValueError(f"slots must be at least 1, got {around.slots}")
+        self.program = piece.program
         self.executor = executor
-        self.buckets = tuple(dict.fromkeys(buckets))
-        self.slot_count = slots
-        self.evaluation = evaluation
+        self.buckets = tuple(dict.fromkeys(piece.buckets))
+        self.slot_count = around.slots
+        self.evaluation = piece.evaluation
         self.statistics = RegionStatistics()
-        self._before_replay, self._reduction = before_replay, reduction
-        self._offloading, self._peers, self._strict = offloading, peers, strict
+        self._before_replay, self._reduction = around.before_replay, around.reduction
+        self._offloading, self._peers, self._strict = piece.offloading, around.peers, strict
         self._watch, self._given_watch = watch, watch
         self._new_recorder = partial(
             Recorder,
-            around=around,
-            shared=shared,
-            offloading=offloading,
-            has_side_work=has_side_work,
+            around=piece.around,
+            shared=piece.shared,
+            offloading=piece.offloading,
+            has_side_work=piece.has_side_work,
         )
         self._made: _Made | None = None
         self._slots: list[Slot] = []

@@ -1,5 +1,7 @@
 """Modules in which Megatron wraps a model."""
 
+from collections.abc import Iterator, Sequence
+
 from torch import nn
 
 WRAPPER_DEPTH = 8
@@ -15,3 +17,13 @@ def unwrapped(model: nn.Module) -> list[nn.Module]:
             break
         model = inner
     return found
+
+
+def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
+    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
+        for module in unwrapped(chunk):
+            yield module
+            inner = getattr(module, "model", None)
+            if isinstance(inner, nn.Module):
+                yield inner

@@ -5,17 +5,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..graphs.fallback import Fallback
 from ..graphs.inputs import want_gradients
+from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
-from .batch import BatchError
+from ..graphs.workload import Call
 from .host_grids import HostGrids
 
-# Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
-PackSegments = Callable[[Tensor, int], Any]
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
@@ -43,41 +41,22 @@ class EncoderBatch(Protocol):
         """Return a batch with tensors of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderCall:
-    """A call of the encoder's forward.
+def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None) -> Call:
+    """Return a call of an encoder's forward.
 
-    Attributes:
+    Args:
         batch: The microbatch.
         usual: Whether everything else about the call is as recordings are made.
         misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
     """
-
-    batch: Any
-    usual: bool
-    misfit: str | None = None
-
-    @property
-    def refusal(self) -> Fallback | None:
-        """The reason to count where no recording can serve the call, None where one may."""
-        if not self.usual:
-            return Fallback.CALL_ARGUMENTS
-        if self.misfit is not None:
-            return Fallback.OTHER_BATCH
-        return Fallback.INPUT_GRADIENTS if want_gradients((self.batch.pixels,)) else None
-
-    def run(self, eager: Callable[[], Any]) -> Any:
-        """Return what eager makes of the call.
-
-        Raises:
-            BatchError: The batch is a misfit and eager refuses it.
-        """
-        try:
-            return eager()
-        except Exception as error:
-            if self.misfit is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise BatchError(self.misfit) from error
+    refusal = None
+    if not usual:
+        refusal = Fallback.CALL_ARGUMENTS
+    elif misfit is not None:
+        refusal = Fallback.OTHER_BATCH
+    elif want_gradients((batch.pixels,)):
+        refusal = Fallback.INPUT_GRADIENTS
+    return Call(batch, refusal, batch.tokens, misfit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +95,7 @@ class EncoderAdapter(Protocol):
     unit_of: str
     deterministic_tokens: float
 
-    def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> EncoderCall:
+    def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> Call:
         """Return what a call of the encoder's forward with these arguments is.
 
         Raises:
@@ -146,6 +125,25 @@ class EncoderAdapter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPart:
+    """A part of one layer as a region of its own.
+
+    Attributes:
+        program: The part.
+        site: Where the layer calls it.
+        limits: Returns a bucket's limits for the most frames that any bucket takes.
+    """
+
+    program: RegionProgram
+    site: CallSite
+    limits: Callable[[int], tuple[int, ...]]
+
+
+# Called with the encoder, "attn" or "mlp", `vision_cuda_graph_exact_below` and the kernels of recorded work.
+LayerParts = Callable[[nn.Module, str, int, RecordingKernels], Sequence[LayerPart]]
+
+
+@dataclass(frozen=True, slots=True)
 class OtherAttention:
     """Attention in the place of Transformer Engine's.
 
@@ -167,6 +165,8 @@ class EncoderFamily:
 
     Attributes:
         name: For messages.
+        find: Returns the encoder that a module holds, or the module where it is one; None elsewhere. A model's modules
+            are asked in turn, under wrappers.
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
@@ -175,13 +175,14 @@ class EncoderFamily:
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
-        pack_segments: Builds attention metadata for the attention or the MLP of every megatron-core layer of
-            `model.decoder` as a region of its own; None where the encoder has no such layers.
+        layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
+            layers have no such parts.
         movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
         driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
     """
 
     name: str
+    find: Callable[[nn.Module], nn.Module | None]
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
@@ -190,6 +191,6 @@ class EncoderFamily:
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
-    pack_segments: PackSegments | None = None
+    layer_parts: LayerParts | None = None
     movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False

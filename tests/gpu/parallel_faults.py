@@ -26,7 +26,7 @@ def second_rank_cannot_capture() -> None:
 
 def second_rank_cannot_warm_up() -> None:
     """Let rank 1 fail inside a warm-up pass, between two collectives that the other rank has as well."""
-    from bridge_cg_plugin.vision.encoders.qwen3_vl import Qwen3VLEncoder
+    from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 
     original = Qwen3VLEncoder.forward
 

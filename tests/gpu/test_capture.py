@@ -7,6 +7,8 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 
+from ..regions import new_region
+
 
 def usable(tower_module, model, batch) -> bool:
     """Whether eager training and random numbers work."""
@@ -82,10 +84,9 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     tower_module.step(model, batch)
     helper = graphs_of(capture=False, buckets=(batch.tokens,), max_frames=32)
     from bridge_cg_plugin.graphs.buckets import Bucket
-    from bridge_cg_plugin.graphs.region import Region
 
-    graphs = helper.graphs
-    region = Region(graphs._encoder_program(), graphs.executor, [Bucket(batch.tokens, (32, 784))], 1, False)
+    program = helper.graphs.workload.planned.encoder_program()
+    region = new_region(program, helper.graphs.executor, [Bucket(batch.tokens, (32, 784))], evaluation=False)
     region.capture()
     assert region.captured
 

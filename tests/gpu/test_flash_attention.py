@@ -104,7 +104,7 @@ def test_a_tower_is_as_near_to_fp32_as_eager(tower_module, model, grads, graphs_
     original = flash.flash_attention
     monkeypatch.setattr(flash, "flash_attention", lambda *args: (calls.append(args[4]), original(*args))[1])
     helper = graphs_of(buckets=(1024, 2048), modules=modules, max_frames=48, attention="flash")
-    assert calls and helper.graphs.attention == "flash"
+    assert calls and helper.graphs.workload.attention == "flash"
     for grid in ([(1, 28, 28)], [(1, 32, 32)], [(1, 40, 36), (1, 20, 20)], [(8, 10, 14)]):
         batches = [tower_module.make_batch(grid, model, seed=seed) for seed in range(3)]
         with helper.graphs.paused():

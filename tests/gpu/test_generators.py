@@ -8,8 +8,9 @@ from torch.nn import functional
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
-from bridge_cg_plugin.graphs.region import Region
 from tests.rows_program import RowsProgram
+
+from ..regions import new_region
 
 WIDTH, TOKENS = 16, 64
 
@@ -41,7 +42,9 @@ def region():
     generator = torch.cuda.default_generators[torch.cuda.current_device()].clone_state()
     generator.manual_seed(7)
     executor = CudaGraphExecutor(generators=lambda: (generator,))
-    return Region(RowsProgram(Dropping(generator), (WIDTH,), outputs=2), executor, [Bucket(TOKENS)], evaluation=False)
+    return new_region(
+        RowsProgram(Dropping(generator), (WIDTH,), outputs=2), executor, [Bucket(TOKENS)], evaluation=False
+    )
 
 
 def assert_draws_anew(region):

@@ -10,7 +10,6 @@ from torch import nn
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
-from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
@@ -19,6 +18,8 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.offload.replays import copies
 from tests.saving import Saver, SaverProgram, batch_of, results
+
+from ..regions import new_region
 
 GRID = [(1, 32, 32), (1, 28, 28)]
 EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 65536}
@@ -168,7 +169,9 @@ def saver_region(model, tokens=256, slots=1, offloaded=True, **executor):
     made = CudaGraphExecutor(**executor)
     policy = Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1)
     offloading = RegionOffloading(policy, slots, made.device) if offloaded else None
-    region = Region(SaverProgram(model), made, [Bucket(tokens)], slots, evaluation=False, offloading=offloading)
+    region = new_region(
+        SaverProgram(model), made, [Bucket(tokens)], slots=slots, evaluation=False, offloading=offloading
+    )
     region.capture()
     return region
 

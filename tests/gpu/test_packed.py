@@ -48,7 +48,7 @@ def fp32(gpt):
 def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
     far = {}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
-        reads = graphs.host.device_reads
+        reads = graphs.workload.host.device_reads
         for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
             pack = lm.make_pack(lengths, seed)
             found = assert_eagers(gpt, graphs, pack, name)
@@ -58,7 +58,9 @@ def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
                 exact = fp32.results(pack)
                 far[name] = parity.distances(found, exact), parity.distances(own, exact)
         assert not graphs.statistics().fallbacks, graphs.statistics().fallbacks
-        assert graphs.host.device_reads == reads, f"{graphs.host.device_reads - reads} offsets read from the device"
+        assert graphs.workload.host.device_reads == reads, (
+            f"{graphs.workload.host.device_reads - reads} offsets read from the device"
+        )
     assert_as_near_to_fp32(far)
 
 

@@ -75,11 +75,13 @@ def deterministic_algorithms():
 
 def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms):
     with graphs_on(hybrid.model, lm.make_pack((500, 200))) as graphs:
-        reads = graphs.host.device_reads
+        reads = graphs.workload.host.device_reads
         for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
             assert_eagers(hybrid, graphs, lm.make_pack(lengths, seed), name)
         assert not graphs.statistics().fallbacks, graphs.statistics().fallbacks
-        assert graphs.host.device_reads == reads, f"{graphs.host.device_reads - reads} offsets read from the device"
+        assert graphs.workload.host.device_reads == reads, (
+            f"{graphs.workload.host.device_reads - reads} offsets read from the device"
+        )
 
 
 @pytest.mark.alone

@@ -114,7 +114,7 @@ for case in ("plain", "shared norm", "frozen"):
         if offloaded:
             offloading._transfers = LateTransfers()
         program = Program(tower, (1, WIDTH), outputs=2)
-        region = Region(program, ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
+        region = new_region(program, ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
         region.capture()
         for repeat in range(2):
             outputs = region.run(x)

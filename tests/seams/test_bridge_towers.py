@@ -9,8 +9,9 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
-from bridge_cg_plugin.upstream.encoders.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop

@@ -130,7 +130,7 @@ def scheduled_gradients(model, graphs):
     for _ in range(1 + graphs):
         reports, _ = trainer.step(microbatches())
     if graphs:
-        assert (CURRENT.graphs.replayed_steps, dict(CURRENT.graphs.statistics().fallbacks)) == (1, {})
+        assert (CURRENT.graphs.workload.replayed_steps, dict(CURRENT.graphs.statistics().fallbacks)) == (1, {})
         CURRENT.end()
     return sum(report[0].item() for report in reports), finalized(model, "main_grad")
 

@@ -7,14 +7,13 @@ import inspect
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.vision.adapter import OtherAttention
-from bridge_cg_plugin.vision.manager import VisionGraphs
+from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
@@ -29,7 +28,7 @@ from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
 from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
 from bridge_cg_plugin.vision.batch import VisionBatch
-from bridge_cg_plugin.vision.encoders.qwen3_vl import Qwen3VLEncoder
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 from bridge_cg_plugin.graphs.buckets import Bucket
 from tests.interpreted import prepare
 from tests.segment_plans import use_reference_plans
@@ -47,7 +46,7 @@ for module in attentions:  # what stands in for Transformer Engine's on a CPU, s
 direct_attention.is_te_attention = attentions.__contains__
 pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
 bucket = Bucket(40, (8, 32))
-program = Qwen3VLEncoder(tower, pack_segments)
+program = Qwen3VLEncoder(tower)
 buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in program.input_specs(bucket).items()}
 program.load(buffers, VisionBatch(pixels.half(), grid, ((1, 4, 6), (2, 2, 2))))
 rows = 32 // tower.config.spatial_merge_size**2
@@ -220,9 +219,9 @@ def chosen(attention, direct=None, flash=None):
         flash_attention=OtherAttention(refusal=lambda: flash),
     )
     options = VisionGraphOptions(impl="transformer_engine", attention=attention)
-    graphs = VisionGraphs(new_tower(), options, family, ReferenceExecutor())
-    graphs._choose_attention()
-    return graphs.attention
+    kernels = RecordedKernels(options, family)
+    kernels.choose_attention()
+    return kernels.attention
 
 
 def test_auto_attends_directly_where_it_can_and_says_nothing(capsys):
@@ -249,7 +248,7 @@ def test_what_was_not_asked_for_is_not_looked_for():
         ("transformer_engine", dataclasses.replace(QWEN3_VL, direct_attention=others, flash_attention=others)),
     ):
         options = VisionGraphOptions(impl="transformer_engine", attention=attention)
-        VisionGraphs(new_tower(), options, family, ReferenceExecutor())._choose_attention()
+        RecordedKernels(options, family).choose_attention()
 
 
 @pytest.mark.parametrize(("direct", "instead"), [(None, "cuDNN's, called directly"), ("none", "Transformer Engine's")])

@@ -62,7 +62,7 @@ def test_losses_and_gradients_equal_eager(tied):
     assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
     poison()
     assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2, 4)])
-    assert (CURRENT.graphs.steps, CURRENT.graphs.replayed_steps) == (4, 3)
+    assert (CURRENT.graphs.workload.steps, CURRENT.graphs.workload.replayed_steps) == (4, 3)
     assert not CURRENT.graphs.statistics().fallbacks
     assert all(graphs.parallel.arrived)
     assert "3 of 4 training steps replayed every microbatch" in CURRENT.graphs.report()
@@ -76,7 +76,7 @@ def test_losses_and_gradients_equal_eager(tied):
 def test_what_warm_up_did_not_show_replays_too(warm, then):
     eager, graphs = pair()
     assert_steps_equal(eager, graphs, [samples(warm), samples(then, 5), samples(then, 9)])
-    assert CURRENT.graphs.replayed_steps == 2
+    assert CURRENT.graphs.workload.replayed_steps == 2
 
 
 def test_the_hooks_of_data_parallelism_fire_as_in_eager():
@@ -99,7 +99,7 @@ def test_a_frozen_part(frozen):
         trainers.append(Trainer(model, graphs=graphs))
     assert_steps_equal(*trainers, [samples(MIX, step) for step in range(3)])
     assert len(trainers[1].trained) > 5 and all(p.main_grad.any() for p in trainers[1].trained)
-    assert CURRENT.graphs.replayed_steps == 2
+    assert CURRENT.graphs.workload.replayed_steps == 2
 
 
 def test_beside_vision_graphs():
@@ -108,7 +108,7 @@ def test_beside_vision_graphs():
     with graphs_on(vision, buckets=(16, 32, 64)) as encoder:
         assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
         assert encoder.statistics().replays == 9
-    assert CURRENT.graphs.replayed_steps == 2
+    assert CURRENT.graphs.workload.replayed_steps == 2
 
 
 def test_evaluation_replays_forward_only():
@@ -118,7 +118,7 @@ def test_evaluation_replays_forward_only():
     assert_steps_equal(eager, graphs, [samples(MIX, 9)])
     counts = CURRENT.graphs.statistics()
     assert sum(b.evaluations for b in counts.buckets.values()) == 2
-    assert (CURRENT.graphs.steps, CURRENT.graphs.replayed_steps) == (3, 2)
+    assert (CURRENT.graphs.workload.steps, CURRENT.graphs.workload.replayed_steps) == (3, 2)
 
 
 def test_evaluation_before_training_captures_nothing():
@@ -140,7 +140,7 @@ def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
     mixed = [sample(TWO, 4), double, sample(TEXT, 5)]
     assert_steps_equal(eager, graphs, [samples(MIX), mixed, mixed])
     assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 2}
-    assert CURRENT.graphs.replayed_steps == 0
+    assert CURRENT.graphs.workload.replayed_steps == 0
 
 
 def test_a_call_without_embeddings_runs_eager_and_is_counted():
@@ -178,7 +178,7 @@ def test_capture_follows_the_warm_up_steps_and_at_least_one(warmup_steps, replay
         graphs = Trainer(build(), graphs=True, warmup_steps=warmup_steps)
     for step in range(4):
         graphs.step(samples([ONE], step))
-    assert CURRENT.graphs.replayed_steps == replayed
+    assert CURRENT.graphs.workload.replayed_steps == replayed
 
 
 def test_deactivate_gives_everything_back():

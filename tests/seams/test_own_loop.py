@@ -10,7 +10,7 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import PATCHES
+from bridge_cg_plugin.upstream.encoders.qwen3_vl_patches import PATCHES
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop

@@ -81,7 +81,7 @@ def test_steps_and_the_end_of_training_reach_the_decoder(active):
 
         step = next(p.make for p in train_loop.PATCHES if p.name == "train_step")(lambda model, global_state: None)
         step([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
-        assert graphs._step == 1
+        assert graphs.step_number == 1
         active[TRAIN]._delete_cuda_graphs(None)
         assert "forward" not in vars(model.decoder) and not active_helpers()
 

@@ -7,7 +7,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl
+from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
     batches,
     full_iteration,
@@ -39,7 +39,7 @@ GROUPS = (
     batches,
     provider_fields,
     deepstack,
-    qwen3_vl,
+    qwen3_vl_patches,
     performance,
     virtual_stages,
 )

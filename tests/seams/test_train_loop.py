@@ -77,7 +77,7 @@ def test_every_step_is_counted_once(helper):
     state = SimpleNamespace(cfg=SimpleNamespace(model=None))
     assert step([], state, two=2) == ([], state, 2)
     step([], global_state=state)
-    assert helper.graphs._step == 2
+    assert helper.graphs.step_number == 2
 
 
 class Writer:

@@ -4,15 +4,15 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.graphed_module import GraphedModule
-from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.manager import GraphManager
+from bridge_cg_plugin.graphs.piece import CallSite, Piece, Surroundings
+from bridge_cg_plugin.graphs.workload import Call, Workload
 
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
@@ -93,46 +93,49 @@ def accumulates(parameter: nn.Parameter) -> Callable[..., None]:
     return accumulate
 
 
-class Graphs(GraphedModule):
+class ModelWorkload(Workload):
     """The model on graphs: all of it as one region, or the inner part of every layer as a region of its own."""
 
-    title, noun, group, out_of_memory_remedy = "graphs", "model", "toy", ""
+    title, noun, group, out_of_memory_remedy, strict = "graphs", "model", "toy", "", True
 
     def __init__(self, model: Model, parts: bool) -> None:
-        self._parts = tuple(model.layers) if parts else ()
-        super().__init__(model, TapeExecutor(), strict=True, before_replay=None)
+        self._model, self._layers = model, tuple(model.layers) if parts else ()
 
-    def _replaced(self):
-        return [*super()._replaced(), *((layer, "inner") for layer in self._parts)]
+    def read(self, x: Tensor) -> Call:
+        return Call(x)
 
-    def _record(self) -> None:
-        programs = [RowsProgram(layer, (WIDTH,), 1, layer.inner, layer.linears) for layer in self._parts]
-        self._regions = [
-            Region(program, self.executor, [Bucket(c) for c in CAPACITIES], SLOTS, watch=self._followed(), strict=True)
-            for program in programs or [RowsProgram(self.model, (WIDTH,), 1, self._eager_forward)]
+    def observe(self, call: Call) -> None: ...
+
+    def capture(self) -> None:
+        buckets = [Bucket(c) for c in CAPACITIES]
+        layers = [
+            Piece(
+                program=RowsProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
+                buckets=buckets,
+                site=CallSite(layer, "inner", read=lambda x, args, kwargs: x),
+            )
+            for layer in self._layers
         ]
-        for region in self._regions:
-            region.capture()
-        for layer, region in zip(self._parts, self._regions, strict=False):
-            layer.inner = partial(self._replay, region, layer.inner)
+        whole = RowsProgram(self._model, (WIDTH,), 1, self.manager.eager_forward)
+        self.manager.record(layers or [Piece(program=whole, buckets=buckets)])
 
-    def _recorded(self) -> None: ...
+    def captured(self) -> None: ...
 
-    def _warmup_microbatches(self) -> int:
+    def forget(self) -> None: ...
+
+    def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        return outputs[0]
+
+    def warmup_microbatches(self) -> int:
         return 0
 
-    def _notes(self) -> dict[str, str]:
+    def notes(self) -> dict[str, str]:
         return {}
 
-    def _forward(self, x: Tensor) -> Tensor:
-        return self._eager_forward(x) if self._parts else self._replay(self._regions[0], self._eager_forward, x)
 
-    def _replay(self, region: Region, eager: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        outputs = region.run(x)
-        if outputs is None:
-            self._note_eager()
-            return eager(x)
-        return outputs[0]
+def graphs_of(model: Model, parts: bool) -> GraphManager:
+    """Put a model on graphs that are not captured yet."""
+    return GraphManager(model, ModelWorkload(model, parts), TapeExecutor(), Surroundings(slots=SLOTS))
 
 
 class Twins:
@@ -146,7 +149,7 @@ class Twins:
     def __init__(self, seed: int, parts: bool = False) -> None:
         self.random = random.Random(seed)
         self.models = [Model(seed), Model(seed)]
-        self.graphs = Graphs(self.models[1], parts)
+        self.graphs = graphs_of(self.models[1], parts)
         self.graphs.capture()
         self.in_flight: list[tuple[Tensor, Tensor]] = []
         self.autocast = False

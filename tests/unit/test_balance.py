@@ -299,7 +299,7 @@ def train_real_model(balance):
     sums = [gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
     for gradient in sums:
         distributed.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
-    exchanged = helper.graphs._exchange
+    exchanged = helper.graphs.workload.exchange
     counts = (exchanged.microbatches, exchanged.moved) if exchanged is not None else None
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     helper.delete_cuda_graphs()
@@ -333,7 +333,7 @@ def encode_with_pixels_that_want_a_gradient(balance):
     pixels, grid = draw((SMALL, LARGE)[rank], rank)
     outputs, deepstack = model(pixels.requires_grad_(rank == 0), grid)
     loss_of([outputs, *deepstack]).backward()
-    exchanged = helper.graphs._exchange
+    exchanged = helper.graphs.workload.exchange
     moved = exchanged.moved if exchanged is not None else 0
     gradients = [p.grad for p in model.parameters()]
     for gradient in gradients:
@@ -356,7 +356,7 @@ def gather_many(images):
     """Tell others of more images than fit, on the first rank."""
     model = new_tower()
     helper = helper_on(model, model, 0.1)
-    found = helper.graphs._exchange._gathered(((1, 2, 2),) * (images if distributed.get_rank() == 0 else 1))
+    found = helper.graphs.workload.exchange._gathered(((1, 2, 2),) * (images if distributed.get_rank() == 0 else 1))
     return found
 
 
@@ -369,7 +369,7 @@ def test_ranks_hear_of_all_images_or_of_none(tmp_path, images):
 
 def build_alone():
     model = new_tower()
-    return helper_on(model, model, 0.1).graphs._exchange is None
+    return helper_on(model, model, 0.1).graphs.workload.exchange is None
 
 
 def test_one_rank_has_nobody_to_exchange_with(tmp_path):
@@ -381,7 +381,7 @@ def build_deterministic():
     torch.use_deterministic_algorithms(True)
     with pytest.raises(OptionError, match="balance='auto': allowed is a number .* with deterministic algorithms"):
         helper_on(model, model, "auto")
-    return helper_on(model, model, 0.1).graphs._exchange is not None
+    return helper_on(model, model, 0.1).graphs.workload.exchange is not None
 
 
 def test_times_decide_nothing_in_a_deterministic_run(tmp_path):

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.graphs import capture
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
+from bridge_cg_plugin.graphs.manager import GraphManager
+from bridge_cg_plugin.graphs.parts import Parts
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.language.packed.decoder import PackedGraphs
-from bridge_cg_plugin.vision.manager import VisionGraphs
+from bridge_cg_plugin.language.packed.plan import PackPlan
+from bridge_cg_plugin.language.packed.workload import PackedWorkload
+from bridge_cg_plugin.vision.capture import EncoderCapture
+from bridge_cg_plugin.vision.plan import EncoderPlan
+from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
+from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from . import packs
 from .mixes import IMAGES, MIXED
@@ -201,20 +207,27 @@ def test_any_error_at_any_time_leaves_the_module_eager(name, data):
 
 # Pieces of planning and capturing outside the executor, by what is put on graphs.
 VISION = {
-    VisionGraphs: (
-        *("_choose_attention", "_peak_bytes", "_capacity_limit", "_plan", "_make_regions", "_check_twins", "_excess"),
-        *("_install_layers", "_recorded"),
-    ),
+    RecordedKernels: ("choose_attention",),
+    EncoderPlan: ("capacity_limit", "buckets"),
+    EncoderCapture: ("_peak_bytes", "_pieces", "_check_twins", "_excess"),
+    GraphManager: ("record",),
+    VisionWorkload: ("captured",),
     Region: ("capture",),
 }
-PACKED = {PackedGraphs: ("_digest", "_plan", "_program", "_recorded"), Region: ("capture",)}
+PARTS = {Parts: ("install",)}
+PACKED = {
+    PackPlan: ("capacities",),
+    PackedWorkload: ("_digest", "_program", "captured"),
+    GraphManager: ("record",),
+    Region: ("capture",),
+}
 PLACES = [
     pytest.param(name, owner, method, id=f"{name}: {owner.__name__}.{method}")
     for name, places in {
         "encoder": VISION,
-        "attention": VISION,
+        "attention": VISION | PARTS,
         "decoder": PACKED,
-        "parts of a decoder": PACKED | {PackedGraphs: (*PACKED[PackedGraphs], "_install")},
+        "parts of a decoder": PACKED | PARTS,
     }.items()
     for owner, methods in places.items()
     for method in methods
@@ -283,7 +296,8 @@ def test_an_interrupt_while_layers_are_installed_takes_them_off_again(monkeypatc
     model = case.new()
     with case.graphs(model, ReferenceExecutor()) as graphs:
         before = state_of(model)
-        monkeypatch.setattr(VisionGraphs, "_recorded", breaking(VisionGraphs, "_recorded", KeyboardInterrupt(), True))
+        broken = breaking(VisionWorkload, "captured", KeyboardInterrupt(), True)
+        monkeypatch.setattr(VisionWorkload, "captured", broken)
         with pytest.raises(KeyboardInterrupt):
             graphs.capture()
         assert state_of(model) == before and not graphs.captured

@@ -37,7 +37,7 @@ def warnings(caplog):
 def test_a_right_replay_passes_and_is_announced(capsys):
     with graphs_on(new_tower(), **STRICT) as graphs:
         train_step(graphs)
-        (check,) = graphs.checks
+        (check,) = graphs.workload.checks
         assert check.step == 1
         assert check.forward <= 1e-5 and check.gradient <= 1e-5
         assert "check passed, step 1" in capsys.readouterr().out
@@ -49,13 +49,13 @@ def test_checks_come_at_their_interval_once_a_step():
         for _ in range(7):
             train_step(graphs)
             loss_of(forward(graphs.model, ROWS, 1)).backward()
-        assert [c.step for c in graphs.checks] == [3, 6]
+        assert [c.step for c in graphs.workload.checks] == [3, 6]
 
 
 def test_no_check_without_an_interval():
     with graphs_on(new_tower()) as graphs:
         train_step(graphs)
-        assert graphs.checks == []
+        assert graphs.workload.checks == []
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -69,7 +69,7 @@ def test_a_check_changes_no_gradient(parallel):
         for _ in range(2):
             loss_of(forward(eager, ROWS)).backward()
             train_step(graphs)
-        assert len(graphs.checks) == 2
+        assert len(graphs.workload.checks) == 2
     name = "main_grad" if parallel else "grad"
     assert_close(*([getattr(p, name) for p in m.parameters()] for m in (model, eager)))
 
@@ -82,9 +82,9 @@ def test_a_wrong_replay_warns_and_goes_on(caplog):
         (message,) = warnings(caplog)
         assert "check FAILED, step 1" in message
         assert "vision_cuda_graph_check_tolerance=0.0001" in message
-        assert graphs.checks[0].forward > 1e-4 and graphs.checks[0].gradient > 1e-4
+        assert graphs.workload.checks[0].forward > 1e-4 and graphs.workload.checks[0].gradient > 1e-4
         train_step(graphs)
-        assert len(graphs.checks) == 2
+        assert len(graphs.workload.checks) == 2
 
 
 def test_a_wrong_replay_stops_training_when_asked_to():
@@ -108,9 +108,9 @@ def test_a_wrong_gradient_alone_is_found(monkeypatch):
             monkeypatch.setattr(recording, "backward", wrong)
         with pytest.raises(CheckFailedError):
             train_step(graphs)
-        assert graphs.checks[0].forward <= 1e-5
-        assert graphs.checks[0].gradient == pytest.approx(0.01, rel=0.1)
-        assert graphs.checks[0].parameter == 3
+        assert graphs.workload.checks[0].forward <= 1e-5
+        assert graphs.workload.checks[0].gradient == pytest.approx(0.01, rel=0.1)
+        assert graphs.workload.checks[0].parameter == 3
 
 
 def test_a_nan_fails_the_check():
@@ -135,15 +135,15 @@ def test_evaluation_is_not_checked():
             forward(graphs.model, ROWS)
         graphs.model.eval()
         forward(graphs.model, ROWS)
-        assert graphs.checks == []
+        assert graphs.workload.checks == []
 
 
 def test_a_fallback_leaves_the_check_for_the_next_replay():
     with graphs_on(new_tower(), **STRICT) as graphs:
         train_step(graphs, [[1, 16, 18]])
-        assert graphs.checks == []
+        assert graphs.workload.checks == []
         loss_of(forward(graphs.model, ROWS)).backward()
-        assert [c.step for c in graphs.checks] == [1]
+        assert [c.step for c in graphs.workload.checks] == [1]
 
 
 def test_a_frozen_encoder_is_checked_at_forward():
@@ -151,7 +151,7 @@ def test_a_frozen_encoder_is_checked_at_forward():
     with graphs_on(model, **STRICT) as graphs:
         graphs.begin_step()
         forward(model, ROWS)
-        assert graphs.checks[0].gradient is None
+        assert graphs.workload.checks[0].gradient is None
         corrupt_inputs(graphs)
         graphs.begin_step()
         with pytest.raises(CheckFailedError, match="no backward"):
@@ -167,7 +167,7 @@ def test_a_batch_overwritten_before_backward_is_still_checked_right():
         pixels.zero_()
         grid.fill_(2)
         loss_of([hidden, *deepstack]).backward()
-        assert graphs.checks[0].gradient <= 1e-5
+        assert graphs.workload.checks[0].gradient <= 1e-5
 
 
 @pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
@@ -176,7 +176,7 @@ def test_checks_of_layer_graphs_run_or_are_refused(modules):
     try:
         with graphs_on(new_tower(), modules=modules, **STRICT) as graphs:
             train_step(graphs)
-            assert graphs.checks
+            assert graphs.workload.checks
     except OptionError as error:
         assert "check_interval" in str(error)
 

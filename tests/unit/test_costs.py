@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.vision.batch import VisionBatch
 from bridge_cg_plugin.vision.eager_costs import MARGIN, TIMED_REPLAYS, MeasuredCosts, Shape, Timing
-from bridge_cg_plugin.vision.manager import VisionGraphs
+from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from .towers import DEFAULTS, assert_close, new_tower, results
 
@@ -205,7 +206,8 @@ class Timed:
         self.model.forward = forward
         settings = {**DEFAULTS, "buckets": (32, 256), **options}
         executor = ReferenceExecutor()
-        self.graphs = VisionGraphs(self.model, VisionGraphOptions(**settings), QWEN3_VL, executor, slots=1, clock=clock)
+        workload = VisionWorkload(self.model, VisionGraphOptions(**settings), QWEN3_VL, clock=clock)
+        self.graphs = GraphManager(self.model, workload, executor)
         record = executor.record
 
         def timed(body, pool):
@@ -281,8 +283,9 @@ def test_times_decide_nothing_where_they_must_not(timed, monkeypatch, why):
 
 def test_without_a_gpu_nothing_is_timed():
     model = new_tower()
-    graphs = VisionGraphs(model, VisionGraphOptions(**DEFAULTS), QWEN3_VL, ReferenceExecutor())
-    assert graphs._costs is None
+    workload = VisionWorkload(model, VisionGraphOptions(**DEFAULTS), QWEN3_VL)
+    graphs = GraphManager(model, workload, ReferenceExecutor())
+    assert graphs.workload.runs.costs is None
     graphs.detach()
 
 

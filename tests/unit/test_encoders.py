@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders.hugging_face import QWEN25_VL, SIGLIP
+from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 
@@ -214,8 +215,8 @@ def test_buckets_come_from_warm_up(case):
         for size in case.sizes:
             case.run(model, size)
         assert graphs.capture()
-        unit = graphs._adapter.unit
-        assert all(capacity % unit == 0 for capacity in graphs.plan.capacities)
+        unit = graphs.workload.adapter.unit
+        assert all(capacity % unit == 0 for capacity in graphs.workload.buckets.capacities)
         for size in case.sizes:
             case.results(model, size)
         assert graphs.statistics().fallbacks == {} and graphs.statistics().warmup_microbatches == len(case.sizes)
@@ -228,7 +229,7 @@ def test_every_number_of_images_that_warm_up_showed_is_a_bucket_of_its_own():
         for count in (1, 2, 5):
             model(images[:count], return_dict=True)
         graphs.capture()
-        assert graphs.plan.capacities == (64, 128, 192, 256, 320)
+        assert graphs.workload.buckets.capacities == (64, 128, 192, 256, 320)
 
 
 @every_encoder
@@ -238,7 +239,7 @@ def test_the_run_time_check_passes(case):
         for size in case.sizes[:3]:
             graphs.begin_step()
             case.results(model, size)
-        assert len(graphs.checks) == 3
+        assert len(graphs.workload.checks) == 3
 
 
 @every_encoder

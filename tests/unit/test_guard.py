@@ -34,8 +34,8 @@ STALE = [((1, 4, 8),), ((2, 4, 4),), ((1, 2, 16),)]
 def test_outputs_are_nan_where_the_host_was_told_of_other_images(make, draws, stale, monkeypatch):
     tower, (pixels, grid) = make(), draws([[1, 8, 4]])
     with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        assert all(o.isfinite().all() for o in graphs._adapter.outputs(tower(pixels, grid_thw=grid)))
-        monkeypatch.setattr(graphs.grids, "lookup", lambda tensor: stale)
-        outputs = graphs._adapter.outputs(tower(pixels, grid_thw=grid))
+        assert all(o.isfinite().all() for o in graphs.workload.adapter.outputs(tower(pixels, grid_thw=grid)))
+        monkeypatch.setattr(graphs.workload.grids, "lookup", lambda tensor: stale)
+        outputs = graphs.workload.adapter.outputs(tower(pixels, grid_thw=grid))
         assert graphs.statistics().replays == 2 and not graphs.statistics().fallbacks
         assert all(o.isnan().all() for o in outputs)

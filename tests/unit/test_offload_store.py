@@ -12,7 +12,6 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload import never_offload
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
@@ -21,6 +20,8 @@ from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.offload.store import ActivationStore
 from tests.executors import new_executor
 from tests.saving import Saver, SaverProgram, batch_of, results
+
+from ..regions import new_region
 
 CPU = torch.device("cpu")
 # Forwards before the recorded one: warm-up, and the pass that is observed.
@@ -56,8 +57,12 @@ def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, token
     offloading = RegionOffloading(policy, slots, CPU)
     if transfers is not None:
         offloading._transfers = transfers
-    region = Region(
-        program or SaverProgram(Saver()), new_executor(), [Bucket(t) for t in tokens], slots, offloading=offloading
+    region = new_region(
+        program or SaverProgram(Saver()),
+        new_executor(),
+        [Bucket(t) for t in tokens],
+        slots=slots,
+        offloading=offloading,
     )
     region.capture()
     return region, offloading

@@ -102,7 +102,7 @@ def test_parts_of_layers(bare, modules):
 def test_both_parts_of_every_layer_apart(bare):
     expected = losses_and_gradients(bare, pack((30, 180, 77)))
     with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
-        graphs.family.parts = graphs.family.layer_parts
+        graphs.workload.family.parts = graphs.workload.family.layer_parts
         graphs.capture()
         found = losses_and_gradients(bare, pack((30, 180, 77)))
         assert replayed(graphs) == len(graphs._regions) == 4
@@ -128,7 +128,7 @@ def on_parts(model, modules, **options):
     def made():
         values = {"capture": False, "cuda_graph_modules": modules, **options}
         with graphs_on(model, pack(WARMUP), **values) as graphs:
-            graphs.family.parts = graphs.family.layer_parts
+            graphs.workload.family.parts = graphs.workload.family.layer_parts
             graphs.capture()
             yield graphs
 
@@ -361,7 +361,7 @@ def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
 def test_buckets_are_planned_from_what_warm_up_showed(bare):
     seen = [pack((400, 100)), pack((300,)), pack((310,)), unpacked()]
     with graphs_on(bare, *seen, cuda_graph_packed_buckets="auto") as graphs:
-        assert graphs.plan.capacities[-1] == 512 and graphs.statistics().warmup_microbatches == 3
+        assert graphs.workload.buckets.capacities[-1] == 512 and graphs.statistics().warmup_microbatches == 3
         losses_and_gradients(bare, pack((411,)))
         assert replayed(graphs) == 1
 
@@ -369,18 +369,18 @@ def test_buckets_are_planned_from_what_warm_up_showed(bare):
 def test_packs_that_cannot_be_padded_have_buckets_of_the_usual_sizes(bare):
     sizes = (300, 310, 300, 320, 310, 300)
     with graphs_on(bare, *(pack((n,)) for n in sizes), capture=False, cuda_graph_packed_buckets="auto") as graphs:
-        graphs.family.shards = 2
-        assert graphs._plan().capacities == (300, 310, 320)
-        assert graphs._plan().padding_share == 0
+        graphs.workload.family.shards = 2
+        assert graphs.workload.plan.capacities().capacities == (300, 310, 320)
+        assert graphs.workload.plan.capacities().padding_share == 0
 
 
 @pytest.mark.parametrize("change", [lambda a: a.double(), lambda a: a[:, 0], lambda a: (a, a)])
 def test_angles_of_another_kind_run_eager(model, graphs, change):
     params, hidden = pack((300,))["packed_seq_params"], torch.zeros(300, 1, 32)
     kwargs = {"hidden_states": hidden, "rotary_pos_emb": torch.zeros(300, 1, 1, 8), "packed_seq_params": params}
-    assert not isinstance(graphs.family.read((), kwargs), str)
+    assert not isinstance(graphs.workload.family.read((), kwargs), str)
     kwargs["rotary_pos_emb"] = change(kwargs["rotary_pos_emb"])
-    assert graphs.family.read((), kwargs) == "call_arguments"
+    assert graphs.workload.family.read((), kwargs) == "call_arguments"
 
 
 def test_without_a_pack_in_warm_up_nothing_is_captured(bare):
@@ -490,7 +490,7 @@ def test_an_eager_microbatch_between_replays_routes_for_itself():
             found = losses_and_gradients(model, arguments)
             assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
         assert graphs.statistics().fallbacks == {"too_few_tokens": 1}
-        assert all(follower.outputs is None for follower in graphs._followers)
+        assert all(follower.outputs is None for follower in graphs._parts.followers)
 
 
 def test_attention_of_another_kind_is_refused(model):

@@ -197,7 +197,7 @@ def test_a_batch_that_no_graph_takes_runs_eager_and_is_counted(model, graphs, re
 def test_indices_of_another_count_of_tokens_are_none(model, graphs):
     params = of_other_tokens(hybrid_pack((100, 180)))["packed_seq_params"]
     hidden = torch.zeros(280, 1, 32)
-    assert graphs.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
+    assert graphs.workload.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
 
 
 def test_a_later_pipeline_stage():

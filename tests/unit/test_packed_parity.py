@@ -42,7 +42,7 @@ def test_eager_on_a_buckets_rows_gives_eagers_results(model, modules):
             found = losses_and_gradients(model, arguments)
         hook.remove()
         assert rows == [287 if modules == ["attn"] else 320]
-        assert graphs.statistics().replays == 0 and graphs.host.device_reads <= 1
+        assert graphs.statistics().replays == 0 and graphs.workload.host.device_reads <= 1
         losses_and_gradients(model, arguments)
         assert graphs.statistics().replays == len(graphs._regions)
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])

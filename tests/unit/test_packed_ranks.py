@@ -167,8 +167,14 @@ def see_other_packs(sizes):
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
         model(**rank_pack(sizes, (320,)))
         if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
-            graphs._observed[0] = type(graphs._observed[0])(
-                **{**{n: getattr(graphs._observed[0], n) for n in graphs._observed[0].__slots__}, "tokens": 640}
+            graphs.workload.plan.observed[0] = type(graphs.workload.plan.observed[0])(
+                **{
+                    **{
+                        n: getattr(graphs.workload.plan.observed[0], n)
+                        for n in graphs.workload.plan.observed[0].__slots__
+                    },
+                    "tokens": 640,
+                }
             )
         graphs.capture()
         return graphs.failure

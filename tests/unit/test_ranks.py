@@ -160,28 +160,29 @@ def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path
         assert rank["fallbacks"] == {"capture_failed": 1}
 
 
+# Where something fails -> whose method it is, and the options that call it.
 PLACES = {
-    "_choose_attention": {},
-    "_peak_bytes": {},
-    "_excess": {},
-    "_digest": {},
-    "_install_layers": {"modules": ("mlp",)},
-    "pool_bytes": {},
+    "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
+    "_peak_bytes": (lambda graphs: graphs.workload.planned, {}),
+    "_excess": (lambda graphs: graphs.workload.planned, {}),
+    "_digest": (lambda graphs: graphs.workload.planned, {}),
+    "record": (lambda graphs: graphs, {"modules": ("mlp",)}),
+    "pool_bytes": (lambda graphs: graphs.executor, {}),
 }
 
 
 def capture_breaking_on(rank, place):
     """Let one piece of planning or capturing raise an error of a strange type on one rank."""
     model = new_tower()
-    helper = helper_on(model, strict=False, **PLACES[place])
+    owner, options = PLACES[place]
+    helper = helper_on(model, strict=False, **options)
     graphs = helper.graphs
-    owner = graphs.executor if place == "pool_bytes" else graphs
 
     def fail(*unused):
         raise KeyError("made to fail")
 
     if distributed.get_rank() == rank:
-        setattr(owner, place, fail)
+        setattr(owner(graphs), place, fail)
     helper.create_cudagraphs()
     outputs, _ = results(model, MIXED)
     attributes = [{"_forward_attention", "_forward_mlp"} & set(vars(layer)) for layer in model.decoder.layers]
@@ -219,7 +220,7 @@ def sees_other_images_under_context_parallelism():
     loss_of(run_tower(model, rows)).backward()
     helper.create_cudagraphs()
     loss_of(run_tower(model, rows)).backward()
-    return helper.graphs.statistics().replays, tuple(map(str, helper.graphs.plan.capacities))
+    return helper.graphs.statistics().replays, tuple(map(str, helper.graphs.workload.buckets.capacities))
 
 
 def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):

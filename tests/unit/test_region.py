@@ -12,10 +12,10 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.slot import Arena
 from bridge_cg_plugin.graphs.statistics import EagerRun
 
+from ..regions import new_region
 from .toy import Toy, ToyProgram, assert_same, eager_results, evaluation, loss_of, poison, toy_batch, toy_region
 
 
@@ -388,7 +388,7 @@ def test_a_failed_capture_leaves_nothing_behind(fails_at, error):
     before = dict(model.named_parameters())
     program = ToyProgram(model)
     program.fails_at, program.error = fails_at, error
-    region = Region(program, ReferenceExecutor(), [Bucket(c) for c in (4, 8, 16)])
+    region = new_region(program, ReferenceExecutor(), [Bucket(c) for c in (4, 8, 16)])
     with pytest.raises(Exception):  # noqa: B017 its type has a test of its own
         region.capture()
     assert not region.captured
@@ -405,11 +405,11 @@ def test_a_failed_capture_is_a_capture_error():
     program = ToyProgram(Toy())
     program.fails_at = 8
     with pytest.raises(CaptureError, match="made to fail"):
-        Region(program, ReferenceExecutor(), [Bucket(8)]).capture()
+        new_region(program, ReferenceExecutor(), [Bucket(8)]).capture()
 
 
 def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
-    region = Region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
+    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
 
     def fail(*unused):
         raise torch.OutOfMemoryError("made to fail")
@@ -474,7 +474,7 @@ def test_an_error_while_loading_gives_the_slot_back():
 @pytest.mark.parametrize("buckets, slots", [([], 1), ([Bucket(0)], 1), ([Bucket(4)], 0), ([Bucket(4)], -1)])
 def test_impossible_regions_are_refused(buckets, slots):
     with pytest.raises(ValueError):
-        Region(ToyProgram(Toy()), ReferenceExecutor(), buckets, slots=slots)
+        new_region(ToyProgram(Toy()), ReferenceExecutor(), buckets, slots=slots)
 
 
 def test_statistics_as_plain_values():
@@ -503,7 +503,7 @@ def test_a_fallback_is_kept_with_its_step_and_size_and_logged_for_debugging(capl
 
 def test_forward_only_recordings_cover_limits_that_do_not_contain_each_other():
     buckets = [Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(8, (2, 2)), Bucket(4, (4, 4))]
-    region = Region(ToyProgram(Toy()), ReferenceExecutor(), buckets)
+    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), buckets)
     assert set(region._forward_only_buckets()) == {Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(4, (4, 4))}
 
 
@@ -528,7 +528,7 @@ class Grudging:
 
 def test_a_slot_is_recorded_again_with_all_its_buckets_until_it_is_accepted():
     offloading = Grudging(refusals=2)
-    region = Region(
+    region = new_region(
         ToyProgram(Toy()),
         ReferenceExecutor(),
         [Bucket(8), Bucket(16)],

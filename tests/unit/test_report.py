@@ -534,11 +534,10 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
 
 
 def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
-    from bridge_cg_plugin.language.packed.decoder import PackedGraphs
-    from bridge_cg_plugin.vision.manager import VisionGraphs
 
-    named = {(kind.title, kind.group) for kind in KINDS}
-    assert {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)} < named
-    source = (ROOT / "bridge_cg_plugin/language/whole_model/graphs.py").read_text()
-    (whole,) = named - {(graphs.title, graphs.group) for graphs in (VisionGraphs, PackedGraphs)}
-    assert all(f'"{word}"' in source for word in whole)
+    from bridge_cg_plugin.language.packed.workload import PackedWorkload
+    from bridge_cg_plugin.language.whole_model.workload import LanguageModelWorkload
+    from bridge_cg_plugin.vision.workload import VisionWorkload
+
+    workloads = (VisionWorkload, PackedWorkload, LanguageModelWorkload)
+    assert {(kind.title, kind.group) for kind in KINDS} == {(each.title, each.group) for each in workloads}

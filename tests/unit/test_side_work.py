@@ -13,9 +13,9 @@ from torch import nn
 from bridge_cg_plugin.graphs import side_stream as side_work
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideWork, ahead, beside, branch, current_side_work
 
+from ..regions import new_region
 from .test_region import assert_equals_eager
 from .towers import assert_close, graphs_on, new_tower, results
 from .toy import WIDTH, StaticExecutor, Toy, ToyProgram, assert_same, loss_of, toy_batch, toy_region
@@ -185,7 +185,7 @@ class BesideProgram(ToyProgram):
 
 def beside_region():
     """Return a region of `BesideProgram` that is not captured yet."""
-    return Region(BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+    return new_region(BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
 
 
 def test_a_region_with_side_work_equals_eager():
@@ -227,7 +227,9 @@ def branching_region(frozen=()):
     model = Branching()
     for name in frozen:
         getattr(model, name).requires_grad_(False)
-    return Region(BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+    return new_region(
+        BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True
+    )
 
 
 FROZEN = [(), ("own",), ("first",), ("last",), ("first", "last")]
@@ -368,4 +370,4 @@ def test_sums_of_two_streams_share_no_memory():
 )
 def test_buckets_that_have_side_work(choices, tokens, expected):
     with graphs_on(new_tower(), capture=False, **choices) as graphs:
-        assert graphs._has_side_work(Bucket(tokens)) is expected
+        assert graphs.workload.planned.has_side_work(Bucket(tokens)) is expected

@@ -14,8 +14,8 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
-from bridge_cg_plugin.graphs.region import Region
 
+from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 
@@ -58,7 +58,7 @@ def two_layers():
 
 
 def region_of(model, **options):
-    region = Region(RowsProgram(model, (WIDTH,)), TapeExecutor(), [Bucket(8)], **options)
+    region = new_region(RowsProgram(model, (WIDTH,)), TapeExecutor(), [Bucket(8)], **options)
     region.capture()
     return region
 
@@ -277,7 +277,7 @@ def test_a_hook_on_a_module_outside_of_a_part_is_nobodys_concern():
     model = two_layers()
     watch = ModelWatch((model,))
     part = model[0].linear
-    region = Region(RowsProgram(part, (WIDTH,)), TapeExecutor(), [Bucket(8)], watch=watch)
+    region = new_region(RowsProgram(part, (WIDTH,)), TapeExecutor(), [Bucket(8)], watch=watch)
     region.capture()
     model[1].linear.register_forward_hook(lambda *_: None)
     assert region.run(batch()) is not None
@@ -333,7 +333,7 @@ def test_memory_that_moves_inside_a_step_ends_ranks_that_share_layers():
 def test_a_model_that_lost_a_part_runs_eager(caplog):
     model = nn.Sequential(OrderedDict(mlp=nn.Sequential(OrderedDict(router=nn.Linear(WIDTH, WIDTH)))))
     program = RowsProgram(model, (WIDTH,), modules=lambda: [model.get_submodule("mlp.router")])
-    region = Region(program, TapeExecutor(), [Bucket(8)], watch=ModelWatch((model,)))
+    region = new_region(program, TapeExecutor(), [Bucket(8)], watch=ModelWatch((model,)))
     region.capture()
     model.mlp = nn.Linear(WIDTH, WIDTH)
     for _ in range(3):

@@ -166,8 +166,8 @@ def test_auto_buckets_come_from_warm_up():
             forward(model, rows)
         assert graphs.statistics().replays == 0
         assert graphs.capture()
-        assert graphs.plan.observed == len(seen)
-        assert graphs.plan.capacities[-1] == 320
+        assert graphs.workload.buckets.observed == len(seen)
+        assert graphs.workload.buckets.capacities[-1] == 320
         expected = results(model, IMAGES)
         for rows in seen:
             forward(model, rows)
@@ -182,14 +182,14 @@ def test_auto_buckets_hold_small_warm_up_sizes_exactly():
         for rows in (ONE_UNIT, IMAGES, WHOLE_LARGEST):
             forward(model, rows)
         graphs.capture()
-        assert {4, 60, 256} <= set(graphs.plan.capacities)
+        assert {4, 60, 256} <= set(graphs.workload.buckets.capacities)
 
 
 def test_max_seq_length_is_the_largest_bucket():
     with graphs_on(new_tower(), buckets=(32, 64), max_seq_length=128) as graphs:
-        assert graphs.plan.capacities == (32, 64, 128)
+        assert graphs.workload.buckets.capacities == (32, 64, 128)
     with graphs_on(new_tower(), buckets="auto", max_seq_length=128) as graphs:
-        assert graphs.plan.capacities[-1] == 128
+        assert graphs.workload.buckets.capacities[-1] == 128
 
 
 def test_frames_seen_in_warm_up_raise_the_frame_bound():
@@ -248,7 +248,7 @@ def test_text_only_steps_need_no_call():
             if step % 2:
                 assert_close(results(model, IMAGES)[1], expected[1])
         assert graphs.statistics().replays == 3
-        assert len(graphs.checks) == 3
+        assert len(graphs.workload.checks) == 3
 
 
 @pytest.mark.parametrize("rows, match", [([[1, 3, 2]], "multiples"), ([[1, 0, 2]], "at least 1")])
@@ -289,7 +289,8 @@ def test_which_kernels_may_round_otherwise_than_eager(monkeypatch, kernels, dete
         yield
 
     with graphs_on(tower(), capture=False, kernels=kernels) as graphs:
-        graphs.family = replace(graphs.family, reordering_kernels=note)
-        with graphs._kernels(()):
+        kernels = graphs.workload.planned.kernels
+        kernels.family = replace(kernels.family, reordering_kernels=note)
+        with kernels(()):
             pass
     assert bool(entered) == fast

@@ -8,8 +8,8 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.vision.encoders.layer_parts import AttentionPart, MlpPart
-from bridge_cg_plugin.vision.encoders.qwen3_vl import Qwen3VLEncoder
+from bridge_cg_plugin.upstream.encoders.layer_parts import AttentionPart, MlpPart
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 
 from .mixes import FITTING, IMAGES, MIXED, TOO_MANY_TOKENS
 from .towers import assert_close, forward, graphs_on, new_tower, results, tower
@@ -105,10 +105,10 @@ def test_memory_that_runs_out_while_planning_is_a_failed_capture(monkeypatch):
     with graphs_on(model, capture=False, strict=False, buckets="auto") as graphs:
         forward(model, IMAGES)
 
-        def fail():
+        def fail(*unused):
             raise torch.OutOfMemoryError("made to fail")
 
-        monkeypatch.setattr(graphs, "_capacity_limit", fail)
+        monkeypatch.setattr(graphs.workload.planned.plan, "capacity_limit", fail)
         assert graphs.capture() is False
         assert "made to fail" in graphs.report()
 
@@ -137,7 +137,7 @@ def test_automatic_buckets_reach_beyond_what_warm_up_showed(capsys):
     model = new_tower()
     with seen(model, headroom=1.25) as graphs:
         graphs.capture()
-        assert graphs.plan.capacities[-1] == 320
+        assert graphs.workload.buckets.capacities[-1] == 320
         assert_close(forward(model, TOO_MANY_TOKENS), forward(tower(), TOO_MANY_TOKENS), 1e-5)
         assert graphs.statistics().replays == 1
     assert "no memory" not in capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_automatic_buckets_reach_beyond_what_warm_up_showed(capsys):
 
 def assert_ends_with_what_was_seen(graphs, capsys):
     assert graphs.capture()
-    assert graphs.plan.capacities[-1] == 256
+    assert graphs.workload.buckets.capacities[-1] == 256
     assert "no memory for vision_cuda_graph_headroom=1.25" in capsys.readouterr().out
 
 
@@ -164,7 +164,7 @@ def test_headroom_that_runs_out_of_memory_is_given_up(monkeypatch, capsys):
 
 def test_headroom_takes_no_memory_that_warm_up_steps_needed(monkeypatch, capsys):
     with seen(new_tower()) as graphs:
-        monkeypatch.setattr(graphs, "_left_over", lambda peak: 0)
+        monkeypatch.setattr(graphs.workload.planned, "_left_over", lambda manager: 0)
         assert_ends_with_what_was_seen(graphs, capsys)
 
 
@@ -179,14 +179,14 @@ def test_headroom_that_fails_otherwise_is_a_failed_capture(monkeypatch):
 def test_without_headroom_buckets_end_with_what_was_seen_or_given(options):
     with seen(new_tower(), **options) as graphs:
         graphs.capture()
-        assert graphs.plan.capacities[-1] == 256
+        assert graphs.workload.buckets.capacities[-1] == 256
 
 
 def largest_within(model, gigabytes):
     """Return the largest capacity captured within the limit, and the memory that took in GiB."""
     with seen(model, memory_gb=gigabytes, headroom=1.0) as graphs:
         graphs.capture()
-        return graphs.plan.capacities[-1], graphs.statistics().memory_bytes / 2**30
+        return graphs.workload.buckets.capacities[-1], graphs.statistics().memory_bytes / 2**30
 
 
 def test_a_memory_limit_shrinks_the_largest_bucket_until_it_holds():

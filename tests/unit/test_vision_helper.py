@@ -6,7 +6,7 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import find_vision_model
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
@@ -74,12 +74,12 @@ def test_the_encoder_is_found_under_any_wrapper():
         (Holder("module", tower), tower),
         ([nn.Linear(2, 2), Holder("module", deeper)], holder),
     ]:
-        assert find_vision_model(model) == (tower, expected)
+        assert find_encoder(model)[:2] == (tower, expected)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), Holder("vision_model", None), Holder("module", nn.Linear(2, 2))])
 def test_no_encoder_is_found_where_there_is_none(model):
-    assert find_vision_model(model) is None
+    assert find_encoder(model) is None
 
 
 @pytest.mark.parametrize("with_config", [True, False])

@@ -1,5 +1,7 @@
 """Pausing, detaching, loading and capturing anew."""
 
+from dataclasses import replace
+
 import pytest
 
 from .mixes import IMAGES, MIXED, MODULES, regions
@@ -113,7 +115,7 @@ def test_an_eager_pass_waits_for_parameters_as_a_replay_does(modules):
     """Gathers of all ranks go over one communicator, so they must start in one order, whatever a rank runs."""
     model, waited = new_tower(), []
     with graphs_on(model, capture=False, modules=modules) as graphs:
-        graphs._before_replay = lambda: waited.append(1)
+        graphs.surroundings = replace(graphs.surroundings, before_replay=lambda: waited.append(1))
         forward(model, IMAGES)
         assert waited
         graphs.capture()

@@ -51,7 +51,7 @@ def test_metrics_tags_and_values():
         results(model, EXACT)
         results(model, [[1, 8, 6]])
         results(model, TOO_MANY_TOKENS)
-        found = metrics_of_ranks([graphs.statistics()], graphs.group)
+        found = metrics_of_ranks([graphs.statistics()], graphs.workload.group)
     assert found["vision_cuda_graph/replays"] == 2
     assert found["vision_cuda_graph/fallbacks"] == 1
     assert found["vision_cuda_graph/fallback/too_many_tokens"] == 1
@@ -63,7 +63,7 @@ def test_metrics_tags_and_values():
 
 def test_metrics_before_capture_are_zero():
     with graphs_on(new_tower(), capture=False) as graphs:
-        assert set(metrics_of_ranks([graphs.statistics()], graphs.group).values()) == {0.0}
+        assert set(metrics_of_ranks([graphs.statistics()], graphs.workload.group).values()) == {0.0}
 
 
 def test_the_report_counts_buckets_that_were_not_used():

@@ -49,7 +49,7 @@ def split_dim(parameter):
 
 @contextmanager
 def graphs_on(model, capture: bool = True, executor=None, **options):
-    """Put graphs on the encoder for the duration; yields `VisionGraphs`."""
+    """Put graphs on the encoder for the duration; yields the `GraphManager`."""
     helper = VisionTECudaGraphHelper(
         model,
         model.config,

@@ -14,6 +14,8 @@ from bridge_cg_plugin.graphs.program import TensorSpec
 from bridge_cg_plugin.graphs.recording import Gradients
 from bridge_cg_plugin.graphs.region import Region
 
+from ..regions import new_region
+
 WIDTH = 6
 SEGMENTS = 4
 
@@ -133,7 +135,7 @@ class StaticExecutor(ReferenceExecutor):
 def toy_region(model: Toy | None = None, capacities=(4, 8, 16), **settings) -> Region:
     """Build and capture a region; `region.program.model` is the toy."""
     executor = settings.pop("executor", None) or StaticExecutor()
-    region = Region(ToyProgram(model or Toy()), executor, [Bucket(c) for c in capacities], **settings)
+    region = new_region(ToyProgram(model or Toy()), executor, [Bucket(c) for c in capacities], **settings)
     region.capture()
     return region
 

@@ -1,7 +1,7 @@
 """One microbatch of packed documents, checked before anything touches it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -52,6 +52,14 @@ class PackedBatch:
     def layout(self) -> tuple[str, ...]:
         """Which offsets the batch has."""
         return tuple(self.offsets)
+
+    def of_part(self, hidden: Tensor) -> "PackedBatch":
+        """Return the batch of a part of a layer that is called with these hidden states."""
+        return replace(self, hidden=hidden)
+
+    def once_loaded(self) -> "PackedBatch":
+        """Return the batch for parts that come after the first."""
+        return replace(self, loaded=True)
 
 
 def pack_batch(

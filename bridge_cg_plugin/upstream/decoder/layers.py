@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from ...graphs.errors import CaptureError
+from ...graphs.piece import CallSite, Follower
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
-from ...language.packed.decoder import DecoderPart, Follower, first
+from ...language.packed.decoder import DecoderPart
 from ...language.packed.layout import document_indices
 from ...language.packed.program import RecordedPack
 from ...options import OptionError
@@ -55,7 +56,7 @@ def attention_part(layer: UpstreamModule) -> DecoderPart:
         return (attend(pack),)
 
     name = f"packed_attention_{layer.layer_number}"
-    return DecoderPart(name, layer, ATTENTION, run, "_forward_attention", _attention_answer)
+    return DecoderPart(name, layer, ATTENTION, run, CallSite(layer, "_forward_attention", _attention_answer))
 
 
 def mlp_part(layer: UpstreamModule) -> DecoderPart:
@@ -65,7 +66,8 @@ def mlp_part(layer: UpstreamModule) -> DecoderPart:
     def run(pack: RecordedPack) -> tuple[Tensor]:
         return (forward(pack.hidden),)
 
-    return DecoderPart(f"packed_mlp_{layer.layer_number}", layer, ("pre_mlp_layernorm", "mlp"), run, "_forward_mlp")
+    name = f"packed_mlp_{layer.layer_number}"
+    return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), run, CallSite(layer, "_forward_mlp"))
 
 
 def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
@@ -81,16 +83,10 @@ def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
         attended = attend(pack)
         return (attended, *route(norm(attended)))
 
-    return DecoderPart(
-        f"packed_attention_and_router_{layer.layer_number}",
-        layer,
-        ATTENTION + ROUTER,
-        run,
-        "_forward_attention",
-        _attention_answer,
-        1 + count,
-        (Follower(layer, NORM, lambda outputs: outputs[1]), follower),
-    )
+    followers = Follower(layer, NORM, lambda outputs: outputs[1]), follower
+    site = CallSite(layer, "_forward_attention", _attention_answer, followers)
+    name = f"packed_attention_and_router_{layer.layer_number}"
+    return DecoderPart(name, layer, ATTENTION + ROUTER, run, site, 1 + count)
 
 
 def router_part(layer: UpstreamModule) -> DecoderPart:
@@ -106,7 +102,7 @@ def router_part(layer: UpstreamModule) -> DecoderPart:
         return route(norm(pack.hidden))
 
     name = f"packed_router_{layer.layer_number}"
-    return DecoderPart(name, layer, ROUTER, run, NORM, first, count, (follower,))
+    return DecoderPart(name, layer, ROUTER, run, CallSite(layer, NORM, followers=(follower,)), count)
 
 
 def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
+from ...graphs.piece import CallSite
 from ...language.packed.decoder import DecoderPart
 from ...language.packed.program import RecordedPack
 from ...options import OptionError
@@ -64,7 +65,7 @@ def mamba_part(layer: nn.Module, shards: int) -> DecoderPart:
         params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * shards)
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
-    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, "forward")
+    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, CallSite(layer, "forward"))
 
 
 @contextmanager

@@ -1,28 +1,169 @@
-"""Bridge's Qwen3-VL vision model: how to find it, what its graphs need from upstream, and its one patch."""
+"""Qwen3-VL's vision encoder, Bridge's module (dense, MoE and Qwen3.5-VL share it): its graphs and their kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...options import PROVIDER_FIELDS, vision_options
-from ...vision.adapter import EncoderFamily, OtherAttention
-from ...vision.encoders.qwen3_vl import Qwen3VLAdapter, movable_images
+from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
+from ...graphs.buckets import Bucket
+from ...graphs.program import Buffers
+from ...graphs.side_stream import ahead, beside
+from ...graphs.workload import Call
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import EncoderFamily, MovableImages, OtherAttention, RecordingKernels, encoder_call
+from ...vision.batch import VisionBatch, patch_shape, patches_misfit, read_patches
+from ...vision.encoders.grid_program import GridProgram
+from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
+from ...vision.encoders.position_embedding import embeddings, learned, scatter
+from ...vision.guard import images, poisoned
+from ...vision.host_grids import HostGrids
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
-from ..seams.patches import Patch
-from ..seams.registry import seam
-from ..wrappers import unwrapped
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
+from .layer_parts import layer_parts
 from .patch_gradients import patch_gradients
 from .side_branches import side_mergers
 
-PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """What follows from `grid_thw` alone, before the first layer.
+
+    Attributes:
+        positions: Of the padded batch's tokens.
+        offsets: `cu_seqlens` of the frames.
+        angles: Of rotary embedding.
+        embeddings: Of positions, `[capacity, width]`.
+    """
+
+    positions: TokenPositions
+    offsets: Tensor
+    angles: Tensor
+    embeddings: Tensor
+
+
+class Qwen3VLEncoder(GridProgram):
+    """Everything from patches to merged embeddings and deepstack features, in one region.
+
+    Args:
+        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
+    """
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
+        model = self.model
+        _, largest = bucket.limits
+        guarded, table = buffers["grid"], model.pos_embed.weight
+        grid = images(guarded)
+        locating = ahead(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
+        trains = torch.is_grad_enabled() and table.requires_grad
+        places = beside(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
+        hidden = model.patch_embed(buffers["pixels"])
+        located = locating.result()
+        hidden = hidden + learned(table, located.embeddings, located.positions, places)
+        hidden, deepstack = model.decoder(
+            hidden_states=hidden[:, None],
+            attention_mask=None,
+            inference_params=None,
+            rotary_pos_emb=located.angles,
+            packed_seq_params=pack_segments(located.offsets, largest),
+        )
+        return model.merger(hidden), *deepstack
+
+    def _located(self, grid: Tensor, guarded: Tensor, bucket: Bucket) -> "_Located":
+        positions = token_positions(grid, bucket.tokens, self.merge)
+        return _Located(
+            positions,
+            segment_offsets(grid, bucket.limits[0]),
+            rotary_angles(positions, poisoned(self._inverse_frequencies(), guarded)),
+            embeddings(self.model.pos_embed.weight, positions),
+        )
+
+    def _inverse_frequencies(self) -> Tensor:
+        rotary = self.model.rotary_pos_emb
+        if not hasattr(rotary, "inv_freq"):
+            rotary(1)  # upstream makes the buffer in its first call
+        frequencies: Tensor = rotary.inv_freq
+        return frequencies
+
+    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        merged = batch.tokens // self.merge**2
+        return (merged,) * (1 + len(self.model.decoder.deepstack_merger_list))
+
+
+class Qwen3VLAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
+    """
+
+    unit_of = "one embedding"
+    deterministic_tokens: float = DETERMINISTIC_TOKENS
+
+    def __init__(self, model: UpstreamModule) -> None:
+        self._model = model
+        self._patch = patch_shape(model.config)
+        self._merge: int = model.config.spatial_merge_size
+        self.unit = self._merge**2
+
+    def read(
+        self,
+        grids: HostGrids,
+        hidden_states: Tensor,
+        grid_thw: Tensor,
+        inference_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+    ) -> Call:
+        """See `EncoderAdapter`."""
+        device = self._model.patch_embed.proj.weight.device
+        batch = read_patches(grids, hidden_states, grid_thw, self._patch, device)
+        usual = not (inference_params or extra_block_kwargs)
+        return encoder_call(batch, usual, patches_misfit(batch, self._merge))
+
+    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, batch.grid)
+
+    def outputs(self, returned: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`: embeddings, then deepstack features."""
+        hidden, deepstack = returned
+        return hidden, *deepstack
+
+    def returned(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """See `EncoderAdapter`."""
+        return outputs[0], list(outputs[1:])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`."""
+        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> Qwen3VLEncoder:
+        """See `EncoderAdapter`."""
+        return Qwen3VLEncoder(self._model, exact_below, kernels)
+
+
+def movable_images(model: UpstreamModule) -> MovableImages:
+    """Return what of a vision model's images travels to other ranks: patches; embeddings with deepstack features."""
+    config = model.config
+    outputs = 1 + len(model.decoder.deepstack_merger_list)
+    return MovableImages(
+        unit=config.spatial_merge_size**2,
+        patch_width=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+        widths=(config.out_hidden_size,) * outputs,
+        weight=model.patch_embed.proj.weight,
+    )
 
 
 def pack_segments(offsets: Tensor, largest: int) -> Any:
@@ -70,93 +211,26 @@ def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+def find_vision_model(holder: nn.Module) -> nn.Module | None:
+    """Return what a module holds as `vision_model`, or the module where it is a vision model itself."""
+    vision = getattr(holder, "vision_model", None)
+    if isinstance(vision, nn.Module):
+        return vision
+    return holder if hasattr(holder, "patch_embed") and hasattr(holder, "decoder") else None
+
+
 QWEN3_VL = EncoderFamily(
     name="Qwen3-VL",
-    adapt=partial(Qwen3VLAdapter, pack_segments=pack_segments),
+    find=find_vision_model,
+    adapt=Qwen3VLAdapter,
     kernels=fused_kernels,
     reordering_kernels=reordering_kernels,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
     fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
-    pack_segments=pack_segments,
+    layer_parts=partial(layer_parts, pack_segments),
     movable=movable_images,
     driven_by_bridge=True,
     known_activations=known_activations,
-)
-
-
-def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
-    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
-        for module in unwrapped(chunk):
-            yield module
-            inner = getattr(module, "model", None)
-            if isinstance(inner, nn.Module):
-                yield inner
-
-
-def find_vision_model(chunks: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, nn.Module] | None:
-    """Return (vision model, the module that holds it or the model itself), or None on a stage without one.
-
-    A vision model is found as `vision_model` under any wrapper, one level deeper under `model`, or handed over itself.
-    """
-    for holder in holders(chunks):
-        vision = getattr(holder, "vision_model", None)
-        if isinstance(vision, nn.Module):
-            return vision, holder
-        if hasattr(holder, "patch_embed") and hasattr(holder, "decoder"):
-            return holder, holder
-    return None
-
-
-def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self)[PADDING_SWITCH] = _no
-        try:
-            return old(self, *args, **kwargs)
-        finally:
-            del vars(self)[PADDING_SWITCH]
-
-    return forward
-
-
-def _no() -> bool:
-    return False
-
-
-def _may_pad(old: Callable[..., Any]) -> bool:
-    """Whether a forward may pad; one that is not upstream's own may call it."""
-    calls_switch = PADDING_SWITCH in getattr(getattr(old, "__code__", None), "co_names", ())
-    return calls_switch or getattr(old, "__module__", "") != seam("vision_padding").module
-
-
-def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
-    def get_vision_model_config(hf_config: Any, megatron_config: Any = None) -> Any:
-        config = old(hf_config, megatron_config)
-        if getattr(megatron_config, PROVIDER_FIELDS["impl"], "none") != "none":
-            options = vision_options(megatron_config, config.spatial_merge_size**2)
-            config.cuda_graph_impl = options.impl
-            config.cuda_graph_scope = _scopes(options.modules)
-            config.max_vision_cuda_graph_seq_length = options.max_seq_length
-        return config
-
-    return get_vision_model_config
-
-
-def _scopes(modules: Sequence[str]) -> list[Any]:
-    from megatron.core.transformer.enums import CudaGraphScope
-
-    return [CudaGraphScope[name] for name in modules]
-
-
-def _carries_nothing(old: Callable[..., Any]) -> bool:
-    return PROVIDER_FIELDS["impl"] not in getattr(getattr(old, "__code__", None), "co_consts", ())
-
-
-PATCHES = (
-    Patch(seam("vision_padding"), _never_pads, needed=_may_pad),
-    Patch(seam("vision_config"), _says_graphs, needed=_carries_nothing),
 )

@@ -1,20 +1,22 @@
-"""The encoders that vision graphs know, and how one is found in a model."""
+"""The encoders that vision graphs have an adapter for, and how one is found in a model."""
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from torch import nn
 
+from ...announce import warn
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
-from .hugging_face import QWEN25_VL, SIGLIP
-from .qwen3_vl import QWEN3_VL, find_vision_model, holders
+from ..seams.encoder_group import GROUP
+from ..wrappers import holders
+from .qwen3_vl import QWEN3_VL
+from .qwen25_vl import QWEN25_VL
+from .siglip import SIGLIP
 
-# Where Bridge's models hold a tower of Hugging Face, the tower's class, and its family.
-TOWERS = (
-    ("visual", "Qwen2_5_VisionTransformerPretrainedModel", QWEN25_VL),
-    ("vision_tower", "SiglipVisionModel", SIGLIP),
-)
+ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP)
 
 
 class FoundEncoder(NamedTuple):
@@ -31,16 +33,33 @@ class FoundEncoder(NamedTuple):
     family: EncoderFamily
 
 
+@cache
+def encoders() -> tuple[EncoderFamily, ...]:
+    """Return the encoders in the order in which they are looked for: those of other packages, then this package's."""
+    found = (_load(point) for point in entry_points(group=GROUP))
+    return (*(family for family in found if family is not None), *ENCODERS)
+
+
+def _load(point: EntryPoint) -> EncoderFamily | None:
+    """Return what an entry point names; one that fails is told and left out."""
+    try:
+        family = point.load()
+    except Exception as error:
+        warn(f"the encoder {point.value} of the entry point group {GROUP} cannot be imported: {error!r}")
+        return None
+    if isinstance(family, EncoderFamily):
+        return family
+    warn(f"{point.value} of the entry point group {GROUP} is {type(family).__name__}, not an EncoderFamily")
+    return None
+
+
 def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None:
     """Return the encoder of a model under any wrapper, None on a stage without one that graphs know."""
-    found = find_vision_model(chunks)
-    if found is not None:
-        return FoundEncoder(*found, QWEN3_VL)
-    for holder in holders(chunks):
-        for attribute, name, family in TOWERS:
-            for tower in (getattr(holder, attribute, None), holder):
-                if isinstance(tower, nn.Module) and name in {base.__name__ for base in type(tower).__mro__}:
-                    return FoundEncoder(tower, holder, family)
+    for family in encoders():
+        for holder in holders(chunks):
+            model = family.find(holder)
+            if model is not None:
+                return FoundEncoder(model, holder, family)
     return None
 
 
@@ -50,7 +69,7 @@ def check_modules(options: VisionGraphOptions, family: EncoderFamily) -> None:
     Raises:
         OptionError: It has none.
     """
-    if not options.whole_encoder and family.pack_segments is None:
+    if not options.whole_encoder and family.layer_parts is None:
         raise OptionError(
             PROVIDER_FIELDS["modules"],
             list(options.modules),

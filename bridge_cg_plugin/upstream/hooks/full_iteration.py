@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...announce import announce
-from ...language.whole_model.graphs import LanguageModelGraphs
+from ...graphs.manager import GraphManager
+from ...graphs.piece import Surroundings
+from ...language.whole_model.workload import LanguageModelWorkload
 from ...upstream_types import UpstreamModule
 from ..attributes import replaced
 from ..decoder.attention_statistics import refuse_statistics
-from ..encoders.qwen3_vl import holders
 from ..environment import check_process
 from ..exempt import EXEMPT
 from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation
@@ -29,6 +30,7 @@ from ..random_states import random_states
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch
 from ..seams.registry import seam
+from ..wrappers import holders
 from .graph_helper import default_executor
 
 WRAPPER_PATCH = "full_iteration"
@@ -39,7 +41,8 @@ class CurrentGraphs:
     """The graphs of the language model that is trained in this process."""
 
     def __init__(self) -> None:
-        self.graphs: LanguageModelGraphs | None = None
+        self.graphs: GraphManager | None = None
+        self._workload: LanguageModelWorkload | None = None
         self._order: ReductionOrder | None = None
 
     def step(
@@ -56,15 +59,17 @@ class CurrentGraphs:
             self.end()  # left behind by a run that ended with an error
             check_process()
             self._order = reduction_order(chunks, language_model)
-            self.graphs = make_graphs(chunks, model, warmup_steps, self._order)
-        return self.graphs.training_step(microbatches) if training else nullcontext()
+            self.graphs, self._workload = make_graphs(chunks, model, warmup_steps, self._order)
+        if not training or self._workload is None:
+            return nullcontext()
+        return self._workload.training_step(microbatches)
 
     def end(self) -> None:
         """Report and drop the graphs, if there are any; the language model gets its own forward back."""
         if self.graphs is not None:
             announce(self.graphs.report())
             self.graphs.detach()
-            self.graphs = None
+            self.graphs = self._workload = None
         if self._order is not None:
             self._order.remove()
             self._order = None
@@ -76,22 +81,24 @@ before_deactivation(CURRENT.end)
 
 def make_graphs(
     chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, order: ReductionOrder | None
-) -> LanguageModelGraphs:
-    """Return the graphs of a model's language model, not captured yet."""
+) -> tuple[GraphManager, LanguageModelWorkload]:
+    """Return the graphs of a model's language model, not captured yet, and its workload."""
     language_model = model.language_model
-    graphs = LanguageModelGraphs(
+    deepstack = len(model.vision_model.config.deepstack_visual_indexes)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps)
+    graphs = GraphManager(
         language_model,
-        deepstack=len(model.vision_model.config.deepstack_visual_indexes),
-        recording=recording,
-        executor=default_executor(random_states, shared=tensor_group(model) is not None),
-        warmup_steps=warmup_steps,
-        before_replay=parameter_gather(chunks, language_model),
-        reduction=gradient_reduction(chunks, language_model, order),
-        exempt=EXEMPT,
+        workload,
+        default_executor(random_states, shared=tensor_group(model) is not None),
+        Surroundings(
+            before_replay=parameter_gather(chunks, language_model),
+            reduction=gradient_reduction(chunks, language_model, order),
+            exempt=EXEMPT,
+        ),
     )
     if order is not None:
         order.keep(graphs.adds_later)
-    return graphs
+    return graphs, workload
 
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:

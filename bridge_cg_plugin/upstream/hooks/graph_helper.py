@@ -10,7 +10,7 @@ from torch import nn
 
 from ...announce import announce
 from ...graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
-from ...graphs.graphed_module import GraphedModule
+from ...graphs.manager import GraphManager
 from ...options import PROVIDER_FIELDS
 from ..parallel.failures import named_failure
 from ..parallel.reduction_order import ReductionOrder
@@ -27,7 +27,7 @@ class GraphHelper:
         graphs: The module's graphs; None where there is nothing to capture, or nothing left.
     """
 
-    graphs: GraphedModule | None = None
+    graphs: GraphManager | None = None
     _in_flight: Callable[[], int] | None = None
     _order: ReductionOrder | None = None
 
@@ -61,7 +61,7 @@ class GraphHelper:
             self._order = None
 
     def _take(
-        self, graphs: GraphedModule, in_flight: Callable[[], int] | None, order: ReductionOrder | None = None
+        self, graphs: GraphManager, in_flight: Callable[[], int] | None, order: ReductionOrder | None = None
     ) -> None:
         """Make these graphs this helper's.
 
@@ -81,7 +81,7 @@ def active_helpers() -> list[GraphHelper]:
     return [helper for helper in _active if helper.graphs is not None]
 
 
-def active_graphs() -> list[GraphedModule]:
+def active_graphs() -> list[GraphManager]:
     """Return the graphs of the helpers whose module is still theirs."""
     return [helper.graphs for helper in _active if helper.graphs is not None]
 

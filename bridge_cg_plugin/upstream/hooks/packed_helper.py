@@ -8,7 +8,9 @@ from torch import nn
 
 from ...graphs.executor import Executor
 from ...graphs.host_copies import HostCopies
-from ...language.packed.decoder import PackedGraphs
+from ...graphs.manager import GraphManager
+from ...graphs.piece import Surroundings
+from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options
 from ...options.migration import module_names
 from ...options.normalization import options_of
@@ -117,23 +119,16 @@ class DecoderHelper(GraphHelper):
         order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
-        self._take(
-            PackedGraphs(
-                decoder,
-                options,
-                modules,
-                family,
-                executor,
-                slots=in_flight(),
-                before_replay=parameter_gather(chunks, decoder),
-                reduction=gradient_reduction(chunks, decoder, order),
-                host=PACK_OFFSETS,
-                peers=peers_of(shared_group(decoder)),
-                exempt=EXEMPT,
-            ),
-            in_flight if options.slots == "auto" else None,
-            order,
+        surroundings = Surroundings(
+            slots=in_flight() if options.slots == "auto" else options.slots,
+            before_replay=parameter_gather(chunks, decoder),
+            reduction=gradient_reduction(chunks, decoder, order),
+            exempt=EXEMPT,
+            peers=peers_of(shared_group(decoder)),
         )
+        workload = PackedWorkload(options, modules, family, PACK_OFFSETS)
+        counted = in_flight if options.slots == "auto" else None
+        self._take(GraphManager(decoder, workload, executor, surroundings), counted, order)
 
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -10,10 +10,13 @@ from typing import Any
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, SCOPE_FIELD, PackedOptions, VisionGraphOptions
 from ...options.offload import SHARED_FIELDS
+from ..seams.activation import patch_as_well
+from ..seams.encoder_group import other_providers
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from ..seams.registry.models import PROVIDERS
+from ..seams.registry.models import PROVIDERS, field_seams
 from ..seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
+from ..seams.seam import Seam
 
 DEFAULTS = {
     **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
@@ -139,15 +142,28 @@ def _field(name: str, default: Any) -> dataclasses.Field[Any]:
     return field
 
 
-def _patches(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, ...]:
-    init = functools.partial(accepting_init, defaults=defaults)
+def _patches(init: Seam, fields: Seam, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
+    accepting = functools.partial(accepting_init, defaults=defaults)
     extend = functools.partial(extended_fields, defaults=defaults)
     family = functools.partial(extend_family, defaults)
-    return Patch(seam(f"{provider}.init"), init), Patch(seam(f"{provider}.fields"), extend, beside=family)
+    return Patch(init, accepting), Patch(fields, extend, beside=family)
 
 
-PATCHED = frozenset((module, provider) for module, provider, *_ in (*PACKED_PROVIDERS, *PROVIDERS))
+def _known(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
+    return _patches(seam(f"{provider}.init"), seam(f"{provider}.fields"), defaults)
+
+
+def patches_of_other_packages() -> tuple[Patch, ...]:
+    """Return patches of the providers whose encoder another package brings, applied when their modules are imported."""
+    providers = other_providers()
+    for module, _ in providers:
+        patch_as_well(module, "hooks.provider_fields")
+    return tuple(patch for place in providers for patch in _patches(*field_seams(*place), EVERY))
+
+
+PATCHED = frozenset((module, provider) for module, provider, *_ in (*PACKED_PROVIDERS, *PROVIDERS, *other_providers()))
 PATCHES = (
-    *(patch for _, provider, _ in PACKED_PROVIDERS for patch in _patches(provider, LANGUAGE_MODEL_DEFAULTS)),
-    *(patch for _, provider in PROVIDERS for patch in _patches(provider, EVERY)),
+    *(patch for _, provider, _ in PACKED_PROVIDERS for patch in _known(provider, LANGUAGE_MODEL_DEFAULTS)),
+    *(patch for _, provider in PROVIDERS for patch in _known(provider, EVERY)),
+    *patches_of_other_packages(),
 )

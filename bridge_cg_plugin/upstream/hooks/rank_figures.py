@@ -6,14 +6,14 @@ from typing import Any
 from torch import distributed
 
 from ...announce import announce
-from ...graphs.graphed_module import GraphedModule
+from ...graphs.manager import GraphManager
 from ...graphs.report import merge_statistics, render_ranks
 from ...graphs.statistics import RegionStatistics
 from ..parallel.failures import several_ranks
 from .graph_helper import GraphHelper, asks_for_graphs
 
 
-def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[str, dict[int, RegionStatistics]]:
+def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[str, dict[int, RegionStatistics]]:
     """Return every rank's statistics by its number, by the name that loggers give a module's figures.
 
     All ranks call it together, those without graphs too: the rank that has loggers may be one without an encoder. Where
@@ -25,7 +25,7 @@ def statistics_of_ranks(modules: Sequence[GraphedModule], config: Any) -> dict[s
     """
     parts: dict[str, list[RegionStatistics]] = {}
     for module in modules:
-        parts.setdefault(module.group, []).append(module.statistics())
+        parts.setdefault(module.workload.group, []).append(module.statistics())
     own = {group: merge_statistics(found) for group, found in parts.items()}
     ranks: list[Any] = [own]
     if several_ranks() and asks_for_graphs(config):

@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 
 from ...graphs.executor import Executor
+from ...graphs.manager import GraphManager
+from ...graphs.piece import Surroundings
 from ...options import VisionGraphOptions, check_combinations, vision_options
 from ...vision.host_grids import HostGrids
-from ...vision.manager import VisionGraphs
+from ...vision.workload import VisionWorkload
 from ..encoders.registry import check_modules, find_encoder
 from ..environment import check_process
 from ..exempt import EXEMPT
@@ -71,26 +73,27 @@ class VisionTECudaGraphHelper(GraphHelper):
         exchange = image_exchange(vision_model, family, self.options.balance)
         gather = parameter_gather(chunks, vision_model)
         order = reduction_order(chunks, vision_model)
+        reduction = gradient_reduction(chunks, vision_model, order)
         in_flight = partial(microbatches_in_flight, source, num_microbatches)
-        graphs = VisionGraphs(
+        slots = self.options.slots
+        workload = VisionWorkload(vision_model, self.options, family, GRIDS, exchange)
+        graphs = GraphManager(
             vision_model,
-            self.options,
-            family,
+            workload,
             executor or self._default_executor(tensor),
-            slots=in_flight(),
-            before_replay=gather,
-            reduction=gradient_reduction(chunks, vision_model, order),
-            grids=GRIDS,
-            peers=peers_of(shared_group(vision_model)),
-            twins=peers_of(tensor),
-            exchange=exchange,
-            exempt=EXEMPT,
+            Surroundings(
+                slots=in_flight() if slots == "auto" else slots,
+                before_replay=gather,
+                reduction=reduction if self.options.gradient_hooks == "awaited" else None,
+                exempt=EXEMPT,
+                peers=peers_of(shared_group(vision_model)),
+                twins=peers_of(tensor),
+            ),
         )
         if exchange is not None or gather is not None:
-            take_part = graphs.without_images if exchange is not None else None
+            take_part = None if workload.balanced is None else workload.balanced.without_images
             self._imageless = ImagelessMicrobatches(holder, vision_model, gather, take_part)
-        counted = in_flight if self.options.slots == "auto" else None
-        self._take(graphs, counted, order)
+        self._take(graphs, in_flight if slots == "auto" else None, order)
 
     def _default_executor(self, tensor: Any) -> Executor:
         """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""

@@ -30,8 +30,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("encoders.qwen3_vl", "encoders.deepstack"),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("encoders.qwen3_vl_patches", "encoders.deepstack"),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
     "megatron.bridge.recipes": ("hooks.recipe_names",),
     "megatron.bridge.recipes.qwen_vl": ("hooks.recipe_names",),
@@ -63,6 +63,20 @@ def activate() -> None:
     for name in PATCHED:
         if name in sys.modules:
             patch_module(sys.modules[name])
+
+
+def patch_as_well(module: str, by: str) -> None:
+    """Patch a module that no release of upstream's has, now if it is imported, else when it is.
+
+    Args:
+        module: Its name.
+        by: Module of this package with the patches.
+    """
+    from wrapt import register_post_import_hook
+
+    if module not in PATCHED:
+        PATCHED[module] = (by,)
+        register_post_import_hook(patch_module, module)
 
 
 def before_deactivation(drop: Callable[[], None]) -> None:

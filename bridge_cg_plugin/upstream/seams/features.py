@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
 from ...options.combinations.images import whole_language_model
 from ...options.deepstack import ALLREDUCE, splits_deepstack
 from ...options.language_model import IMPL
+from .encoder_group import other_providers
 from .registry import SEAMS
-from .registry.hugging_face import TOWER_PROVIDERS
+from .registry.hugging_face import TOWER_PROVIDERS, TOWERS
 from .registry.models import QWEN3_VL
 from .registry.packed import PROVIDERS as LANGUAGE_MODELS
 from .seam import Feature, Seam
 
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
-QWEN25_VL, GEMMA3 = (provider for _, provider in TOWER_PROVIDERS)
 HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
 KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
 
@@ -42,7 +43,9 @@ class Wish:
     @property
     def qwen3_vl_encoder(self) -> bool:
         """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
-        return self.options.vision.enabled and self.provider not in (QWEN25_VL, GEMMA3)
+        others = {provider for _, provider in (*TOWER_PROVIDERS, *other_providers())}
+        bases = {base.__name__ for base in type(self.model).__mro__}
+        return self.options.vision.enabled and others.isdisjoint(bases)
 
     @property
     def hybrid(self) -> bool:
@@ -75,6 +78,10 @@ def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
         lambda wish: f"{VISION_IMPL}={wish.options.vision.impl}",
         f"{VISION_IMPL}=none",
     )
+
+
+def _is_model(provider: str, wish: Wish) -> bool:
+    return wish.provider == provider
 
 
 def _vision_option(name: str, asked: Callable[[Wish], Any], other: str) -> _Ask:
@@ -133,8 +140,7 @@ _ASKS: dict[Feature, _Ask] = {
     ),
     Feature.VISION: _vision(),
     Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
-    Feature.VISION_QWEN25_VL: _vision(lambda wish: wish.provider == QWEN25_VL),
-    Feature.VISION_GEMMA3: _vision(lambda wish: wish.provider == GEMMA3),
+    **{feature: _vision(partial(_is_model, provider)) for _, provider, feature in TOWERS},
     Feature.DEEPSTACK_GRADIENTS: _Ask(
         lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
         lambda wish: f"{ALLREDUCE}=true",

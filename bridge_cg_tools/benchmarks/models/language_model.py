@@ -279,10 +279,10 @@ def new_helper(
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
     if by_layer:
-        family = helper.chunks[0].graphs.family
+        family = helper.chunks[0].graphs.workload.family
         family.parts = family.layer_parts
     if recorded is not None:
-        helper.chunks[0].graphs._buckets = lambda plan: list(recorded)
+        helper.chunks[0].graphs.workload.plan.buckets = lambda plan: list(recorded)
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

@@ -70,8 +70,10 @@ class Plugin:
         for region in helper.graphs._regions:
             region.sources.current.sinks._reduction = grads
         try:
-            if options.attention not in ("auto", helper.graphs.attention):
-                raise RuntimeError(f"attention={options.attention} cannot be had: {helper.graphs.attention} is called")
+            if options.attention not in ("auto", helper.graphs.workload.attention):
+                raise RuntimeError(
+                    f"attention={options.attention} cannot be had: {helper.graphs.workload.attention} is called"
+                )
             statistics = helper.graphs.statistics()
             large = memory_at(statistics, batch.tokens)
             fields = {

@@ -55,14 +55,14 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
     """Inside, what the graphs would replay runs eager on `rows` rows: the padding is further documents of zeros.
 
     Args:
-        graphs: A decoder's `PackedGraphs`, captured.
+        graphs: A decoder's `GraphManager`, captured.
         rows: Tokens of the bucket that would be replayed.
     """
     with ExitStack() as stack:
         stack.enter_context(graphs.paused())
         for owner, attribute in graphs.replaced:
             upstreams = getattr(type(owner), attribute).__get__(owner)
-            parts = graphs.family.shards * graphs.family.ranks
+            parts = graphs.workload.family.shards * graphs.workload.family.ranks
             stack.enter_context(replaced(owner, attribute, _at_rows(upstreams, rows, parts)))
         yield
 

@@ -323,7 +323,7 @@ class StatisticsKeeper(Callback):
         for helper in active_helpers():
             graphs: Any = helper.graphs
             self.value = graphs.statistics().as_dict()
-            self.checks = [(c.forward, c.gradient) for c in graphs.checks]
+            self.checks = [(c.forward, c.gradient) for c in graphs.workload.checks]
 
 
 class RankResults(Callback):

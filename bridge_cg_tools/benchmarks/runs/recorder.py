@@ -121,7 +121,7 @@ def graph_statistics() -> dict[str, dict[str, Any]]:
     from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
     from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 
-    found = {helper.graphs.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
+    found = {helper.graphs.workload.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
     found |= {WHOLE_MODEL: CURRENT.graphs} if CURRENT.graphs is not None else {}
     return {group: graphs.statistics().as_dict() for group, graphs in found.items()}
 

@@ -4,10 +4,13 @@ from ..seam import Feature, Seam
 
 QWEN_VL = "megatron.bridge.models.qwen_vl"
 GEMMA_VL = "megatron.bridge.models.gemma_vl"
-TOWER_PROVIDERS = (
-    (f"{QWEN_VL}.qwen25_vl_provider", "Qwen25VLModelProvider"),
-    (f"{GEMMA_VL}.gemma3_vl_provider", "Gemma3VLModelProvider"),
+# Module and class of a model's provider, and what asks for its tower on graphs.
+TOWERS = (
+    (f"{QWEN_VL}.qwen25_vl_provider", "Qwen25VLModelProvider", Feature.VISION_QWEN25_VL),
+    (f"{GEMMA_VL}.gemma3_vl_provider", "Gemma3VLModelProvider", Feature.VISION_GEMMA3),
 )
+TOWER_PROVIDERS = tuple((module, provider) for module, provider, _ in TOWERS)
+TOWER_FEATURES = tuple(feature for _, _, feature in TOWERS)
 WINDOWED = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
 SIGLIP = "transformers.models.siglip.modeling_siglip"
 

@@ -21,7 +21,8 @@ VISION_CONFIG = f"{MODELLING}.transformer_config"
 OPTIONS = "vision graph options can be set, overridden and saved with the model's configuration"
 
 
-def _provider(module: str, provider: str) -> tuple[Seam, ...]:
+def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
+    """Return the seams where a provider gets the options as fields: its constructor and its dataclass fields."""
     return (
         Seam(
             name=f"{provider}.init",
@@ -47,6 +48,12 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
             undo=RESTORED,
             patched_by="hooks.provider_fields",
         ),
+    )
+
+
+def _provider(module: str, provider: str) -> tuple[Seam, ...]:
+    return (
+        *field_seams(module, provider),
         Seam(
             name=f"{provider}.config",
             module=module,
@@ -102,7 +109,7 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("hf_config", "megatron_config"),
-        patched_by="encoders.qwen3_vl",
+        patched_by="encoders.qwen3_vl_patches",
     ),
     Seam(
         name="deepstack_forward",
@@ -143,7 +150,7 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         undo=RESTORED,
         parameters=("self",),
-        patched_by="encoders.qwen3_vl",
+        patched_by="encoders.qwen3_vl_patches",
     ),
     Seam(
         name="vision_padding_switch",

@@ -1,6 +1,7 @@
 """Seams of Bridge's train loop, configuration and batch steps."""
 
 from ..seam import GRAPHS, Feature, Seam
+from .hugging_face import TOWER_FEATURES
 
 TRAIN = "megatron.bridge.training.train"
 CONFIG = "megatron.bridge.training.config"
@@ -49,7 +50,7 @@ SEAMS = (
         kind="function",
         touch="extended",
         purpose="a model that holds its encoder under another name than vision_model trains with vision graphs",
-        features=(Feature.VISION_QWEN25_VL, Feature.VISION_GEMMA3),
+        features=TOWER_FEATURES,
         undo=RESTORED,
         parameters=("model", "attr", "allow_none", "return_model_obj"),
         since=VISION_LOOP,
@@ -184,7 +185,7 @@ SEAMS = (
             STEPS,
             (
                 (Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
-                (Feature.VISION_QWEN25_VL, Feature.VISION_GEMMA3),
+                TOWER_FEATURES,
             ),
             strict=True,
         )

@@ -1,4 +1,4 @@
-"""An encoder of images that all have one size, Hugging Face's SigLIP, as a region: only their number varies."""
+"""Gemma 3's vision encoder, Hugging Face's SigLIP: images all have one size, only their number varies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,11 +11,13 @@ from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
+from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
-from ..adapter import EncoderCall, RecordingKernels
-from ..batch import BatchError, ImageBatch, check_device, images_misfit
-from ..host_grids import HostGrids
-from .hugging_face_calls import returns_an_object
+from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
+from ...vision.batch import BatchError, ImageBatch, check_device, images_misfit
+from ...vision.host_grids import HostGrids
+from ..kernels.saved_tensors import known_activations
+from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
 
 
 class SiglipEncoder:
@@ -83,19 +85,22 @@ class SiglipAdapter:
 
     Args:
         model: Hugging Face's `SiglipVisionModel`.
-        make_result: Makes what its forward returns from the hidden states and, with a head, the pooled ones.
+
+    Raises:
+        OptionError: The model checkpoints its layers.
     """
 
     unit_of = "one image"
     deterministic_tokens = math.inf
 
-    def __init__(self, model: UpstreamModule, make_result: Callable[..., Any]) -> None:
-        self._model, self._make_result = model, make_result
+    def __init__(self, model: UpstreamModule) -> None:
+        refuse_checkpointing(model)
+        self._model = model
         self.unit = patches_of(model)
 
     def read(
         self, grids: HostGrids, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **others: Any
-    ) -> EncoderCall:
+    ) -> Call:
         """See `EncoderAdapter`."""
         config, batch = self._model.config, ImageBatch(pixel_values, self.unit)
         misfit = images_misfit(batch, config.num_channels, config.image_size)
@@ -103,8 +108,8 @@ class SiglipAdapter:
             raise BatchError(misfit)
         check_device(pixel_values, self._model.embeddings.patch_embedding.weight.device)
         if interpolate_pos_encoding:
-            return EncoderCall(batch, usual=False)
-        return EncoderCall(batch, returns_an_object(others), misfit)
+            return encoder_call(batch, usual=False)
+        return encoder_call(batch, returns_an_object(others), misfit)
 
     def run(self, forward: Callable[..., Any], batch: ImageBatch) -> Any:
         """See `EncoderAdapter`."""
@@ -116,7 +121,8 @@ class SiglipAdapter:
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
         """See `EncoderAdapter`."""
-        return self._make_result(*outputs)
+        hidden, *pooled = outputs
+        return result(last_hidden_state=hidden, pooler_output=pooled[0] if pooled else None)
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `EncoderAdapter`: there are no limits besides the capacity."""
@@ -137,3 +143,11 @@ def siglip_outputs(returned: Any) -> tuple[Tensor, ...]:
     """Return the tensors in what the encoder returned: hidden states, and the pooled ones where it has a head."""
     pooled = returned.pooler_output
     return (returned.last_hidden_state,) if pooled is None else (returned.last_hidden_state, pooled)
+
+
+SIGLIP = EncoderFamily(
+    name="SigLIP",
+    find=held_as("vision_tower", "SiglipVisionModel"),
+    adapt=SiglipAdapter,
+    known_activations=known_activations,
+)

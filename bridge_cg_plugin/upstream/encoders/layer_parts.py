@@ -1,8 +1,9 @@
-"""The attention part or the MLP part of one transformer layer as a region."""
+"""The attention part or the MLP part of one of megatron-core's transformer layers as a region."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,15 @@ from torch import Tensor, nn
 from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
 from ...graphs.inputs import want_gradients
-from ...graphs.program import Buffers, RegionProgram, TensorSpec
+from ...graphs.piece import CallSite
+from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.segments import fill_one_segment, write_offsets
 from ...upstream_types import UpstreamModule
-from ..adapter import PackSegments, RecordingKernels
+from ...vision.adapter import LayerPart, RecordingKernels
+
+# Builds the attention metadata of packed segments from cu_seqlens and the largest segment length.
+PackSegments = Callable[[Tensor, int], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +171,39 @@ class MlpPart(_LayerPart[LayerBatch]):
 
 
 def layer_parts(
-    layers: Sequence[nn.Module],
-    module: str,
-    pack_segments: PackSegments,
-    exact_below: int,
-    kernels: RecordingKernels,
-) -> Sequence[RegionProgram]:
-    """Return that part ("attn" or "mlp") of every layer as a program."""
+    pack_segments: PackSegments, model: UpstreamModule, module: str, exact_below: int, kernels: RecordingKernels
+) -> list[LayerPart]:
+    """Return the attention ("attn") or the MLP ("mlp") of every layer of an encoder's `decoder`; see `LayerParts`.
+
+    Args:
+        pack_segments: Builds upstream's attention metadata.
+        model: The encoder.
+        module: Which part.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward.
+    """
+    layers: Sequence[nn.Module] = model.decoder.layers
     if module == "attn":
-        return [AttentionPart(layer, pack_segments, exact_below, kernels) for layer in layers]
-    return [MlpPart(layer, exact_below, kernels) for layer in layers]
+        return [_attention(layer, pack_segments, exact_below, kernels) for layer in layers]
+    return [_mlp(layer, exact_below, kernels) for layer in layers]
+
+
+def _attention(layer: nn.Module, pack_segments: PackSegments, exact_below: int, kernels: RecordingKernels) -> LayerPart:
+    site = CallSite(layer, "_forward_attention", lambda outputs: (outputs[0], None), read=_read_attention)
+    return LayerPart(AttentionPart(layer, pack_segments, exact_below, kernels), site, lambda frames: (frames,))
+
+
+def _mlp(layer: nn.Module, exact_below: int, kernels: RecordingKernels) -> LayerPart:
+    return LayerPart(
+        MlpPart(layer, exact_below, kernels),
+        CallSite(layer, "_forward_mlp", read=lambda hidden, args, kwargs: LayerBatch(hidden)),
+        lambda frames: (),
+    )
+
+
+def _read_attention(hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionBatch | None:
+    packed: Any = kwargs.get("packed_seq_params")
+    angles: Any = kwargs.get("rotary_pos_emb")
+    if args or packed is None or angles is None or kwargs.get("context") is not None:
+        return None
+    return AttentionBatch(hidden, angles, packed.cu_seqlens_q)

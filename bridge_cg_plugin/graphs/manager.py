@@ -1,0 +1,286 @@
+"""A module that runs on graphs over a training run: observe, plan, record, dispatch, fall back, report."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..announce import warn
+from .changes.model_watch import ModelWatch
+from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
+from .executor import Executor
+from .fallback import Fallback
+from .instance import InstanceMethod
+from .parts import Parts
+from .piece import Piece, Surroundings
+from .region import Region
+from .report import merge_statistics, render
+from .statistics import RegionStatistics
+from .workload import Call, Eager, Workload
+
+# Training steps whose tokens are kept, to see how far ranks are apart.
+LAST_STEPS = 100
+
+
+class GraphManager:
+    """Stands in for a module's `forward`, on the instance, until `detach`.
+
+    Until `capture` the module runs eager and its workload observes the calls. Then a call is replayed where it can be;
+    else it runs eager and is counted with the reason.
+
+    Args:
+        model: The module.
+        workload: What the module brings.
+        executor: Makes recordings.
+        surroundings: What is around the module in this run.
+
+    Attributes:
+        slots: Microbatches between forward and backward at once, fixed by a capture.
+        failure: Why the last capture failed, None if it did not.
+        step_number: Number of the training step under way, from 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, workload: Workload, executor: Executor, surroundings: Surroundings | None = None
+    ) -> None:
+        self.model, self.workload, self.executor = model, workload, executor
+        self.surroundings = surroundings or Surroundings()
+        self.slots = self.surroundings.slots
+        self.peers, self.twins = self.surroundings.peers, self.surroundings.twins
+        self.failure: str | None = None
+        self.step_number = 0
+        self._regions: list[Region] = []
+        self._parts: Parts | None = None
+        self._own = RegionStatistics()
+        self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
+        self._paused = 0
+        self._watch: ModelWatch | None = None
+        workload.attach(self)
+        self._instance = InstanceMethod(model, "forward", self._forward)
+
+    def detach(self) -> None:
+        """Give the module its former forward back and drop all graphs."""
+        self.reset()
+        self._instance.restore()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward: a replay where possible, eager otherwise."""
+        call = self.workload.read(*args, **kwargs)
+        eager = partial(self.eager_forward, *args, **kwargs)
+        balanced = self.workload.balanced
+        return self.run(call, eager) if balanced is None else balanced(call, eager)
+
+    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        with nullcontext() if self._watch is None else self._watch.passing():
+            return self._instance.original(*args, **kwargs)
+
+    def run(self, call: Call, eager: Eager) -> Any:
+        """Replay a call where possible, else run it eager and count why.
+
+        Args:
+            call: The call.
+            eager: Runs the module's own forward for it.
+        """
+        if self._step_tokens and self.model.training:
+            self._step_tokens[-1] += call.tokens or 0
+        if not self.captured:
+            self._look_on(call)
+        elif self._paused:
+            self._note_eager()
+        elif self._parts is not None:
+            return self._run_parts(self._parts, call, eager)
+        elif call.refusal is not None:
+            self._refuse(call, call.refusal)
+        else:
+            outputs = self.workload.replay(self._regions[0], call.batch)
+            if outputs is not None:
+                return self.workload.returned(outputs)
+        return self._run_eager(call, eager)
+
+    def _run_parts(self, parts: Parts, call: Call, eager: Eager) -> Any:
+        """Run the module's forward, whose parts replay: each as it can, or all of them in one slot."""
+        self._await_parameters()
+        if self.workload.together:
+            slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
+            if not isinstance(slot, Fallback):
+                return parts.run(call.batch, slot, eager)
+            self._refuse(call, slot)
+        return self.workload.run_eager(call, eager)
+
+    def _run_eager(self, call: Call, eager: Eager) -> Any:
+        self._await_parameters()
+        return self.workload.run_eager(call, eager)
+
+    def _await_parameters(self) -> None:
+        """Wait for the parameters before an eager pass as a replay does.
+
+        Eager's own hooks could start to gather them in another order, and ranks of a data-parallel group share a
+        communicator: one may replay, or have nothing to run, while another runs eager.
+        """
+        if self.surroundings.before_replay is not None:
+            self.surroundings.before_replay()
+
+    def _look_on(self, call: Call) -> None:
+        """Observe a call before capture, or count it as one that a failed capture left eager."""
+        if self.failure is None:
+            self.workload.observe(call)
+        elif call.counts:
+            self.fell_back(Fallback.CAPTURE_FAILED, call.tokens)
+
+    def _refuse(self, call: Call, reason: Fallback) -> None:
+        self._note_eager()
+        self.fell_back(reason, call.tokens)
+
+    def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager in the whole module."""
+        self._own.fell_back(self.workload.noun, reason, tokens)
+
+    def _note_eager(self) -> None:
+        """Let gradients of an eager pass reach `main_grad` after replays."""
+        for region in self._regions:
+            region.clear()
+
+    def capture(self) -> bool:
+        """Plan buckets and capture; returns whether graphs exist now.
+
+        Raises:
+            CaptureError: Capturing failed and the user asked for a strict run.
+        """
+        self.reset()
+        try:
+            self.workload.capture()
+            self.workload.captured()
+        except BaseException as error:
+            self.reset()
+            if not isinstance(error, Exception):
+                raise
+            self._fail(error)
+            return False
+        self.failure = None
+        return True
+
+    def record(self, pieces: Sequence[Piece]) -> list[Region]:
+        """Capture pieces of the module between two steps, and let their call sites replay them.
+
+        Args:
+            pieces: One whose call is the module's forward, or parts of it with call sites.
+
+        Returns:
+            Their regions, in their order.
+        """
+        sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.replaced]
+        watch = self._followed(sites)
+        around = replace(self.surroundings, slots=self.slots)
+        regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
+        self._regions += regions
+        for region in regions:
+            region.capture()
+        for region, piece in zip(regions, pieces, strict=True):
+            if piece.site is not None:
+                self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0)
+                self._parts.install(region, piece.site)
+        return regions
+
+    def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
+        """Return what follows the module from its first recording until `reset`."""
+        if self._watch is None:
+            replaced = [(self.model, "forward"), *sites]
+            self._watch = ModelWatch((self.model,), replaced, (self.model,), self.surroundings.exempt)
+        return self._watch
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the module runs eager again."""
+        if self._parts is not None:
+            self._parts.restore()
+            self._parts = None
+        for region in self._regions:
+            region.reset()
+        self._regions = []
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self.executor.device.type == "cuda":
+            torch.cuda.synchronize(self.executor.device)
+            torch.cuda.empty_cache()
+        self.workload.forget()
+
+    def _fail(self, error: Exception) -> None:
+        title, noun = self.workload.title, self.workload.noun
+        out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
+        remedies = [self.workload.out_of_memory_remedy] if out_of_memory else []
+        remedy = "".join(f" {sentence}" for sentence in [*getattr(error, "__notes__", []), *remedies])
+        self.failure = named(error)
+        if self.workload.strict:
+            raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
+        if isinstance(error, PeerFailed):
+            return  # the rank that failed says it
+        warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs exist."""
+        for region in self._regions:
+            if not region.captured:
+                return False
+        return self._regions != []
+
+    @property
+    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Modules and the attributes of theirs that replay once graphs are captured."""
+        return ((self.model, "forward"),) if self._parts is None else self._parts.replaced
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the module eager inside, with the graphs kept for afterwards."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the module is inside `paused`."""
+        return self._paused > 0
+
+    def begin_step(self) -> None:
+        """Note that a training step begins."""
+        self.step_number += 1
+        self._own.step = self.step_number
+        for region in self._regions:
+            region.statistics.step = self.step_number
+        if self.workload.counts_tokens:
+            self._step_tokens.append(0)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
+        self.begin_step()
+        with ExitStack() as stack:
+            for region in self._regions:
+                stack.enter_context(region.memory_kept())
+            yield
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return any(region.adds_later(parameters) for region in self._regions)
+
+    def statistics(self) -> RegionStatistics:
+        """Return what happened so far, over all regions."""
+        total = merge_statistics([self._own, *(region.statistics for region in self._regions)])
+        total.warmup_microbatches = self.workload.warmup_microbatches()
+        total.step_tokens = list(self._step_tokens)
+        return total
+
+    def report(self) -> str:
+        """Return the run's report as text."""
+        notes = self.workload.notes()
+        if self.failure is not None:
+            notes["not captured"] = self.failure
+        return render(self.statistics(), self.workload.title, notes)

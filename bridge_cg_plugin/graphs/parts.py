@@ -1,0 +1,127 @@
+"""Parts of a module as regions of their own, each replayed where an attribute of a submodule is called."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .fallback import Fallback
+from .instance import InstanceMethod
+from .piece import Answer, CallSite, ReadPart
+from .region import Region
+
+
+class _Chosen(NamedTuple):
+    """A batch that all parts replay, and the slot in which they do."""
+
+    batch: Any
+    slot: int
+
+
+class Parts:
+    """The parts of one module, installed on it until `restore`.
+
+    Args:
+        slots: Slots of every region.
+        is_paused: Whether all is to run eager.
+    """
+
+    def __init__(self, slots: int, is_paused: Callable[[], bool]) -> None:
+        self.followers: list[FollowerCall] = []
+        self._slots, self._is_paused = slots, is_paused
+        self._regions: list[Region] = []
+        self._methods: list[InstanceMethod] = []
+        self._current: _Chosen | None = None
+
+    @property
+    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Modules and the attributes of theirs that replay."""
+        return tuple((method.module, method.name) for method in self._methods)
+
+    def install(self, region: Region, site: CallSite) -> None:
+        """Let a call site replay a region."""
+        followers = [FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in site.followers]
+        self._regions.append(region)
+        self._put(site.owner, site.attribute, PartCall(self, region, site, followers))
+        for place, follower in zip(site.followers, followers, strict=True):
+            self._put(place.owner, place.attribute, follower)
+        self.followers += followers
+
+    def _put(self, owner: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
+        self._methods.append(InstanceMethod(owner, attribute, call))
+
+    def restore(self) -> None:
+        """Put back what was called before."""
+        for method in reversed(self._methods):
+            method.restore()
+
+    def common_slot(self, batch: Any) -> int | Fallback:
+        """Return a slot in which every part can replay the batch; without one, the first part's reason."""
+        free = (index for index in range(self._slots) if all(region.is_free(index) for region in self._regions))
+        slot = next(free, 0)
+        reasons = [region.why_not(batch, slot) for region in self._regions]  # each records what it was asked for
+        return next((reason for reason in reasons if reason is not None), slot)
+
+    def run(self, batch: Any, slot: int, eager: Callable[[], Any]) -> Any:
+        """Run the module's forward, whose parts replay the batch in a slot."""
+        self._current = _Chosen(batch, slot)
+        try:
+            return eager()
+        finally:
+            self._current = None
+            for follower in self.followers:
+                follower.outputs = None
+
+    def replay(
+        self, region: Region, read: ReadPart | None, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, ...] | None:
+        """Return the outputs of a part's replay; None where it runs eager."""
+        if read is None:
+            return self._replay_together(region, hidden)
+        batch = None if self._is_paused() else read(hidden, args, kwargs)
+        return None if batch is None else region.run(batch)
+
+    def _replay_together(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """Replay with what the module was called with; the first part writes it for all."""
+        if self._current is None:
+            return None
+        batch, slot = self._current
+        outputs = region.run(batch.of_part(hidden), index=slot)
+        if outputs is not None and not batch.loaded:
+            self._current = _Chosen(batch.once_loaded(), slot)
+        return outputs
+
+
+class FollowerCall:
+    """Stands in for an attribute whose next call a replayed part has answered.
+
+    Attributes:
+        outputs: Of the replay, until the call; None where nothing was replayed.
+    """
+
+    def __init__(self, eager: Callable[..., Any], answer: Answer) -> None:
+        self._eager, self._answer = eager, answer
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the call from the replay, once."""
+        outputs, self.outputs = self.outputs, None
+        return self._eager(*args, **kwargs) if outputs is None else self._answer(outputs)
+
+
+class PartCall:
+    """Stands in for the attribute that calls a part."""
+
+    def __init__(self, parts: Parts, region: Region, site: CallSite, followers: Sequence[FollowerCall]) -> None:
+        self._parts, self._region, self._read, self._answer = parts, region, site.read, site.answer
+        self._eager: Callable[..., Any] = getattr(site.owner, site.attribute)
+        self._followers = followers
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Replay the part, or run it eager."""
+        outputs = self._parts.replay(self._region, self._read, hidden_states, args, kwargs)
+        if outputs is None:
+            return self._eager(hidden_states, *args, **kwargs)
+        for follower in self._followers:
+            follower.outputs = outputs
+        return self._answer(outputs)

@@ -1,0 +1,113 @@
+"""What a region is made of, and what is around it in a run. Data only; a `Piece` lives as long as its region."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .buckets import Bucket
+from .changes.model_watch import NOTHING_EXEMPT, Exempt
+from .gradients import Reduction
+from .offloading import Offloading
+from .program import RegionProgram
+from .rank_consensus import Alone, Peers
+from .recorder import Around
+from .slot import SharedInputs
+
+ALONE = Alone()
+# Turns a part's outputs into what a call returns.
+Answer = Callable[[tuple[Tensor, ...]], Any]
+# Makes a part's batch from the hidden states and the other arguments that it is called with; None if there is none.
+ReadPart = Callable[[Tensor, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def first(outputs: tuple[Tensor, ...]) -> Tensor:
+    """Return the first output."""
+    return outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A later call whose answer a replayed part has given already.
+
+    Attributes:
+        owner: Module whose attribute is called.
+        attribute: That attribute.
+        answer: Turns the part's outputs into what the call returns.
+    """
+
+    owner: nn.Module
+    attribute: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where a part is called.
+
+    Attributes:
+        owner: Module whose attribute is called with the hidden states first.
+        attribute: That attribute.
+        answer: Turns the part's outputs into what the call returns.
+        followers: Calls after that one, each once, which the part answers too.
+        read: Makes the part's batch; None where parts replay together, from the batch that the module is called with.
+    """
+
+    owner: nn.Module
+    attribute: str
+    answer: Answer = first
+    followers: tuple[Follower, ...] = ()
+    read: ReadPart | None = None
+
+    @property
+    def replaced(self) -> list[tuple[nn.Module, str]]:
+        """The modules and attributes of theirs that the part stands in for."""
+        return [(self.owner, self.attribute), *((f.owner, f.attribute) for f in self.followers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is around a module in a run.
+
+    Attributes:
+        slots: Microbatches that may be between their forward and their backward at once.
+        before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+        exempt: What may change of the module without changing what it computes.
+        peers: Ranks that are on graphs together with this one or not at all.
+        twins: Those of them that share the module's layers, and so its buckets.
+    """
+
+    slots: int = 1
+    before_replay: Callable[[], None] | None = None
+    reduction: Reduction | None = None
+    exempt: Exempt = NOTHING_EXEMPT
+    peers: Peers = ALONE
+    twins: Peers = ALONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one region is made of.
+
+    Attributes:
+        program: The piece of the model.
+        buckets: What to record for.
+        site: Where a part of the module is called; None where the module's forward is the call.
+        evaluation: Also record forward-only graphs.
+        shared: Static inputs that it has in common with other regions.
+        offloading: Decides where activations are between forward and backward.
+        has_side_work: Whether a bucket's recordings have a side stream.
+        around: Entered around everything that is recorded.
+    """
+
+    program: RegionProgram
+    buckets: Sequence[Bucket]
+    site: CallSite | None = None
+    evaluation: bool = True
+    shared: SharedInputs | None = None
+    offloading: Offloading | None = None
+    has_side_work: Callable[[Bucket], bool] = lambda bucket: False
+    around: Around = nullcontext

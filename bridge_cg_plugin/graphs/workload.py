@@ -1,0 +1,159 @@
+"""What a module brings that runs on graphs: calls as batches, what to record, results. `GraphManager` has the rest."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from .executor import Executor
+from .fallback import Fallback
+from .piece import Piece
+from .rank_consensus import Peers
+from .region import Region
+from .statistics import RegionStatistics
+
+Eager = Callable[[], Any]
+
+
+class Call(NamedTuple):
+    """A call of the module's forward. A tuple: one is made for every replay.
+
+    Attributes:
+        batch: The microbatch; None where the call is not one that a graph could take.
+        refusal: Why no recording can serve the call, None where one may.
+        tokens: The microbatch's size; None where it is not known.
+        misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
+        counts: Whether the call counts as one that a failed capture left eager.
+    """
+
+    batch: Any
+    refusal: Fallback | None = None
+    tokens: int | None = None
+    misfit: str | None = None
+    counts: bool = True
+
+
+class Manager(Protocol):
+    """What a workload uses of its manager; see `GraphManager`.
+
+    Attributes:
+        model: The module.
+        executor: Makes recordings.
+        slots: Microbatches between forward and backward at once.
+        failure: Why the last capture failed, None if it did not.
+        step_number: Number of the training step under way, from 1.
+        peers: Ranks that are on graphs together with this one or not at all.
+        twins: Those of them that share the module's layers, and so its buckets.
+    """
+
+    model: nn.Module
+    executor: Executor
+    slots: int
+    failure: str | None
+    step_number: int
+    peers: Peers
+    twins: Peers
+
+    @property
+    def captured(self) -> bool:
+        """Whether graphs exist."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the module runs eager for a while."""
+
+    def run(self, call: Call, eager: Eager) -> Any:
+        """Replay a call where possible, else run it eager and count why."""
+
+    def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+
+    def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager in the whole module."""
+
+    def capture(self) -> bool:
+        """Have the workload plan and capture; returns whether graphs exist now."""
+
+    def record(self, pieces: Sequence[Piece]) -> list[Region]:
+        """Capture pieces of the module between two steps; returns their regions."""
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Be in a training step."""
+
+    def statistics(self) -> RegionStatistics:
+        """Return what happened so far, over all regions."""
+
+
+class Workload(ABC):
+    """One kind of module as `GraphManager` sees it. It belongs to one manager.
+
+    Attributes:
+        manager: The manager; set when it is made.
+        title: Names the graphs in reports.
+        noun: Names the module in messages.
+        group: Of the figures for loggers.
+        out_of_memory_remedy: What to do where a capture runs out of memory.
+        strict: Whether a failed capture raises instead of leaving the module eager.
+        counts_tokens: Whether the tokens of each training step are counted.
+        together: Whether parts of the module replay a microbatch all or none, in one slot.
+        balanced: Runs a call with the manager's `run` where other ranks may do its work; None where none does.
+    """
+
+    manager: Manager
+    title: str
+    noun: str
+    group: str
+    out_of_memory_remedy: str
+    strict: bool = False
+    counts_tokens: bool = False
+    together: bool = False
+    balanced: Callable[[Call, Eager], Any] | None = None
+
+    def attach(self, manager: Manager) -> None:
+        """Note whose workload this is; called once, before the module's first call."""
+        self.manager = manager
+
+    @abstractmethod
+    def read(self, *args: Any, **kwargs: Any) -> Call:
+        """Return what a call of the module's forward is, without reading the device."""
+
+    @abstractmethod
+    def observe(self, call: Call) -> None:
+        """Look at a call that runs eager before there are graphs."""
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Plan, and have the manager `record` what is planned. Any exception leaves the module eager."""
+
+    @abstractmethod
+    def captured(self) -> None:
+        """Tell what was recorded. Any exception leaves the module eager."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget what is known of recordings: they are gone."""
+
+    def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
+        """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""
+        return region.run(batch)
+
+    def run_eager(self, call: Call, eager: Eager) -> Any:
+        """Return what eager makes of the call."""
+        return eager()
+
+    @abstractmethod
+    def returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return what the module's own forward would return for a replay's outputs."""
+
+    @abstractmethod
+    def warmup_microbatches(self) -> int:
+        """Return how many microbatches were observed before capture."""
+
+    @abstractmethod
+    def notes(self) -> dict[str, str]:
+        """Return further lines of the report."""

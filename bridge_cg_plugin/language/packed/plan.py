@@ -1,0 +1,102 @@
+"""Which packs a decoder is captured for: what warm-up steps showed and what options say."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, plan_buckets
+from ...options import PACKED_FIELDS, OptionError, PackedOptions
+from .batch import PackedBatch
+from .decoder import DecoderFamily
+from .fit import pack_buckets
+
+MOST_EXACT_BUCKETS = 12
+# What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
+Kind = tuple[tuple[str, ...], int, int, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a warm-up step's pack looked like."""
+
+    tokens: int
+    documents: int
+    offsets: tuple[str, ...]
+    rotated: int
+    width: int
+    dtype: torch.dtype
+    additions: int
+
+    @property
+    def kind(self) -> Kind:
+        """What all packs of a recording share."""
+        return self.offsets, self.rotated, self.width, self.dtype
+
+
+class PackPlan:
+    """Observes a decoder's packs and plans buckets for them.
+
+    Args:
+        options: What the user asked for.
+        family: The decoder's upstream side.
+
+    Attributes:
+        observed: What was seen.
+
+    Raises:
+        OptionError: A bucket that the options name cannot be shared by the ranks.
+    """
+
+    def __init__(self, options: PackedOptions, family: DecoderFamily) -> None:
+        self._options, self._family = options, family
+        self.observed: list[Observed] = []
+        self._check_buckets()
+
+    def observe(self, batch: PackedBatch) -> None:
+        """Take a pack of the warm-up steps into account."""
+        width, dtype, additions = batch.hidden.shape[-1], batch.hidden.dtype, len(batch.additions)
+        seen = Observed(batch.tokens, batch.documents, batch.layout, batch.rotated, width, dtype, additions)
+        self.observed.append(seen)
+
+    def capacities(self) -> BucketPlan:
+        """Return the capacities to capture.
+
+        Raises:
+            ValueError: No pack was observed, so nothing says how packs look.
+        """
+        if not self.observed:
+            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
+        if self._options.buckets != "auto":
+            return BucketPlan(self._options.buckets, 0.0, 0)
+        tokens = [seen.tokens for seen in self.observed]
+        if self._family.shards > 1:  # packs cannot be padded: the sizes that come most often
+            usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
+            return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
+        return plan_buckets(tokens, merge_unit=self._unit, exact_below=EXACT_BELOW * self._family.ranks)
+
+    def buckets(self, plan: BucketPlan) -> list[Bucket]:
+        """Return the buckets of planned capacities."""
+        return pack_buckets(plan.capacities, self._options.max_packed_seqs or 1, self._options.max_seqlen)
+
+    def kind(self) -> Kind:
+        """Return what the packs that were seen most often share."""
+        return Counter(seen.kind for seen in self.observed).most_common(1)[0][0]
+
+    def additions(self) -> int:
+        """Return behind how many layers something is added at most."""
+        return max(seen.additions for seen in self.observed)
+
+    @property
+    def _unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many."""
+        shards, ranks = self._family.shards, self._family.ranks
+        return math.lcm(shards * ranks, 2 * ranks if ranks > 1 else 1)
+
+    def _check_buckets(self) -> None:
+        if self._options.buckets == "auto":
+            return
+        if wrong := [tokens for tokens in self._options.buckets if tokens % self._unit]:
+            allowed = f"multiples of {self._unit}, which ranks share in equal parts"
+            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")

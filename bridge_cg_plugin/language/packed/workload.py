@@ -1,0 +1,198 @@
+"""A decoder over packed documents as the graph manager sees it: calls as packs, what is recorded, results, notes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...announce import announce
+from ...graphs.buckets import EXACT_BELOW, BucketPlan
+from ...graphs.errors import CaptureError
+from ...graphs.fallback import Fallback
+from ...graphs.host_copies import HostCopies
+from ...graphs.inputs import want_gradients
+from ...graphs.piece import Piece
+from ...graphs.rank_consensus import digest
+from ...graphs.slot import SharedInputs
+from ...graphs.workload import Call, Workload
+from ...offload.offloading import RegionOffloading, policy_of
+from ...options import PACKED_FIELDS, PackedOptions
+from .batch import PackedBatch, pack_batch
+from .decoder import DecoderCall, DecoderFamily, DecoderPart
+from .layout import spread
+from .plan import PackPlan
+from .program import SHARED, PackedProgram, PackLayout
+
+
+class PackedWorkload(Workload):
+    """See `Workload`: all layers as one region, or parts of them.
+
+    With several parts one choice is made for all of them when the decoder is called, so a microbatch replays everywhere
+    or nowhere.
+
+    Args:
+        options: What the user asked for.
+        modules: Names of the parts of layers to record; none are all layers as one region.
+        family: The decoder's upstream side.
+        host: Host copies of offsets.
+
+    Attributes:
+        plan: Observes packs and plans buckets.
+        buckets: What was planned last; None before.
+
+    Raises:
+        OptionError: A bucket that the options name cannot be shared by the ranks.
+    """
+
+    title = "packed-sequence CUDA graphs"
+    noun = "decoder"
+    group = "packed_cuda_graph"
+    out_of_memory_remedy = (
+        "Lower the tokens of a pack, cuda_graph_packed_slots or cuda_graph_max_packed_seqs, or give "
+        "cuda_graph_packed_buckets a smaller largest bucket."
+    )
+    together = True
+
+    def __init__(
+        self,
+        options: PackedOptions,
+        modules: Sequence[str],
+        family: DecoderFamily,
+        host: HostCopies | None = None,
+    ) -> None:
+        self.options, self.modules, self.family = options, tuple(modules), family
+        self.strict = options.strict
+        self.host = host or HostCopies()
+        self.plan = PackPlan(options, family)
+        self.buckets: BucketPlan | None = None
+        self._parts = 0
+
+    def read(self, *args: Any, **kwargs: Any) -> Call:
+        """See `Workload`.
+
+        Raises:
+            PackedBatchError: The offsets of the pack do not fit each other or its tokens.
+        """
+        call = self.family.read(args, kwargs)
+        if not isinstance(call, DecoderCall):
+            return Call(None, call, counts=False)
+        if want_gradients((call.angles,)):
+            return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
+        batch = self._batch(call)
+        return Call(batch, None, batch.tokens)
+
+    def _batch(self, call: DecoderCall) -> PackedBatch:
+        family = self.family
+        batch = pack_batch(
+            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
+        )
+        if call.visual is None or self._parts:
+            return batch
+        mask, embeddings = call.visual
+        return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
+
+    def observe(self, call: Call) -> None:
+        """See `Workload`."""
+        if call.batch is not None:
+            self.plan.observe(call.batch)
+
+    def capture(self) -> None:
+        """See `Workload`. What can fail on one rank alone is inside an agreement."""
+        peers = self.manager.peers
+        if not peers.agree(self._digest).same:
+            raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
+        peers.agree(self._record)
+
+    def _digest(self) -> float:
+        """Plan; returns a number that stands for the buckets, their order and the slots."""
+        self.buckets = self.plan.capacities()
+        return digest(self.manager.slots, self.plan.kind(), *map(str, self.plan.buckets(self.buckets)))
+
+    def _record(self) -> float:
+        buckets = self.plan.buckets(self.buckets or self.plan.capacities())
+        shared = SharedInputs(SHARED, self.manager.executor.device)
+        parts = self.family.parts(self.modules)
+        regions = self.manager.record(
+            [
+                Piece(
+                    program=self._program(part),
+                    buckets=buckets,
+                    site=part.site,
+                    evaluation=self.options.evaluation,
+                    shared=None if part.site is None else shared,
+                    offloading=self._offloading(),
+                    around=self.family.statistics_kept,
+                )
+                for part in parts
+            ]
+        )
+        self._parts = sum(part.site is not None for part in parts)
+        regions[0].statistics.static_bytes += shared.nbytes
+        return 0.0
+
+    def _program(self, part: DecoderPart) -> PackedProgram:
+        offsets, rotated, width, dtype = self.plan.kind()
+        family, whole = self.family, part.site is None
+        layout = PackLayout(
+            offsets,
+            rotated,
+            family.per_position,
+            family.absolute,
+            family.shards,
+            family.ranks,
+            family.rank,
+            self.plan.additions() if whole else 0,
+            part.counted,
+        )
+        return PackedProgram(
+            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels
+        )
+
+    @contextmanager
+    def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.family.kernels(modules))
+            if self.options.moves_activations:
+                stack.enter_context(self.family.known_activations(modules))
+            yield
+
+    def _offloading(self) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        if not self.options.moves_activations:
+            return None
+        slots, device = self.manager.slots, self.manager.executor.device
+        return RegionOffloading(policy_of(self.options, PACKED_FIELDS), slots, device)
+
+    def captured(self) -> None:
+        """See `Workload`."""
+        self.manager.peers.agree(self._tell)
+
+    def _tell(self) -> float:
+        parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
+        documents = self.options.max_packed_seqs
+        announce(f"{self.title}{parts}: {self.buckets}; {self.manager.slots} slot(s), up to {documents} documents")
+        return 0.0
+
+    def forget(self) -> None:
+        """See `Workload`."""
+        self._parts = 0
+
+    def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        """See `Workload`: the hidden states."""
+        return outputs[0]
+
+    def warmup_microbatches(self) -> int:
+        """See `Workload`."""
+        return len(self.plan.observed)
+
+    def notes(self) -> dict[str, str]:
+        """See `Workload`."""
+        notes = {} if self.buckets is None else {"plan": str(self.buckets)}
+        if self.plan.observed:
+            most = max(seen.documents for seen in self.plan.observed)
+            notes["documents"] = f"up to {most} in the packs of warm-up steps"
+        if self.host.device_reads:
+            notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
+        return notes

@@ -1,0 +1,181 @@
+"""Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..announce import announce
+from ..attention_bounds import SIDE_WORK_UP_TO
+from ..graphs.buckets import Bucket, BucketPlan
+from ..graphs.errors import CaptureError, OutOfMemoryInCapture
+from ..graphs.piece import CallSite, Piece
+from ..graphs.program import RegionProgram
+from ..graphs.rank_consensus import digest
+from ..graphs.region import Region
+from ..graphs.report import GIB
+from ..graphs.workload import Manager
+from ..offload.offloading import RegionOffloading, policy_of
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
+from .adapter import EncoderAdapter, EncoderFamily
+from .plan import MEMORY_MARGIN, EncoderPlan
+from .recorded_kernels import RecordedKernels
+
+LIMIT_ATTEMPTS = 4
+
+
+class EncoderCapture:
+    """Plans and captures one encoder. What can fail on one rank alone is inside an agreement.
+
+    Args:
+        model: The vision encoder.
+        options: What the user asked for.
+        family: The encoder's upstream side.
+        adapter: The encoder's.
+
+    Attributes:
+        plan: Observes microbatches and plans buckets.
+        kernels: What recorded work calls.
+        buckets: What was planned last; None before.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, adapter: EncoderAdapter
+    ) -> None:
+        self._model, self._options, self._family, self._adapter = model, options, family, adapter
+        self.plan = EncoderPlan(options, adapter)
+        self.kernels = RecordedKernels(options, family)
+        self.buckets: BucketPlan | None = None
+        self._regions: list[Region] = []
+        self._warmup_peak = 0
+
+    def capture(self, manager: Manager) -> None:
+        """Capture; what takes more memory than allowed is captured again with a smaller largest bucket.
+
+        Raises:
+            CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
+        """
+        limit = manager.peers.agree(partial(self._prepare, manager)).smallest
+        manager.twins.agree(float)  # a communicator that was never used cannot be captured
+        if self.plan.may_reach_further() and self._record_with_headroom(manager, limit):
+            return
+        for _ in range(LIMIT_ATTEMPTS):
+            excess = manager.peers.agree(partial(self._record, manager, limit)).largest
+            manager.peers.agree(partial(self._check_twins, manager))
+            if excess <= 1:
+                return
+            limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
+        raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self._options.memory_gb:g} GiB a slot")
+
+    def _prepare(self, manager: Manager) -> float:
+        """Choose attention; returns the most tokens that a bucket may have on this rank."""
+        self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
+        self.kernels.choose_attention()
+        return self.plan.capacity_limit(manager.executor, self.encoder_program(), self.kernels.attends_directly)
+
+    def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:
+        """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
+        manager.reset()
+        self.buckets = self.plan.buckets(limit, headroom)
+        self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
+        return self._excess(manager.slots)
+
+    def _check_twins(self, manager: Manager) -> float:
+        if not manager.twins.agree(partial(self._digest, manager.slots)).same:
+            raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
+        return 0.0
+
+    def _digest(self, slots: int) -> float:
+        """Return a number that stands for the buckets, their order and the slots."""
+        return digest(slots, *map(str, self._regions[0].buckets))
+
+    def _record_with_headroom(self, manager: Manager, limit: float) -> bool:
+        """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
+        fits = bool(manager.peers.agree(partial(self._fits_with_headroom, manager, limit)).smallest)
+        if fits:
+            manager.peers.agree(partial(self._check_twins, manager))
+            return True
+        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self._options.headroom:g}")
+        return False
+
+    def _fits_with_headroom(self, manager: Manager, limit: float) -> bool:
+        try:
+            excess = self._record(manager, limit, self._options.headroom)
+        except (OutOfMemoryInCapture, torch.OutOfMemoryError):
+            return False
+        return excess <= 1 and self._headroom_bytes() <= self._left_over(manager)
+
+    def _peak_bytes(self, manager: Manager) -> int:
+        device = manager.executor.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+    def _headroom_bytes(self) -> float:
+        """Return what the graphs take beyond those of the largest size seen, which stand for eager's activations."""
+        return self._memory_bytes() * (1 - 1 / self._options.headroom)
+
+    def _left_over(self, manager: Manager) -> float:
+        """Return how many bytes of the device no warm-up step has needed, less a margin."""
+        device = manager.executor.device
+        if device.type != "cuda":
+            return math.inf
+        return torch.cuda.get_device_properties(device).total_memory * MEMORY_MARGIN - self._warmup_peak
+
+    def _excess(self, slots: int) -> float:
+        """Return the graphs' memory over the limit that automatic buckets keep to."""
+        if self._options.memory_gb is None or self._options.buckets != "auto":
+            return 0.0
+        return self._memory_bytes() / slots / (self._options.memory_gb * GIB)
+
+    def _memory_bytes(self) -> int:
+        return sum(region.statistics.memory_bytes for region in self._regions)
+
+    def encoder_program(self) -> RegionProgram:
+        """Return the whole encoder as a region."""
+        return self._adapter.program(self._options.exact_below, self.kernels)
+
+    def _pieces(self, manager: Manager, capacities: Sequence[int]) -> list[Piece]:
+        """Return the whole encoder, or a part of every layer."""
+        frames, options = self.plan.max_frames(), self._options
+        if options.whole_encoder:
+            directly = self.kernels.attends_directly
+            buckets = [Bucket(c, limits) for c in capacities for limits in self._adapter.bounds(c, frames, directly)]
+            return [self._piece(manager, self.encoder_program(), buckets)]
+        if self._family.layer_parts is None:
+            raise CaptureError(f"{self._family.name} has no layers whose parts could be captured")
+        (module,) = options.modules
+        parts = self._family.layer_parts(self._model, module, options.exact_below, self.kernels)
+        return [
+            self._piece(manager, part.program, [Bucket(c, part.limits(frames)) for c in capacities], part.site)
+            for part in parts
+        ]
+
+    def _piece(
+        self,
+        manager: Manager,
+        program: RegionProgram,
+        buckets: Sequence[Bucket],
+        site: CallSite | None = None,
+    ) -> Piece:
+        return Piece(
+            program=program,
+            buckets=buckets,
+            site=site,
+            evaluation=self._options.evaluation,
+            offloading=self._offloading(manager),
+            has_side_work=self.has_side_work,
+        )
+
+    def has_side_work(self, bucket: Bucket) -> bool:
+        """Whether a bucket's recordings are on two streams."""
+        options = self._options
+        if options.streams != "auto":
+            return options.streams == 2
+        return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_WORK_UP_TO
+
+    def _offloading(self, manager: Manager) -> RegionOffloading | None:
+        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
+        if not self._options.moves_activations:
+            return None
+        return RegionOffloading(policy_of(self._options, PROVIDER_FIELDS), manager.slots, manager.executor.device)

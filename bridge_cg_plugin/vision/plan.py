@@ -1,0 +1,99 @@
+"""Which sizes an encoder is captured for: what warm-up steps showed, what options say, what memory allows."""
+
+import math
+
+from ..attention_bounds import deterministic
+from ..graphs.buckets import BucketPlan, plan_buckets
+from ..graphs.executor import Executor
+from ..graphs.program import RegionProgram
+from ..graphs.report import GIB
+from ..options import VisionGraphOptions
+from .adapter import EncoderAdapter, EncoderBatch
+from .memory import measure_memory
+
+# Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
+DEFAULT_MAX_FRAMES = 64
+MAX_FRAMES_STEP = 16
+# A pool's segments are not filled to the brim; measured pools are at most this part fuller than their tensors.
+MEMORY_MARGIN = 0.8
+
+
+class EncoderPlan:
+    """Observes an encoder's microbatches and plans buckets for them.
+
+    Args:
+        options: What the user asked for.
+        adapter: The encoder's.
+
+    Attributes:
+        observed: Tokens of every observed microbatch.
+    """
+
+    def __init__(self, options: VisionGraphOptions, adapter: EncoderAdapter) -> None:
+        self._options, self._adapter = options, adapter
+        self.observed: list[int] = []
+        self._frames = 0
+
+    def observe(self, batch: EncoderBatch) -> None:
+        """Take a microbatch of the warm-up steps into account."""
+        self.observed.append(batch.tokens)
+        self._frames = max(self._frames, batch.frames)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that were observed."""
+        return len(self.observed)
+
+    def buckets(self, limit: float, headroom: float = 1.0) -> BucketPlan:
+        """Return the capacities to capture.
+
+        Args:
+            limit: The most tokens that a bucket may have, infinity where nothing limits it.
+            headroom: How far capacities reach beyond the largest size that was seen, as a factor.
+
+        Raises:
+            ValueError: Nothing was seen and no option says how large buckets are.
+        """
+        options = self._options
+        if options.buckets != "auto":
+            capacities = options.buckets
+            if options.max_seq_length is not None:
+                capacities = (*(c for c in capacities if c < options.max_seq_length), options.max_seq_length)
+            return BucketPlan(tuple(capacities), 0.0, 0)
+        return plan_buckets(
+            self.observed,
+            largest=options.max_seq_length,
+            merge_unit=self._adapter.unit,
+            capacity_limit=None if limit == math.inf else int(limit),
+            exact_below=options.exact_below,
+            headroom=headroom,
+        )
+
+    def may_reach_further(self) -> bool:
+        """Whether capacities beyond the largest size that was seen are wanted."""
+        options = self._options
+        return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
+
+    def max_frames(self) -> int:
+        """Return how many frames the most permissive bounds take."""
+        if self._options.max_frames != "auto":
+            return self._options.max_frames
+        wanted = 2 * self._frames
+        return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
+
+    def capacity_limit(self, executor: Executor, program: RegionProgram, directly: bool) -> float:
+        """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it.
+
+        Args:
+            executor: Measures memory.
+            program: The whole encoder.
+            directly: Whether cuDNN's attention is called directly.
+        """
+        options, adapter = self._options, self._adapter
+        limits = [adapter.deterministic_tokens] if deterministic() else []
+        if options.memory_gb is not None and executor.device.type == "cuda":
+            memory = measure_memory(
+                executor, program, adapter.unit, lambda tokens: adapter.bounds(tokens, 1, directly)[0]
+            )
+            limits.append(memory.tokens_within(options.memory_gb * GIB * MEMORY_MARGIN))
+        return min(limits, default=math.inf)

@@ -1,0 +1,66 @@
+"""Which of a family's kernels recorded work calls."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from ..announce import announce
+from ..attention_bounds import deterministic
+from ..options import VisionGraphOptions
+from .adapter import NO_OTHER_ATTENTION, EncoderFamily
+
+
+class RecordedKernels:
+    """Chooses kernels by the options; called with a region's modules around recorded work.
+
+    Args:
+        options: What the user asked for.
+        family: The encoder's upstream side.
+
+    Attributes:
+        attends_directly: Whether cuDNN's attention is called directly.
+    """
+
+    def __init__(self, options: VisionGraphOptions, family: EncoderFamily) -> None:
+        self._options, self.family = options, family
+        self.attends_directly = self._attends_by_flash = False
+
+    def choose_attention(self) -> None:
+        """Decide which attention recordings call; says so where what was asked for cannot be had."""
+        wanted, family = self._options.attention, self.family
+        self.attends_directly = self._attends_by_flash = False
+        if wanted == "transformer_engine":
+            return
+        direct = family.direct_attention.refusal()
+        flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
+        self.attends_directly = direct is None
+        self._attends_by_flash = wanted == "flash" and flash is None
+        refusal = {"cudnn": direct, "flash": flash}.get(wanted)
+        if refusal is not None:
+            stays = "cuDNN's, called directly" if self.attends_directly else "Transformer Engine's"
+            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
+            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
+
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        if self._attends_by_flash:
+            return "flash"
+        return "cudnn" if self.attends_directly else "transformer_engine"
+
+    @contextmanager
+    def __call__(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Let these modules call the chosen kernels inside."""
+        family, options = self.family, self._options
+        entered = [family.kernels]
+        entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
+        fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
+        entered += [family.reordering_kernels] if fast else []
+        entered += [family.direct_attention.kernels] if self.attends_directly else []
+        entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
+        entered += [family.known_activations] if options.moves_activations else []
+        with ExitStack() as stack:
+            for kernels in entered:
+                stack.enter_context(kernels(modules))
+            yield

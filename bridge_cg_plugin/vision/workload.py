@@ -1,0 +1,155 @@
+"""A vision encoder as the graph manager sees it: calls as images, what is observed, results, notes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..announce import announce
+from ..graphs.buckets import BucketPlan
+from ..graphs.region import Region
+from ..graphs.workload import Call, Eager, Manager, Workload
+from ..options import VisionGraphOptions
+from .adapter import EncoderFamily
+from .balance.calls import BalancedCalls
+from .balance.exchange import ImageExchange
+from .batch import BatchError
+from .capture import EncoderCapture
+from .check import CheckResult
+from .eager_costs import Clock
+from .host_grids import HostGrids
+from .runs import EncoderRuns
+
+
+class VisionWorkload(Workload):
+    """See `Workload`. A call that eager refuses raises `BatchError`.
+
+    Args:
+        model: The vision encoder.
+        options: What the user asked for.
+        family: The encoder's upstream side.
+        grids: Host copies of grids.
+        exchange: Levels the work of data-parallel ranks, where it was asked for.
+        clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
+
+    Attributes:
+        adapter: The encoder's.
+        planned: What is captured, and how.
+        runs: How a microbatch is replayed or run eager.
+    """
+
+    title = "vision CUDA graphs"
+    noun = "encoder"
+    group = "vision_cuda_graph"
+    out_of_memory_remedy = (
+        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, or give "
+        "vision_cuda_graph_buckets a smaller largest bucket."
+    )
+    counts_tokens = True
+    runs: EncoderRuns
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: VisionGraphOptions,
+        family: EncoderFamily,
+        grids: HostGrids | None = None,
+        exchange: ImageExchange | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.options, self.family = options, family
+        self.strict = options.strict
+        self.grids = grids or HostGrids()
+        self.adapter = family.adapt(model)
+        self.planned = EncoderCapture(model, options, family, self.adapter)
+        self.exchange, self._clock = exchange, clock
+        self.balanced: BalancedCalls | None = None
+
+    def attach(self, manager: Manager) -> None:
+        """See `Workload`."""
+        super().attach(manager)
+        self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
+        if self.exchange is not None:
+            self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
+
+    @property
+    def buckets(self) -> BucketPlan | None:
+        """What was planned last; None before."""
+        return self.planned.buckets
+
+    @property
+    def checks(self) -> list[CheckResult]:
+        """Results of the run-time check."""
+        return self.runs.checks
+
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        return self.planned.kernels.attention
+
+    def read(self, *args: Any, **kwargs: Any) -> Call:
+        """See `Workload`."""
+        return self.adapter.read(self.grids, *args, **kwargs)
+
+    def observe(self, call: Call) -> None:
+        """See `Workload`."""
+        if call.misfit is None:
+            self.planned.plan.observe(call.batch)
+
+    def capture(self) -> None:
+        """See `Workload`."""
+        self.planned.capture(self.manager)
+
+    def captured(self) -> None:
+        """See `Workload`."""
+        self.manager.peers.agree(self._tell)
+
+    def _tell(self) -> float:
+        if self.exchange is not None:
+            self.exchange.forget_times()
+        frames = self.planned.plan.max_frames()
+        announce(f"{self.title}: {self.buckets}; {self.manager.slots} slot(s), up to {frames} frames")
+        return 0.0
+
+    def forget(self) -> None:
+        """See `Workload`."""
+        self.runs.forget()
+
+    def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
+        """See `Workload`."""
+        return self.runs.replay(region, batch)
+
+    def run_eager(self, call: Call, eager: Eager) -> Any:
+        """See `Workload`.
+
+        Raises:
+            BatchError: The pixels do not fit what describes them, or the encoder, and eager refuses them.
+        """
+        try:
+            return self.runs.eager(call, eager)
+        except Exception as error:
+            if call.misfit is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BatchError(call.misfit) from error
+
+    def returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        """See `Workload`."""
+        return self.adapter.returned(outputs)
+
+    def warmup_microbatches(self) -> int:
+        """See `Workload`."""
+        return self.planned.plan.microbatches
+
+    def notes(self) -> dict[str, str]:
+        """See `Workload`."""
+        notes = {}
+        if self.buckets is not None:
+            notes["plan"] = str(self.buckets)
+        if self.checks:
+            worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
+            notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
+        if self.exchange is not None:
+            notes["balance"] = self.exchange.note()
+        if self.grids.device_reads:
+            notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
+        return notes

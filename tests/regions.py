@@ -1,0 +1,29 @@
+"""Regions as tests make them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.executor import Executor
+from bridge_cg_plugin.graphs.piece import Piece, Surroundings
+from bridge_cg_plugin.graphs.program import RegionProgram
+from bridge_cg_plugin.graphs.region import Region
+
+AROUND = {field.name for field in dataclasses.fields(Surroundings)}
+OF_REGION = ("watch", "strict")
+
+
+def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Bucket], **settings: Any) -> Region:
+    """Return a region that is not captured yet.
+
+    Args:
+        program: The piece of the model.
+        executor: Makes the recordings.
+        buckets: What to record for.
+        settings: Fields of `Piece` and `Surroundings`, and `watch` and `strict` of `Region`.
+    """
+    around = {name: settings.pop(name) for name in AROUND & settings.keys()}
+    given = {name: settings.pop(name) for name in OF_REGION if name in settings}
+    piece = Piece(program=program, buckets=buckets, **settings)
+    return Region(piece, executor, Surroundings(**around), **given)

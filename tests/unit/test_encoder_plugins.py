@@ -1,0 +1,121 @@
+"""An encoder of another package, registered by its entry point, on graphs like one of this package's."""
+
+import dataclasses
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bridge_cg_plugin
+from bridge_cg_plugin.upstream.encoders import registry
+from bridge_cg_plugin.upstream.hooks import provider_fields
+from bridge_cg_plugin.upstream.seams import activation, encoder_group
+
+from .mean_encoder import PATCHES, WIDTH, MeanTower
+from .towers import graphs_on, new_tower, poison
+
+ROOT = Path(__file__).resolve().parents[2]
+PROVIDER = "tests.unit.mean_provider.MeanProvider"
+BUCKETS = (PATCHES, 4 * PATCHES)
+
+
+class MeanModel(torch.nn.Module):
+    """Holds the tower as a model of Bridge's would."""
+
+    def __init__(self):
+        super().__init__()
+        self.eyes = MeanTower()
+        self.config = self.eyes.config
+
+
+def forget():
+    """Have entry points looked up again."""
+    registry.encoders.cache_clear()
+    encoder_group.other_providers.cache_clear()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that installs a package that declares an encoder: its metadata on the path."""
+    forget()
+
+    def install(value="tests.unit.mean_encoder:ENCODER"):
+        folder = tmp_path / "mean_encoder-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mean-encoder\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[bridge_cg_plugin.encoders]\n{PROVIDER} = {value}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield install
+    forget()
+
+
+def run(model, images):
+    embeddings = model(images)
+    wanted = list(model.parameters())
+    return embeddings.detach(), torch.autograd.grad((embeddings * torch.arange(3.0)).sum(), wanted)
+
+
+def images(count):
+    return torch.randn(count, PATCHES, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+def test_it_is_found_in_a_model_once_its_package_is_installed(installed):
+    model = MeanModel()
+    assert registry.find_encoder(model) is None
+    forget()
+    installed()
+    found = registry.find_encoder([torch.nn.Identity(), model])
+    assert (found.model, found.holder, found.family.name) == (model.eyes, model, "MeanTower")
+    assert registry.find_encoder(new_tower()).family.name == "Qwen3-VL"
+
+
+def test_its_replays_equal_eager_to_the_bit(installed):
+    installed()
+    model = MeanModel()
+    counts = (1, 4, 3, 2)
+    expected = [run(model.eyes, images(count)) for count in counts]
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        poison(graphs, float("nan"))
+        for count, (embeddings, gradients) in zip(counts, expected, strict=True):
+            found = run(model.eyes, images(count))
+            assert torch.equal(found[0], embeddings)
+            assert all(map(torch.equal, found[1], gradients))
+        assert graphs.statistics().replays == len(counts) and graphs.statistics().fallbacks == {}
+        model.eyes(images(5))
+        assert graphs.statistics().fallbacks == {"too_many_tokens": 1}
+
+
+@pytest.mark.parametrize("value", ["tests.unit.no_such_module:ENCODER", "tests.unit.mean_encoder:MeanTower"])
+def test_a_package_that_cannot_be_used_is_told_and_left_out(installed, value, caplog):
+    installed(value)
+    with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
+        assert registry.find_encoder(MeanModel()) is None
+    assert registry.find_encoder(new_tower()) is not None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert value in said and "bridge_cg_plugin.encoders" in said
+
+
+def test_its_provider_takes_the_options(installed, monkeypatch):
+    installed()
+    monkeypatch.setattr(activation, "PATCHED", dict(activation.PATCHED))
+    monkeypatch.delitem(sys.modules, "tests.unit.mean_provider", raising=False)
+    bridge_cg_plugin.activate()
+    patches = provider_fields.patches_of_other_packages()
+    monkeypatch.setattr(provider_fields, "PATCHES", patches)
+    provider = importlib.import_module("tests.unit.mean_provider").MeanProvider
+    assert provider(vision_cuda_graph_impl="transformer_engine").vision_cuda_graph_impl == "transformer_engine"
+    assert "vision_cuda_graph_buckets" in {field.name for field in dataclasses.fields(provider)}
+    for patch in reversed(patches):
+        patch.revert()
+    with pytest.raises(TypeError):
+        provider(vision_cuda_graph_impl="transformer_engine")
+
+
+def test_the_documentation_shows_the_file_as_it_is():
+    page = (ROOT / "docs/adding_an_encoder.md").read_text()
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert (ROOT / "tests/unit/mean_encoder.py").read_text().partition('"""\n\n')[2] == shown
