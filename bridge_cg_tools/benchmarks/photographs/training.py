@@ -318,8 +318,8 @@ class StatisticsKeeper(Callback):
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
         if CURRENT.graphs is not None:
-            whole = CURRENT.graphs
-            self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.replayed_steps}
+            whole: Any = CURRENT.graphs
+            self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.workload.replayed_steps}
         for helper in active_helpers():
             graphs: Any = helper.graphs
             self.value = graphs.statistics().as_dict()
