@@ -1,6 +1,10 @@
 """Capture: what can go wrong, and that the process goes on."""
 
 import gc
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ def usable(tower_module, model, batch) -> bool:
     return all(o.isfinite().all() for o in outputs)
 
 
+@pytest.mark.first
 def test_host_read_during_capture(tower_module, model, grads, graphs_of, monkeypatch):
     helper = graphs_of(capture=False, buckets=(1024,), strict=False)
     batch = tower_module.make_batch([(1, 28, 28)], model)
@@ -91,6 +96,7 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     assert region.captured
 
 
+@pytest.mark.first
 def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, graphs_of):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -122,3 +128,13 @@ def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs
     print(max(statistics.buckets), statistics.memory_bytes / 2**30)
     assert 1024 <= max(bucket.tokens for bucket in statistics.buckets) < 16384
     assert statistics.memory_bytes <= 2.0 * 2**30
+
+
+def test_another_allocator_is_refused_and_training_goes_on_eager():
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    words = [sys.executable, "-m", "tests.gpu.other_allocator"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    created, failure, goes_on, fallbacks = json.loads(done.stdout.splitlines()[-1])
+    assert not created and "native memory allocator" in failure
+    assert goes_on and fallbacks == {"capture_failed": 1}

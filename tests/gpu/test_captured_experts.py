@@ -146,6 +146,7 @@ def compared(tower_module):
     return Compared()
 
 
+@pytest.mark.first
 def test_losses_and_gradients_are_as_near_to_fp32_as_eagers(compared):
     packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(PACKS)]
     with parity.deterministic(), graphs_on(compared.trained.model, lm.make_pack((500, 200))) as graphs:

@@ -30,6 +30,7 @@ def equal(actual, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("evaluation", [True, False])
 def test_adapters_switched_off_get_graphs_of_their_own(tower_module, model, graphs_of, evaluation):
     off = adapters(model)
@@ -126,6 +127,7 @@ class Buffers:
         return canaries
 
 
+@pytest.mark.first
 def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, graphs_of):
     start = Buffers(tower_module.build_tower(layers=4)).weights.clone()
 

@@ -20,6 +20,7 @@ def run(*words):
     )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "offloaded, plain",
     [(run("--set", ATTENTION), run()), (run("--set", *GRAPHS, ATTENTION), run("--set", *GRAPHS))],

@@ -6,6 +6,7 @@ import torch
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.first
 def test_a_small_image_in_a_huge_bucket_runs_eager(tower_module, model, grads, graphs_of):
     """784 tokens through four layers take eager some 15 ms, a replay of 32,768 tokens several times that."""
     helper = graphs_of(capture=False, buckets=(32768,), max_frames=1, evaluation=False)

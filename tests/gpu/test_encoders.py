@@ -74,6 +74,7 @@ def encoders(*names):
     return pytest.mark.parametrize("encoder", names, ids=names, indirect=True)
 
 
+@pytest.mark.first
 @encoders("qwen35_vl", "siglip")
 def test_replays_equal_eager_to_the_bit(encoder):
     helper = encoder.on_graphs()
@@ -120,6 +121,7 @@ def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.first
 @encoders("qwen25_vl")
 def test_windows_equal_eager_on_the_same_kernels_to_the_bit(encoder):
     """Frames are large enough that flash attention does not split them, as it does with few blocks."""

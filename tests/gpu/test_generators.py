@@ -59,6 +59,7 @@ def assert_draws_anew(region):
     assert not any(torch.equal(a, b) for a, b in zip(seen, [*seen[1:], seen[0]], strict=True))
 
 
+@pytest.mark.first
 def test_every_replay_draws_anew(region):
     region.capture()
     assert_draws_anew(region)

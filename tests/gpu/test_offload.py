@@ -52,6 +52,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "kernels, name",
     [("fast", name) for name in POLICIES] + [("exact", "both")],

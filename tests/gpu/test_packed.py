@@ -45,6 +45,7 @@ def fp32(gpt):
     return parity.Fp32Reference(lambda: lm.build_model(lm.Shape(**SIZES), dtype=torch.float32), gpt.model)
 
 
+@pytest.mark.first
 def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
     far = {}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
@@ -80,6 +81,7 @@ def assert_as_near_to_fp32(far):
         assert worst <= FARTHER * eagers, f"worst gradient of all packs {worst:.3e}, eager {eagers:.3e}"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("modules", [("attn",), ("mlp",), ("attn", "mlp")], ids=",".join)
 def test_parts_of_layers(gpt, modules):
     with graphs_on(gpt.model, lm.make_pack((500, 200)), modules=modules) as graphs:

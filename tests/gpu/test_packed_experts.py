@@ -36,6 +36,7 @@ def test_routers_without_a_loss(tower_module, modules):
     assert_replays_are_eagers(modules)
 
 
+@pytest.mark.first
 @PARTS
 def test_routers_with_an_auxiliary_loss(tower_module, modules):
     """Only the router's product is recorded; the loss counts real tokens."""

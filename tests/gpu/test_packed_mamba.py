@@ -73,6 +73,7 @@ def deterministic_algorithms():
         yield
 
 
+@pytest.mark.first
 def test_thirty_packs_replayed_from_one_capture(hybrid, deterministic_algorithms):
     with graphs_on(hybrid.model, lm.make_pack((500, 200))) as graphs:
         reads = graphs.workload.host.device_reads

@@ -54,12 +54,14 @@ def check_mixes(tower_module, model, grads, helper) -> None:
     assert not helper.graphs.statistics().fallbacks
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=["whole", "attn", "mlp"])
 def test_mixes_replayed_from_one_capture(tower_module, model, grads, graphs_of, modules):
     helper = graphs_of(buckets=BUCKETS, modules=modules, max_frames=48, kernels="exact")
     check_mixes(tower_module, model, grads, helper)
 
 
+@pytest.mark.first
 def test_replayed_step_reads_nothing_on_the_host(tower_module, model, grads, graphs_of):
     graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(2, 12, 16), (1, 20, 20)], model)
@@ -116,6 +118,7 @@ def test_backward_on_another_stream_than_the_last_use(tower_module, model, grads
             assert tower_module.largest_relative(made, expected) == 0.0
 
 
+@pytest.mark.first
 def test_evaluation_runs_forward_only_graphs(tower_module, model, grads, graphs_of):
     helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(1, 20, 24), (2, 8, 8)], model)
@@ -141,6 +144,7 @@ def test_gradients_that_are_nan_leave_no_trace(tower_module, model, grads, graph
     assert tower_module.largest_relative(replayed, expected) <= 3e-2
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("trained", ["", "merger", "layers.1.mlp"], ids=["nothing", "mergers", "one mlp"])
 def test_frozen_parts(tower_module, model, graphs_of, trained):
     for name, parameter in model.named_parameters():
@@ -160,6 +164,7 @@ def test_frozen_parts(tower_module, model, graphs_of, trained):
     assert helper.graphs.statistics().replays >= 1
 
 
+@pytest.mark.first
 def test_lora_on_the_encoder(tower_module, model, graphs_of):
     add_lora(model, ["linear_qkv", "linear_fc1"])
     grads = tower_module.MainGrads(model)

@@ -59,7 +59,7 @@ def frozen(*parts):
         frozen("model", "projection"),
         (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[attn]", *FEW))),
         (EAGER, Training("graphs", (*BUCKETS, "vision_cuda_graph_modules=[mlp]", *FEW))),
-        (EAGER, OFFLOADED),
+        pytest.param(EAGER, OFFLOADED, marks=pytest.mark.first),
     ],
     ids=["frozen-encoder", "frozen-projection", "frozen-both", "attn", "mlp", "offloaded"],
 )
@@ -94,7 +94,7 @@ PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
     "eager, graphs",
     [
         (EAGER, whole_language_model()),
-        (Training("eager", PLAIN), whole_language_model(*PLAIN)),
+        pytest.param(Training("eager", PLAIN), whole_language_model(*PLAIN), marks=pytest.mark.first),
         (Training("eager", PLAIN), whole_language_model(*PLAIN, "vision_cuda_graph_impl=none")),
     ],
     ids=["overlap", "text-only and evaluation", "eager encoder"],

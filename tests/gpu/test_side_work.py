@@ -90,6 +90,7 @@ def test_microbatches_in_flight_keep_apart(tower_module, repeatable_model):
     assert all(map(torch.equal, sums[1], sums[2]))
 
 
+@pytest.mark.first
 def test_mixes_replayed_on_two_streams(tower_module, model, grads, graphs_of):
     helper = graphs_of(buckets=BUCKETS, max_frames=48, kernels="exact", streams=2)
     check_mixes(tower_module, model, grads, helper)
