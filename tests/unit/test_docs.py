@@ -24,6 +24,7 @@ from bridge_cg_tools.benchmarks.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+BENCHMARKS = ROOT / "bridge_cg_tools" / "benchmarks"
 PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- not run: (.+) -->\n$")
@@ -263,9 +264,10 @@ def source_of(words):
     """Return the source of the project's program that a command starts, empty where it starts another one."""
     program = words[words.index("python") + 1 :] if "python" in words else words
     if program[0].startswith("scripts/"):
-        return (ROOT / program[0]).read_text() + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
+        read = (BENCHMARKS / "runs" / "recipe_arguments.py").read_text() if "recipe" in program[0] else ""
+        return (ROOT / program[0]).read_text() + read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
     if program[0] == "-m" and program[1].startswith("examples"):
-        return (ROOT / program[1].replace(".", "/") / "arguments.py").read_text() + str(LAYOUT_FLAGS)
+        return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":
         assert re.search(rf"^  {program[1]}\b", (ROOT / "run").read_text(), re.MULTILINE), program
     if program[0] == "bridge-cg":
