@@ -1,1 +1,1 @@
-"""Tools beside the plugin, which never imports them: the command bridge-cg, reports, planning, starting workers."""
+"""Tools beside the plugin, which never imports them: the command bridge-cg, reports, planning, launcher, benchmarks."""

@@ -1,1 +1,1 @@
-"""Benchmarks and parity runs; their results go to docs/benchmarks."""
+"""Commands: benchmarks and parity runs, whose results go to docs/benchmarks, and training of recipes."""

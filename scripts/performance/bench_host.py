@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.workloads import CASES, workloads
-from bridge_cg_tools.benchmarks.vision.host import Training, devices, show
+from bridge_cg_tools.benchmarks.vision.host import Training, devices, measure_steps
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,17 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     tower.start_process()
     with devices():
-        training = Training(grids)
-        with training.marked():
-            for name, batch in training.batches.items():
-                for idle in (False, True):
-                    for _ in range(3):
-                        training.step(batch, idle)
-                    steps = [training.step(batch, idle) for _ in range(args.steps)]
-                    where = "idle" if idle else "in a row"
-                    show(name, where, [times for step in steps for times in step[1:-1]])
-                    show(name, f"{where}, first", [step[0] for step in steps])
-                    show(name, f"{where}, awaited", [step[-1] for step in steps])
+        measure_steps(Training(grids), args.steps)
     return 0
 
 

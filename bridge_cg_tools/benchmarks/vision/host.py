@@ -16,6 +16,7 @@ from bridge_cg_tools.benchmarks.measuring import measure
 from bridge_cg_tools.benchmarks.models import tower
 
 MICROBATCHES = 4
+WARMUP_STEPS = 3
 LAYERS = 27
 # What lies between two marks of a microbatch, in their order.
 PHASES = (
@@ -203,6 +204,24 @@ def devices() -> Iterator[None]:
         return
     with mock.patch.multiple(torch.cuda, current_device=lambda: "cpu", current_stream=mock.MagicMock()):
         yield
+
+
+def measure_steps(training: Training, steps: int) -> None:
+    """Time so many steps of every case, microbatches in a row and each begun idle, and print the phases."""
+    with training.marked():
+        for name, batch in training.batches.items():
+            for idle in (False, True):
+                for _ in range(WARMUP_STEPS):
+                    training.step(batch, idle)
+                show_steps(name, idle, [training.step(batch, idle) for _ in range(steps)])
+
+
+def show_steps(name: str, idle: bool, steps: Sequence[Sequence[Sequence[float]]]) -> None:
+    """Print the phases of the steps' microbatches: of those between, of the first and of the one that is awaited."""
+    where = "idle" if idle else "in a row"
+    show(name, where, [times for step in steps for times in step[1:-1]])
+    show(name, f"{where}, first", [step[0] for step in steps])
+    show(name, f"{where}, awaited", [step[-1] for step in steps])
 
 
 def show(name: str, kind: str, times: Sequence[Sequence[float]]) -> None:
