@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
-from .language_model import IMPL, INFERENCE, MODULES, SCOPE
+from .groups import GROUPS
+from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES
-from .offload import OFFLOAD_FIELDS
-from .packed import PACKED_FIELDS
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
-LANGUAGE_MODEL_FIELDS = (IMPL, MODULES, INFERENCE, SCOPE, *SWITCHES)
-VISION_FIELDS = (*PROVIDER_FIELDS.values(), SCOPE_FIELD)
-FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, *PACKED_FIELDS.values(), *OFFLOAD_FIELDS.values())
+LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *SWITCHES)
+FIELDS = (*(name for group in GROUPS for name in group.names), *SWITCHES)
 # What else combinations depend on.
 SETTINGS = (
     "te_rng_tracker",

@@ -6,7 +6,9 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, OptionError, VisionGraphOptions, vision_options
-from bridge_cg_plugin.upstream.hooks.provider_fields import DEFAULTS
+from bridge_cg_plugin.options.vision import VISION
+
+DEFAULTS = VISION.added
 
 MODULES = "megatron.bridge.models.qwen_vl"
 CLASSES = [

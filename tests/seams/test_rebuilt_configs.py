@@ -17,8 +17,9 @@ import yaml
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
+from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
 from bridge_cg_plugin.upstream.hooks import provider_fields
-from bridge_cg_plugin.upstream.hooks.provider_fields import DEFAULTS, LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.hooks.provider_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry.models import PROVIDERS
 from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
@@ -159,7 +160,7 @@ def test_options_are_keywords_of_the_signature(carrier):
     fields = {f.name: f for f in dataclasses.fields(provider)}
     for name in options:
         parameter = parameters[name]
-        default = {**DEFAULTS, **LANGUAGE_MODEL_DEFAULTS}[name]
+        default = {**VISION_GROUP.added, **LANGUAGE_MODEL_DEFAULTS}[name]
         assert parameter.default == (default if default != () else parameter.default)
         assert fields[name].init and (fields[name].default == default or fields[name].default_factory() == [])
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))

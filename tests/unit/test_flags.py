@@ -4,7 +4,10 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, clear_flags, given_flags, take_flags, unknown_flag
-from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS, SWITCHES, VISION_FIELDS
+from bridge_cg_plugin.options.offload import SHARED_FIELDS
+from bridge_cg_plugin.options.packed import PACKED
+from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS, SWITCHES
+from bridge_cg_plugin.options.vision import VISION
 
 
 def parse(*words):
@@ -28,7 +31,7 @@ def test_both_spellings_set_the_field(flag):
 
 def test_every_option_has_a_flag():
     fields = {flag.field for flag in FLAGS}
-    assert set(VISION_FIELDS) <= fields
+    assert {*VISION.names, *PACKED.fields.values(), *SHARED_FIELDS.values()} <= fields
     assert set(LANGUAGE_MODEL_FIELDS) - fields == set(SWITCHES)
 
 

@@ -14,7 +14,9 @@ from bridge_cg_plugin.options import (
     VisionGraphOptions,
     vision_options,
 )
-from bridge_cg_plugin.options.vision import _PARSERS
+from bridge_cg_plugin.options.vision import VISION
+
+_PARSERS = {one.name: one.parse for one in VISION.options}
 
 
 class Scope(Enum):
