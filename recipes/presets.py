@@ -127,7 +127,7 @@ def set_graph_fields(config: Any, gpu: Gpu) -> None:
     values = {
         "impl": "transformer_engine",
         "max_seq_length": gpu.max_seq_length,
-        "memory_gb": round(gpu.memory_gb / model.pipeline_model_parallel_size, 2),
+        "buckets_max_gb": round(gpu.memory_gb / model.pipeline_model_parallel_size, 2),
     }
     for option, value in values.items():
         setattr(model, PROVIDER_FIELDS[option], value)

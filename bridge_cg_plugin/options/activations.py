@@ -24,7 +24,7 @@ class ActivationOptions(Protocol):
         """What the backward makes again."""
 
     @property
-    def memory_target_gb(self) -> float | None:
+    def offload_above_gb(self) -> float | None:
         """Device memory of a slot in GiB to keep to."""
 
     @property
@@ -32,7 +32,7 @@ class ActivationOptions(Protocol):
         """Smallest activation that leaves."""
 
     @property
-    def offload_host_gb(self) -> float | None:
+    def offload_host_max_gb(self) -> float | None:
         """Most page-locked host memory in GiB."""
 
 
@@ -58,7 +58,7 @@ def recompute_option(details: str = "") -> Any:
     )
 
 
-def memory_target_option(details: str = "") -> Any:
+def offload_above_option(details: str = "") -> Any:
     """Declare the device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to."""
     return option(
         None,
@@ -71,7 +71,7 @@ def memory_target_option(details: str = "") -> Any:
 
 def offload_min_bytes_option() -> Any:
     """Declare the smallest activation that is offloaded or made again."""
-    return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or made again")
+    return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or made again", tuning=True)
 
 
 def offload_host_option() -> Any:
@@ -82,12 +82,13 @@ def offload_host_option() -> Any:
         "GIB",
         "most page-locked host memory of a process",
         "None is four fifths of what the host has, shared by the run's processes on it",
+        tuning=True,
     )
 
 
 def moves_activations(options: ActivationOptions) -> bool:
     """Whether activations are offloaded or made again."""
-    return bool(options.offload or options.recompute) or options.memory_target_gb is not None
+    return bool(options.offload or options.recompute) or options.offload_above_gb is not None
 
 
 def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str], modules: Sequence[str]) -> None:
@@ -102,7 +103,7 @@ def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str]
     Raises:
         OptionError: Activations shall move, and regions are parts of layers.
     """
-    for name in ("offload", "recompute", "memory_target_gb"):
+    for name in ("offload", "recompute", "offload_above_gb"):
         given = getattr(options, name)
         if given and not whole:
             raise OptionError(

@@ -7,11 +7,15 @@ what else is known of it. Nothing else lists it: flags (`flags`), fields of mode
 """
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+from .errors import OptionError
 from .values import Parser, is_unset
 
 _KEY = "option"
@@ -23,13 +27,14 @@ class Option:
 
     Attributes:
         name: The attribute of its group's dataclass.
-        field: The field of a model's configuration.
+        field: The field of a model's configuration; with the mapping's name in front for a tuning value.
         default: The value where nothing is chosen.
         parse: Returns the typed value of what was written.
         value: What a flag takes, for its help.
         help: What it means, in a phrase.
         details: Further sentences in Markdown, for docs/options.md.
         flags: Names of its flag, with underscores and without dashes in front; none where empty.
+        tuning: Whether it is an entry of the group's mapping of tuning values and no field of its own.
         old: A deprecated name of the field with the help of its flag; the new field then is None where nothing is
             chosen.
         since: First release of megatron-bridge that has the field; the plugin adds the field where it is empty.
@@ -45,6 +50,7 @@ class Option:
     help: str
     details: str = ""
     flags: tuple[str, ...] = ()
+    tuning: bool = False
     old: tuple[str, str] | None = None
     since: str = ""
     feature: str = ""
@@ -95,8 +101,9 @@ class Group:
 
     def _option(self, declared: dataclasses.Field[Any]) -> Option:
         said = dict(declared.metadata[_KEY])
-        field = said.pop("field", f"{self.prefix}{declared.name}")
-        flags = said.pop("flags", (field,))
+        tuning = said.get("tuning", False)
+        field = said.pop("field", f"{self.tuning}.{declared.name}" if tuning else f"{self.prefix}{declared.name}")
+        flags = said.pop("flags", () if tuning else (field,))
         return Option(name=declared.name, field=field, default=declared.default, flags=flags, **said)
 
     @property
@@ -105,18 +112,34 @@ class Group:
         return {one.name: one.field for one in self.options}
 
     @property
+    def tuning(self) -> str:
+        """The field that holds the mapping of tuning values."""
+        return f"{self.prefix}tuning"
+
+    @cached_property
+    def tuned(self) -> tuple[Option, ...]:
+        """The options that are tuning values."""
+        return tuple(one for one in self.options if one.tuning)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """All fields, deprecated names included."""
+        """All fields, deprecated names and tuning values included."""
         return tuple(name for one in self.options for name in (one.field, *(one.old or ())[:1]))
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """The attributes of a model's configuration that hold all of this."""
+        fields = tuple(name for name in self.names if "." not in name)
+        return (*fields, self.tuning) if self.tuned else fields
 
     @property
     def added(self) -> dict[str, Any]:
         """Field that the plugin adds to model providers -> default."""
         found: dict[str, Any] = {}
         for one in self.options:
-            if not one.since:
+            if not one.since and not one.tuning:
                 found |= {one.old[0]: one.default, one.field: None} if one.old else {one.field: one.default}
-        return found
+        return {**found, self.tuning: MappingProxyType({})} if self.tuned else found
 
     def read(self, source: Any) -> dict[str, Any]:
         """Return the typed values of the options that a mapping of fields, or an object that has them, gives.
@@ -125,8 +148,41 @@ class Group:
             OptionError: A value cannot work.
         """
         get = getter(source)
-        given = {one: get(one.field) for one in self.options}
+        tuned = self.tuning_values(get(self.tuning)) if self.tuned else {}
+        if isinstance(source, Mapping):  # which may have tuning values as fields, too
+            tuned |= {one.field: source[one.field] for one in self.tuned if one.field in source}
+        given = {one: tuned.get(one.field) if one.tuning else get(one.field) for one in self.options}
         return {one.name: one.parse(one.field, value) for one, value in given.items() if not is_unset(value)}
+
+    def tuning_values(self, written: Any) -> dict[str, Any]:
+        """Return tuning values as fields, unparsed.
+
+        Args:
+            written: The mapping, also as text: `name=value,name=value`. None gives every value back its default.
+
+        Raises:
+            OptionError: It is no mapping, or has a name that does not exist.
+        """
+        if is_unset(written):
+            return dict.fromkeys(one.field for one in self.tuned)
+        given = written if isinstance(written, Mapping) else self._pairs(written)
+        fields = {one.name: one.field for one in self.tuned}
+        found = {}
+        for key, value in given.items():
+            name = str(key).replace("-", "_")
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+                allowed = fields[near[0]] if near else f"one of {', '.join(fields)}"
+                raise OptionError(f"{self.tuning}.{key}", value, allowed, "There is no such tuning value.")
+            found[fields[name]] = value
+        return found
+
+    def _pairs(self, written: Any) -> dict[str, str]:
+        items = written if isinstance(written, list | tuple) else str(written).strip("{} ").split(",")
+        pairs = [re.split(r"[=:]", str(item), maxsplit=1) for item in items if str(item).strip()]
+        if not all(len(pair) == 2 for pair in pairs):
+            raise OptionError(self.tuning, written, "name=value,name=value", "Write a value for each name.")
+        return {name.strip(" '\""): value.strip(" '\"") for name, value in pairs}
 
 
 def getter(source: Any) -> Callable[[str], Any]:

@@ -1,11 +1,11 @@
 """Graph options in words, as JSON, and the tables of docs/options.md."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
 from .combinations import COMBINATIONS
-from .declaration import Group, plain
+from .declaration import Group, Option, plain
 from .graph_options import GraphOptions
 from .groups import GROUPS
 from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
@@ -25,7 +25,7 @@ _PARTS = {
 }
 
 # Options that `_activations` says.
-_ACTIVATIONS = ("memory_target_gb", "offload", "recompute")
+_ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
 
 
 def as_json(options: GraphOptions) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]
 
 def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     """Return what is said of activations: nothing where they stay."""
-    chosen = options.memory_target_gb is not None
-    target = [f"activations leave the device as {options.memory_target_gb:g} GiB a slot ask"] if chosen else []
+    chosen = options.offload_above_gb is not None
+    target = [f"activations leave the device as {options.offload_above_gb:g} GiB a slot ask"] if chosen else []
     offloaded = [f"activations of {_listed(list(options.offload))} go to the host"] if options.offload else []
     again = [f"outputs of {_listed(list(options.recompute))} are made again"] if options.recompute else []
     return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *again))]
@@ -131,7 +131,7 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -141,6 +141,7 @@ def tables() -> dict[str, str]:
     """Return the tables of docs/options.md, by the name that marks their place there."""
     return {
         **{group.name: group_table(group) for group in GROUPS},
+        **{f"{group.name}_tuning": tuning_table(group) for group in GROUPS if group.tuned},
         "migrations": table(
             ("deprecated input", "becomes", "write instead"),
             [(f"`{m.old}`", m.new, f"`{m.line}`") for m in MIGRATIONS],
@@ -164,18 +165,25 @@ def tables() -> dict[str, str]:
 
 
 def group_table(group: Group) -> str:
-    """Return the table of a group's options for docs/options.md."""
-    rows: list[tuple[str, ...]] = [
-        (
-            f"`{one.field}`",
-            one.allowed,
-            f"`{_written(group.added.get(one.field, one.default))}`",
-            f"{one.help}. {one.details}" if one.details else one.help,
-            f"`{one.name}`",
-        )
+    """Return the table of a group's fields for docs/options.md."""
+    rows = [
+        (f"`{one.field}`", one.allowed, f"`{_written(group.added.get(one.field, one.default))}`", _meaning(one))
         for one in group.options
+        if not one.tuning
     ]
-    return table(("field", "values", "default", "meaning", "attribute"), rows)
+    if group.tuned:
+        rows.append((f"`{group.tuning}`", "a mapping of names and values", "`{}`", "tuning values, below"))
+    return table(("field", "values", "default", "meaning"), rows)
+
+
+def tuning_table(group: Group) -> str:
+    """Return the table of a group's tuning values for docs/options.md."""
+    rows = [(f"`{one.name}`", one.allowed, f"`{_written(one.default)}`", _meaning(one)) for one in group.tuned]
+    return table((f"in `{group.tuning}`", "values", "default", "meaning"), rows)
+
+
+def _meaning(one: Option) -> str:
+    return f"{one.help}. {one.details}" if one.details else one.help
 
 
 def _written(value: Any) -> str:

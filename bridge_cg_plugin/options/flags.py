@@ -8,7 +8,7 @@ from typing import Any
 
 from .declaration import Group, Option
 from .errors import OptionError
-from .groups import GROUPS
+from .groups import GROUPS, split_name
 from .offload import CORE_FIELDS
 from .values import words
 
@@ -41,8 +41,17 @@ class Flag:
 
 
 def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
-    """Return the flags of declared options, deprecated names after the new ones."""
-    return tuple(flag for group in groups for option in group.options for flag in _flags_of(option))
+    """Return the flags of declared options, deprecated names after the new ones; one for a group's tuning values."""
+    return tuple(flag for group in groups for flag in _flags_of_group(group))
+
+
+def _flags_of_group(group: Group) -> list[Flag]:
+    found = [flag for option in group.options for flag in _flags_of(option)]
+    if group.tuned:
+        names = ", ".join(option.name for option in group.tuned)
+        meaning = f"values for tuning: {names}; see docs/options.md"
+        found.append(Flag(name=group.tuning, field=group.tuning, value="NAME=VALUE,...", meaning=meaning))
+    return found
 
 
 def _flags_of(option: Option) -> list[Flag]:
@@ -92,6 +101,9 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
+    Words that set one tuning value (`model.vision_cuda_graph_tuning.slots=2`) are among the flags: Hydra refuses keys
+    that a mapping does not have yet.
+
     Raises:
         OptionError: A flag has no value.
     """
@@ -103,7 +115,15 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise OptionError(
             str(error.argument_name), " ".join(tokens), "a flag and its value", f"{error.message}."
         ) from None
-    return given_flags(arguments), rest
+    words_of_tuning = {token: found for token in rest if (found := _tuning_word(token))}
+    return dict(words_of_tuning.values()) | given_flags(arguments), [t for t in rest if t not in words_of_tuning]
+
+
+def _tuning_word(token: str) -> tuple[str, str] | None:
+    """Return the field and the value of a word that sets one tuning value; None for other tokens."""
+    name, assigned, value = token.lstrip("+").partition("=")
+    path, field = split_name(name)
+    return (field, value) if assigned and path in ([], ["model"]) and "." in field else None
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:

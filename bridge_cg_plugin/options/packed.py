@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .activations import (
-    memory_target_option,
     moves_activations,
+    offload_above_option,
     offload_host_option,
     offload_min_bytes_option,
     offload_option,
@@ -42,20 +42,22 @@ class PackedOptions:
         "TOKENS",
         "tokens of the longest document that a graph takes",
         "None is all that a bucket holds",
+        tuning=True,
     )
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
         "N",
         "packs between forward and backward at once, or auto",
-        "As `vision_cuda_graph_slots`",
+        "As for vision graphs",
+        tuning=True,
     )
     offload: tuple[str, ...] | None = offload_option("As for vision graphs, where all layers are one region")
     recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
-    memory_target_gb: float | None = memory_target_option("As for vision graphs")
+    offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()
-    offload_host_gb: float | None = offload_host_option()
-    evaluation: bool = option(True, flag, "BOOL", "evaluation of packs runs on graphs too")
+    offload_host_max_gb: float | None = offload_host_option()
+    evaluation: bool = option(True, flag, "BOOL", "evaluation of packs runs on graphs too", tuning=True)
     strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
 
     @property

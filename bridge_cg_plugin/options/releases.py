@@ -111,10 +111,12 @@ def _language_model_values(options: LanguageModelGraphOptions, release: Release)
 
 def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
     """Return the fields of a group's options; those that the release does not have must be at their default."""
-    values = {}
+    values: dict[str, Any] = {group.tuning: {}} if group.tuned and group.tuning in release.fields else {}
     for one in group.options:
         value, old = getattr(part, one.name), (one.old or ("",))[0]
-        if one.field in release.fields:
+        if one.tuning and group.tuning in values:
+            values[group.tuning] |= {one.name: plain(value)} if value != one.default else {}
+        elif one.field in release.fields:
             values[one.field] = None if one.old and not value else plain(value)
         elif value != one.default and old not in release.fields:
             raise _no_such_field(group, one, value, release)

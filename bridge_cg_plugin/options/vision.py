@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from .activations import (
     check_region,
-    memory_target_option,
     moves_activations,
+    offload_above_option,
     offload_host_option,
     offload_min_bytes_option,
     offload_option,
@@ -86,6 +86,7 @@ class VisionGraphOptions:
         "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
         "Used without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch instead, with one line in the "
         "log, where warm-up steps have left no memory for more",
+        tuning=True,
     )
     max_seq_length: int | None = option(
         None,
@@ -102,6 +103,7 @@ class VisionGraphOptions:
         "N",
         "microbatches between forward and backward at once, or auto",
         "`auto` is the pipeline's depth, twice that when interleaved, never more than the microbatches of a step",
+        tuning=True,
     )
     max_frames: int | Literal["auto"] = option(
         "auto",
@@ -109,8 +111,9 @@ class VisionGraphOptions:
         "N",
         "most images and video frames of one microbatch, or auto",
         "`auto` is 64, or twice what warm-up steps saw if that is more, rounded up to 16",
+        tuning=True,
     )
-    memory_gb: float | None = option(
+    buckets_max_gb: float | None = option(
         None,
         positive_number,
         "GIB",
@@ -125,12 +128,13 @@ class VisionGraphOptions:
         "up to here only graphs of exactly the microbatch's size",
         "Below it matrix libraries choose kernels by the number of rows, so padding would change eager's rounding. "
         "Other sizes run eager; 0 pads them as any other",
+        tuning=True,
     )
     kernels: Literal["auto", "exact", "fast"] = option(
         "auto",
         one_of(("auto", "exact", "fast")),
         "KIND",
-        "auto, exact or fast",
+        "which kernels replace eager's",
         "`exact` replaces eager's kernels only by ones that round as they do; `fast` also by ones that add up a row in "
         "another order (LayerNorm's backward, with the residual's gradient in it; the patch embedding's weight "
         "gradient): gradients then differ from eager's by rounding even where eager repeats itself. Outputs are equal "
@@ -138,13 +142,14 @@ class VisionGraphOptions:
         "`fast` otherwise",
         feature="fast kernels",
         without=("exact",),
+        tuning=True,
     )
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(
         "auto",
         one_of(("auto", "transformer_engine", "cudnn", "flash")),
         "KIND",
-        "auto, transformer_engine, cudnn or flash",
-        "What calls cuDNN's attention over several frames: Transformer Engine, or the plugin itself through NVIDIA's "
+        "what calls cuDNN's attention over several frames",
+        "Transformer Engine, or the plugin itself through NVIDIA's "
         "package `nvidia-cudnn-frontend` (1.29 or newer; Transformer Engine 2.20 depends on it), with the bucket's own "
         "number and size of frames ([design](design.md#attention)). The kernels and outputs are the same. `auto` is "
         "`cudnn` where that is possible. Without the package, without a GPU, under deterministic algorithms "
@@ -154,17 +159,19 @@ class VisionGraphOptions:
         "buckets for frames of 640 tokens and more attend by FlashAttention's kernels (package `flash-attn-4`, "
         "`requirements/flash.txt`; Hopper GPUs), which are faster and round otherwise than eager's: outputs are as "
         "near to fp32 as eager's, not equal to the bit",
+        tuning=True,
     )
     streams: Literal["auto", 1, 2] = option(
         "auto",
         Parser(" or ".join(STREAMS), _parse_streams),
         "N",
-        "streams that a graph's kernels are on: auto, 1 or 2",
+        "streams that a graph's kernels are on",
         "With 2, weight gradients and what else no later kernel waits for run beside the others "
         "([design](design.md#side-work)). `auto` is 2 for buckets of up to 4096 tokens whose activations stay on the "
         "device, 1 for all others. Outputs and gradients are the same",
         feature="two streams",
         without=(1,),
+        tuning=True,
     )
     gradient_accumulation_fusion: bool = option(
         True,
@@ -173,15 +180,17 @@ class VisionGraphOptions:
         "weight gradients are added to main_grad inside the GEMM",
         "In fp32; else they are first rounded to the weight's dtype, as eager does without Megatron's option of this "
         "name",
+        tuning=True,
     )
     gradient_hooks: Literal["awaited", "always"] = option(
         "awaited",
         one_of(("awaited", "always")),
         "WHEN",
-        "gradient hooks fire always, or data parallelism is told where it waits (awaited)",
-        "Who gets to know that a gradient is in `main_grad`: data parallelism's reduction alone, in the microbatches "
+        "who gets to know that a gradient is in `main_grad`",
+        "Data parallelism's reduction alone, in the microbatches "
         "whose gradients it waits for, or autograd in all of them, so that hooks fire. Hooks that you put on a "
         "parameter fire always; those on its `AccumulateGrad` node need `always`",
+        tuning=True,
     )
     cost_fallback: bool = option(
         True,
@@ -190,6 +199,7 @@ class VisionGraphOptions:
         "a microbatch runs eager where that was measured to be faster than its replay",
         "Training only ([design](design.md#measured-costs)). Whole encoder only; never under deterministic algorithms "
         "or tensor parallelism, where runs and ranks must decide alike",
+        tuning=True,
     )
     balance: float | Literal["auto"] | None = option(
         None,
@@ -203,19 +213,21 @@ class VisionGraphOptions:
     offload: tuple[str, ...] | None = offload_option(
         "Host memory is page-locked; activations go there inside the forward's graph and come back inside the "
         "backward's ([offloading](offload.md)). `layernorm` are inputs and outputs of the layers' norms. None is "
-        "nothing, or anything under `vision_cuda_graph_memory_target_gb`"
+        "nothing, or anything under `vision_cuda_graph_offload_above_gb`"
     )
     recompute: tuple[str, ...] | None = recompute_option(
         "Outputs of norms, of GELU, and of the projection to queries, keys and values and the MLP's first layer. What "
         "a kernel does not give back to the bit is kept. None as above"
     )
-    memory_target_gb: float | None = memory_target_option(
+    offload_above_gb: float | None = offload_above_option(
         "The mix is chosen from measured costs; the two options above then say what it may use. None does all that "
         "they say"
     )
     offload_min_bytes: int = offload_min_bytes_option()
-    offload_host_gb: float | None = offload_host_option()
-    evaluation: bool = option(True, flag, "BOOL", "evaluation runs on graphs too", "These are forward-only graphs")
+    offload_host_max_gb: float | None = offload_host_option()
+    evaluation: bool = option(
+        True, flag, "BOOL", "evaluation runs on graphs too", "These are forward-only graphs", tuning=True
+    )
     strict: bool = option(False, flag, "BOOL", "a failed capture stops the run", "Else the run goes on eager")
     check_interval: int = option(
         0,
@@ -229,9 +241,14 @@ class VisionGraphOptions:
         "X",
         "largest relative difference that the check accepts",
         "In the L2 norm, of outputs and of any parameter's gradient",
+        tuning=True,
     )
     check_action: Literal["warn", "stop"] = option(
-        "warn", one_of(CHECK_ACTIONS), "ACTION", "when the check fails: warn or stop"
+        "warn",
+        one_of(CHECK_ACTIONS),
+        "ACTION",
+        "when the check fails: warn or stop",
+        tuning=True,
     )
     deepstack_gradient_allreduce: bool = option(
         False,

@@ -72,8 +72,8 @@ class VisionGraphs(GraphedModule):
     noun = "encoder"
     group = "vision_cuda_graph"
     out_of_memory_remedy = (
-        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, or give "
-        "vision_cuda_graph_buckets a smaller largest bucket."
+        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
+        "or give vision_cuda_graph_buckets a smaller largest bucket."
     )
 
     def __init__(
@@ -151,7 +151,9 @@ class VisionGraphs(GraphedModule):
             if excess <= 1:
                 return
             limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
-        raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self.options.memory_gb:g} GiB a slot")
+        raise CaptureError(
+            f"graphs do not fit vision_cuda_graph_buckets_max_gb={self.options.buckets_max_gb:g} GiB a slot"
+        )
 
     def _prepare(self) -> float:
         """Choose attention; returns `_capacity_limit`."""
@@ -173,11 +175,11 @@ class VisionGraphs(GraphedModule):
         if refusal is not None:
             stays = "cuDNN's, called directly" if self._attends_directly else "Transformer Engine's"
             stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
-            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
+            announce(f"vision_cuda_graph_tuning.attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
     def attention(self) -> str:
-        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
         if self._attends_by_flash:
             return "flash"
         return "cudnn" if self._attends_directly else "transformer_engine"
@@ -213,7 +215,7 @@ class VisionGraphs(GraphedModule):
         if fits:
             self._peers.agree(self._check_twins)
             return True
-        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self.options.headroom:g}")
+        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_tuning.headroom={self.options.headroom:g}")
         return False
 
     def _fits_with_headroom(self, limit: float) -> bool:
@@ -238,10 +240,10 @@ class VisionGraphs(GraphedModule):
 
     def _excess(self) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
-        if self.options.memory_gb is None or self.options.buckets != "auto":
+        if self.options.buckets_max_gb is None or self.options.buckets != "auto":
             return 0.0
         used = sum(region.statistics.memory_bytes for region in self._regions) / self.slots
-        return used / (self.options.memory_gb * GIB)
+        return used / (self.options.buckets_max_gb * GIB)
 
     def reset(self) -> None:
         """See `GraphedModule`."""
@@ -271,11 +273,11 @@ class VisionGraphs(GraphedModule):
     def _capacity_limit(self) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it."""
         limits = [self._adapter.deterministic_tokens] if deterministic() else []
-        if self.options.memory_gb is not None and self.executor.device.type == "cuda":
+        if self.options.buckets_max_gb is not None and self.executor.device.type == "cuda":
             memory = measure_memory(
                 self.executor, self._encoder_program(), self._adapter.unit, lambda tokens: self._bounds(tokens, 1)[0]
             )
-            limits.append(memory.tokens_within(self.options.memory_gb * GIB * MEMORY_MARGIN))
+            limits.append(memory.tokens_within(self.options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
 
     def _max_frames(self) -> int:

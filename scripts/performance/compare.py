@@ -31,7 +31,7 @@ from bridge_cg_plugin.options import OptionError  # noqa: E402
 from bridge_cg_plugin.options.flags import take_flags  # noqa: E402
 from bridge_cg_plugin.options.language_model import IMPL  # noqa: E402
 from bridge_cg_plugin.options.packed import PACKED_FIELDS  # noqa: E402
-from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS  # noqa: E402
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS  # noqa: E402
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS  # noqa: E402
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name  # noqa: E402
 from bridge_cg_tools.report import plots  # noqa: E402
@@ -151,7 +151,7 @@ def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
     if kind == "plugin":
         return [*vision, *rest]
     flags, others = take_flags(rest)
-    graph_words = {word: _field(word) for word in others if _field(word) in FIELDS}
+    graph_words = {word: _field(word) for word in others if _field(word) in (*FIELDS, *ATTRIBUTES)}
     plain = [word for word in others if word not in graph_words]
     without_packs = [] if images else [f"{PACKED_FIELDS['max_packed_seqs']}=null"]
     if kind == "eager":

@@ -46,7 +46,7 @@ LOOKS = (10, 50, 100)
 # What the process may grow by, beside pages that the run itself pins: buffers of libraries.
 RESIDENT_GROWTH_GB = 0.05
 LEARNING_RATE = 3e-4
-OFFLOAD_OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "memory_target_gb"))
+OFFLOAD_OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "offload_above_gb"))
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -126,7 +126,7 @@ def limit_records(steps: int) -> Iterator[dict[str, Any]]:
     kept, again = trainer.peak(), trainer.peak(**RECOMPUTE)
     a_pack = (kept - again) / PACKS
     limit = again + LIMIT_SHARE * (kept - again)
-    target = {"cuda_graph_packed_memory_target_gb": TARGET_SHARE * a_pack / GIB}
+    target = {"cuda_graph_packed_offload_above_gb": TARGET_SHARE * a_pack / GIB}
     head = {"case": "limit", "tokens": TOKENS, "documents": DOCUMENTS, "slots": PACKS, "limit_gb": limit / GIB}
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": lambda: trainer.eager(steps),
@@ -162,7 +162,7 @@ def flat_records(steps: int) -> Iterator[dict[str, Any]]:
 
     model = lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072))
     trainer = Trainer(model, in_flight(2, 2048))
-    options = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_offload_min_bytes": 1 << 14}
+    options = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": {"offload_min_bytes": 1 << 14}}
     found = trainer.graphs(steps, options, look=True)
     yield {"case": "flat", "mode": "plugin_offload", "tokens": 2048, "slots": 2, **found, "flat": is_flat(found)}
 
@@ -268,10 +268,13 @@ class Trainer:
         wanted = {
             "cuda_graph_max_packed_seqs": 2 * DOCUMENTS,
             "cuda_graph_packed_buckets": [tokens],
-            "cuda_graph_packed_slots": len(self.packs),
-            "cuda_graph_packed_evaluation": False,
             **OFFLOAD_OFF,
             **options,
+            "cuda_graph_packed_tuning": {
+                "slots": len(self.packs),
+                "evaluation": False,
+                **options.get("cuda_graph_packed_tuning", {}),
+            },
         }
         kept = {name: config.get(name) for name in wanted}
         helper = lm.new_helper(

@@ -30,14 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKED = {
     "cuda_graph_max_packed_seqs": 64,
     "cuda_graph_packed_buckets": [1024, 4096],
-    "cuda_graph_packed_max_seqlen": 2048,
-    "cuda_graph_packed_slots": 3,
     "cuda_graph_packed_offload": ["mlp"],
     "cuda_graph_packed_recompute": [],
-    "cuda_graph_packed_memory_target_gb": 1e-5,
-    "cuda_graph_packed_offload_min_bytes": 2048,
-    "cuda_graph_packed_offload_host_gb": 8.0,
-    "cuda_graph_packed_evaluation": False,
+    "cuda_graph_packed_offload_above_gb": 1e-5,
+    "cuda_graph_packed_tuning": {
+        "max_seqlen": 2048,
+        "slots": 3,
+        "offload_min_bytes": 2048,
+        "offload_host_max_gb": 8.0,
+        "evaluation": False,
+    },
     "cuda_graph_packed_strict": True,
     "activation_offload": ["attention", "mlp"],
     "activation_offload_min_bytes": 4096,
@@ -162,7 +164,8 @@ def test_options_are_keywords_of_the_signature(carrier):
         parameter = parameters[name]
         default = {**VISION_GROUP.added, **LANGUAGE_MODEL_DEFAULTS}[name]
         assert parameter.default == (default if default != () else parameter.default)
-        assert fields[name].init and (fields[name].default == default or fields[name].default_factory() == [])
+        made = fields[name].default_factory() if fields[name].default is dataclasses.MISSING else fields[name].default
+        assert fields[name].init and made == ([] if default == () else default)
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))
     assert list(inspect.signature(provider.__init__).parameters)[1:] == list(parameters)
     assert set(parameters) == {f.name for f in fields.values() if f.init}
@@ -182,8 +185,8 @@ def test_positions_are_upstreams(carrier):
         if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     bridge_cg_plugin.activate()
-    made = provider(2, cuda_graph_packed_slots=5)
-    assert (getattr(made, positional[0]), made.cuda_graph_packed_slots) == (2, 5)
+    made = provider(2, cuda_graph_packed_tuning={"slots": 5})
+    assert (getattr(made, positional[0]), made.cuda_graph_packed_tuning) == (2, {"slots": 5})
 
 
 def derived_from(provider):

@@ -27,7 +27,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 GRAPH_FIELDS = {
     "model.vision_cuda_graph_impl",
     "model.max_vision_cuda_graph_seq_length",
-    "model.vision_cuda_graph_memory_gb",
+    "model.vision_cuda_graph_buckets_max_gb",
     "model.use_te_rng_tracker",
     "rng.te_rng_tracker",
 }

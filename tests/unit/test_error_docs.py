@@ -32,6 +32,8 @@ INDIRECT = {
     "match['name']",
     "fields[name]",
     "one.field",
+    "self.tuning",
+    "f'{self.tuning}.{key}'",
 }
 IN_FULL = ("PlanError", "AuditError")
 FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)

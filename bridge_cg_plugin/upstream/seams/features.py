@@ -147,7 +147,7 @@ _ASKS: dict[Feature, _Ask] = {
     Feature.OFFLOAD_IN_GRAPHS: _Ask(
         _moves_activations,
         lambda wish: "offloading or recompute in graphs",
-        "offload, recompute and memory_target_gb of vision and packed graphs to null",
+        "offload, recompute and offload_above_gb of vision and packed graphs to null",
     ),
     Feature.CORE_OFFLOAD: _Ask(
         lambda wish: wish.options.offload.enabled,
