@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from .errors import OptionError
@@ -139,7 +138,7 @@ class Group:
         for one in self.options:
             if not one.since and not one.tuning:
                 found |= {one.old[0]: one.default, one.field: None} if one.old else {one.field: one.default}
-        return {**found, self.tuning: MappingProxyType({})} if self.tuned else found
+        return {**found, self.tuning: None} if self.tuned else found
 
     def read(self, source: Any) -> dict[str, Any]:
         """Return the typed values of the options that a mapping of fields, or an object that has them, gives.

@@ -172,7 +172,7 @@ def group_table(group: Group) -> str:
         if not one.tuning
     ]
     if group.tuned:
-        rows.append((f"`{group.tuning}`", "a mapping of names and values", "`{}`", "tuning values, below"))
+        rows.append((f"`{group.tuning}`", "a mapping of names and values; None", "`None`", "tuning values, below"))
     return table(("field", "values", "default", "meaning"), rows)
 
 

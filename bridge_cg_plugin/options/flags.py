@@ -8,7 +8,7 @@ from typing import Any
 
 from .declaration import Group, Option
 from .errors import OptionError
-from .groups import GROUPS, split_name
+from .groups import GROUPS, split_name, tuning_of
 from .offload import CORE_FIELDS
 from .values import words
 
@@ -101,8 +101,8 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
-    Words that set one tuning value (`model.vision_cuda_graph_tuning.slots=2`) are among the flags: Hydra refuses keys
-    that a mapping does not have yet.
+    Words that set tuning values (`model.vision_cuda_graph_tuning.slots=2`) are among the flags: Hydra refuses keys that
+    a mapping does not have yet. Those with an interpolation stay with Hydra.
 
     Raises:
         OptionError: A flag has no value.
@@ -115,15 +115,16 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise OptionError(
             str(error.argument_name), " ".join(tokens), "a flag and its value", f"{error.message}."
         ) from None
-    words_of_tuning = {token: found for token in rest if (found := _tuning_word(token))}
-    return dict(words_of_tuning.values()) | given_flags(arguments), [t for t in rest if t not in words_of_tuning]
+    tuning = {token: found for token in rest if (found := _tuning_word(token))}
+    return dict(tuning.values()) | given_flags(arguments), [token for token in rest if token not in tuning]
 
 
 def _tuning_word(token: str) -> tuple[str, str] | None:
-    """Return the field and the value of a word that sets one tuning value; None for other tokens."""
+    """Return the field and the value of a word that sets tuning values; None for other tokens."""
     name, assigned, value = token.lstrip("+").partition("=")
     path, field = split_name(name)
-    return (field, value) if assigned and path in ([], ["model"]) and "." in field else None
+    sets = assigned and "${" not in value and path in ([], ["model"]) and tuning_of(field)
+    return (field, value) if sets else None
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:

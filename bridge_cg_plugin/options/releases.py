@@ -122,7 +122,7 @@ def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
             raise _no_such_field(group, one, value, release)
         if old in release.fields:  # the name that Bridge itself reads
             values[old] = plain(value)
-    return values
+    return {name: None if value == {} else value for name, value in values.items()}
 
 
 def _no_such_field(group: Group, one: Option, value: Any, release: Release) -> OptionError:

@@ -24,6 +24,7 @@ import bridge_cg_plugin  # noqa: E402
 from bridge_cg_plugin.options import OptionError, normalize  # noqa: E402
 from bridge_cg_plugin.options.explain import in_words  # noqa: E402
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag  # noqa: E402
+from bridge_cg_plugin.recipes import GPUS, with_graphs  # noqa: E402
 from bridge_cg_tools.launch import LAUNCHERS, Job, slurm, torchrun  # noqa: E402
 
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
@@ -58,6 +59,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
+    run.add_argument(
+        "--graphs", choices=tuple(GPUS), help="vision graphs within the limits of this GPU, on any recipe of Bridge"
+    )
+    run.add_argument("--mock_data", "--mock-data", action="store_true", help="train on Bridge's mock images")
     run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
     run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print what the input resolves to and exit")
@@ -112,6 +117,9 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
 
     config = build_recipe(parsed.recipe)
+    if parsed.graphs or parsed.mock_data:
+        vision = None if parsed.graphs else False
+        config = with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
     options = apply_overrides(config, given_flags(parsed), words)
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)

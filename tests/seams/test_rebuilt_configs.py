@@ -164,8 +164,7 @@ def test_options_are_keywords_of_the_signature(carrier):
         parameter = parameters[name]
         default = {**VISION_GROUP.added, **LANGUAGE_MODEL_DEFAULTS}[name]
         assert parameter.default == (default if default != () else parameter.default)
-        made = fields[name].default_factory() if fields[name].default is dataclasses.MISSING else fields[name].default
-        assert fields[name].init and made == ([] if default == () else default)
+        assert fields[name].init and (fields[name].default == default or fields[name].default_factory() == [])
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))
     assert list(inspect.signature(provider.__init__).parameters)[1:] == list(parameters)
     assert set(parameters) == {f.name for f in fields.values() if f.init}

@@ -40,7 +40,7 @@ def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, default in added.items():
-            object.__setattr__(self, name, kwargs.pop(name, _fresh(default)))
+            object.__setattr__(self, name, kwargs.pop(name, list(default) if default == () else default))
         original(self, *args, **kwargs)
 
     vars(__init__)["__signature__"] = _extended(signature, added)
@@ -112,20 +112,8 @@ def _is_generated(derived: type) -> bool:
     return all(f.name in parameters or f.name in EVERY for f in dataclasses.fields(derived) if f.init)
 
 
-def _fresh(default: Any) -> Any:
-    """Return a default that an object may change."""
-    kind = _mutable(default)
-    return default if kind is None else kind()
-
-
-def _mutable(default: Any) -> type | None:
-    """Return the type of the empty container that an immutable default stands for; None for other values."""
-    return dict if isinstance(default, Mapping) else list if default == () else None
-
-
 def _field(name: str, default: Any) -> dataclasses.Field[Any]:
-    kind = _mutable(default)
-    made: Any = dataclasses.field(default=default) if kind is None else dataclasses.field(default_factory=kind)
+    made: Any = dataclasses.field(default_factory=list) if default == () else dataclasses.field(default=default)
     made.name, made.type = name, Any
     made._field_type = dataclasses._FIELD  # type: ignore[attr-defined]  # the mark of a field has no public name
     made.kw_only = True  # providers that are derived later take it by keyword, wherever their own fields stand
