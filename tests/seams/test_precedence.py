@@ -110,7 +110,7 @@ def test_full_iteration_over_a_recipe_with_modules(with_modules, way, name, tmp_
 
 
 def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("bridge_cg_plugin.options.graph_options"), "_warned", set())
+    monkeypatch.setattr(importlib.import_module("bridge_cg_plugin.options.normalization"), "_warned", set())
     held = MODULES if describe_release(with_modules.model).splits_scope else SCOPE
     with pytest.warns(GraphOptionWarning, match=f"{held}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
         apply_overrides(with_modules, {IMPL: "full_iteration"})
