@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import bridge_cg_plugin
+from bridge_cg_plugin.recipes import GPUS, with_graphs
+
 from .answers import Tell, answer_alone
 from .planner import command as planner
 from .report import command as reports
@@ -30,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
     explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    explain.add_argument("--graphs", choices=tuple(GPUS), help="vision graphs within this GPU's limits, on the recipe")
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
     reports.add_arguments(report)
     planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) -> int:
     if args.command == "explain":
-        return run_explain(_words(arguments), args.json, tell)
+        return run_explain(_words(arguments), args.json, tell, args.graphs)
     if args.command == "report":
         return reports.run_report(args, tell)
     if args.command == "plan":
@@ -57,7 +61,10 @@ def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) 
 
 def _words(arguments: Sequence[str] | None) -> list[str]:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return [word for word in given[given.index("explain") + 1 :] if word != "--json"]
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--graphs")
+    own.add_argument("--json", action="store_true")
+    return own.parse_known_args(given[given.index("explain") + 1 :])[1]
 
 
 def run_doctor(as_json: bool, wants_gpu: bool, tell: Tell) -> int:
@@ -82,8 +89,15 @@ def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
     return 1 if found.drift else 0
 
 
-def run_explain(words: Sequence[str], as_json: bool, tell: Tell) -> int:
-    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0."""
+def run_explain(words: Sequence[str], as_json: bool, tell: Tell, gpu: str | None = None) -> int:
+    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0.
+
+    Args:
+        words: A recipe's name, and what is written beside it.
+        as_json: Whether to print JSON.
+        tell: Prints the answer.
+        gpu: The GPU of vision graphs that are switched on in the recipe; None leaves the recipe as it is.
+    """
     from bridge_cg_plugin.options import OptionError, check_options, facts_of, normalize
     from bridge_cg_plugin.options.explain import as_json as plain
     from bridge_cg_plugin.options.explain import in_words
@@ -92,6 +106,9 @@ def run_explain(words: Sequence[str], as_json: bool, tell: Tell) -> int:
 
     try:
         recipes = [build_recipe(name) for name in words[:1] if not is_word(name)]
+        if gpu is not None:
+            bridge_cg_plugin.activate()
+            recipes = [with_graphs(config, gpu=gpu) for config in recipes]
         options, written = normalize(*recipes, list(words[len(recipes) :]))
         check_options(options, facts_of(written))
     except OptionError as error:

@@ -1,30 +1,27 @@
-"""Presets: Bridge's recipes of the Qwen3-VL family with vision-encoder graphs, one function per model, task and GPU.
+"""Recipes with graphs: a function that switches them on in any recipe of Bridge, and six presets by name.
 
-And of language models that train on packed documents, with their layers on graphs; and a small model to try out.
+    from bridge_cg_plugin.recipes import with_graphs
 
-    from bridge_cg_plugin.recipes import qwen3_vl_8b_vision_graphs_h200_sft_config
+    config = with_graphs("qwen3_vl_30b_a3b_sft_config", gpu="h200")
 
-While the plugin is active the same names are attributes of `megatron.bridge.recipes`, where Bridge's launchers look
+While the plugin is active the presets' names are attributes of `megatron.bridge.recipes`, where Bridge's launchers look
 recipes up. Imports neither torch nor Megatron; Bridge's recipe is looked up when a preset is called.
 """
 
 from .gpus import GPUS, Gpu
-from .packed import PACKED_PRESETS, PACKED_RECIPES, PackedPreset
-from .presets import PRESETS, RECIPES, Preset
+from .graphs import with_graphs
+from .presets import DERIVED_RECIPES, PRESETS, RECIPES, Preset
 from .small import SMALL_RECIPES
 
-globals().update(RECIPES | PACKED_RECIPES | SMALL_RECIPES)
+globals().update(RECIPES)
 __all__ = [
+    "DERIVED_RECIPES",
     "GPUS",
-    "PACKED_PRESETS",
-    "PACKED_RECIPES",
     "PRESETS",
     "RECIPES",
     "SMALL_RECIPES",
     "Gpu",
-    "PackedPreset",
     "Preset",
+    "with_graphs",
     *RECIPES,
-    *PACKED_RECIPES,
-    *SMALL_RECIPES,
 ]

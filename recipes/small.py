@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..options import PROVIDER_FIELDS
-from .presets import require_plugin
+from .graphs import require_plugin
 
 STEPS = 30
 VOCABULARY = 8192

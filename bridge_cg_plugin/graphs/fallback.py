@@ -35,15 +35,15 @@ class Fallback(StrEnum):
     )
     TOO_FEW_TOKENS = (
         "too_few_tokens",
-        "it has at most `vision_cuda_graph_exact_below` tokens, a pack at most 256 on a rank, and no bucket of exactly "
-        "its size",
+        "it has at most `vision_cuda_graph_tuning.exact_below` tokens, a pack at most 256 on a rank, and no bucket of "
+        "exactly its size",
         "add its size to `vision_cuda_graph_buckets`, for packs to `cuda_graph_packed_buckets`; or set "
-        "`vision_cuda_graph_exact_below=0` and accept eager's rounding to change",
+        "`vision_cuda_graph_tuning.exact_below=0` and accept eager's rounding to change",
     )
     TOO_MANY_FRAMES = (
         "too_many_frames",
-        "more images and video frames than `vision_cuda_graph_max_frames`, or than a deterministic kernel takes",
-        "raise `vision_cuda_graph_max_frames`",
+        "more images and video frames than `vision_cuda_graph_tuning.max_frames`, or than a deterministic kernel takes",
+        "raise `vision_cuda_graph_tuning.max_frames`",
     )
     FRAME_TOO_LARGE = (
         "frame_too_large",
@@ -57,9 +57,9 @@ class Fallback(StrEnum):
     )
     DOCUMENT_TOO_LONG = (
         "document_too_long",
-        "a document is longer than `cuda_graph_packed_max_seqlen`, or, under context parallelism, what is missing to a "
-        "bucket's tokens",
-        "raise `cuda_graph_packed_max_seqlen`, or add a bucket nearer to the pack's size",
+        "a document is longer than `cuda_graph_packed_tuning.max_seqlen`, or, under context parallelism, what is "
+        "missing to a bucket's tokens",
+        "raise `cuda_graph_packed_tuning.max_seqlen`, or add a bucket nearer to the pack's size",
     )
     SHARDED_TOKENS = (
         "sharded_tokens",
@@ -70,19 +70,20 @@ class Fallback(StrEnum):
         "eager_is_faster",
         "a larger microbatch was measured to run faster eager than this one's bucket replays; most often the bucket is "
         "much larger than the microbatch",
-        "add a bucket nearer to its size; `vision_cuda_graph_cost_fallback=False` replays all the same",
+        "add a bucket nearer to its size; `vision_cuda_graph_tuning.cost_fallback=False` replays all the same",
     )
     # Slots and recordings
     NO_FREE_SLOT = (
         "no_free_slot",
         "as many microbatches as there are slots are between their forward and their backward",
-        "raise `vision_cuda_graph_slots`, for packs `cuda_graph_packed_slots`; each slot takes the memory of the "
-        "largest bucket",
+        "raise `vision_cuda_graph_tuning.slots`, for packs `cuda_graph_packed_tuning.slots`; each slot takes the "
+        "memory of the largest bucket",
     )
     EVALUATION_NOT_CAPTURED = (
         "evaluation_not_captured",
-        "evaluation with `vision_cuda_graph_evaluation=False`, for packs `cuda_graph_packed_evaluation=False`",
-        "set `vision_cuda_graph_evaluation=True`, for packs `cuda_graph_packed_evaluation=True`",
+        "evaluation with `vision_cuda_graph_tuning.evaluation=False`, for packs "
+        "`cuda_graph_packed_tuning.evaluation=False`",
+        "set `vision_cuda_graph_tuning.evaluation=True`, for packs `cuda_graph_packed_tuning.evaluation=True`",
     )
     MODE_NOT_CAPTURED = (
         "mode_not_captured",

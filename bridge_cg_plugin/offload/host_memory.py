@@ -100,7 +100,7 @@ class PinnedMemory:
             )
         if self._limit_gb is not None and self.nbytes + more > self._limit_gb * GIB:
             raise HostMemoryError(
-                f"{self._fields['offload_host_gb']}={self._limit_gb:g}: activations to offload take "
+                f"{self._fields['offload_host_max_gb']}={self._limit_gb:g}: activations to offload take "
                 f"{(self.nbytes + more) / GIB:.1f} GiB; raise it, offload less or take fewer slots"
             )
 

@@ -33,14 +33,14 @@ class Policy:
 
     Attributes:
         allowed: What may be offloaded and made again.
-        memory_target_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
+        offload_above_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
         least_bytes: Smallest storage that is offloaded or made again.
         host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
         fields: Option -> the name that users know it by, for messages.
     """
 
     allowed: Allowed
-    memory_target_gb: float | None = None
+    offload_above_gb: float | None = None
     least_bytes: int = 1 << 20
     host_gb: float | None = None
     fields: Mapping[str, str] = field(default_factory=Plain)
@@ -53,13 +53,13 @@ def policy_of(options: ActivationOptions, fields: Mapping[str, str]) -> Policy:
         options: A region's options.
         fields: Option -> the name that users know it by.
     """
-    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.memory_target_gb is not None else ((), ())
+    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.offload_above_gb is not None else ((), ())
     scopes, kinds = (
         frozenset(default if given is None else given)
         for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
     )
     allowed = Allowed(scopes, kinds)
-    return Policy(allowed, options.memory_target_gb, options.offload_min_bytes, options.offload_host_gb, fields)
+    return Policy(allowed, options.offload_above_gb, options.offload_min_bytes, options.offload_host_max_gb, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class RegionOffloading:
 
     def accepts(self, nbytes: int) -> bool:
         """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
-        if self._policy.memory_target_gb is None or not self._plans:
+        if self._policy.offload_above_gb is None or not self._plans:
             return True
-        target = self._policy.memory_target_gb * GIB
+        target = self._policy.offload_above_gb * GIB
         if nbytes <= target * TOLERANCE:
             return True
         self._excesses += 1
@@ -130,7 +130,7 @@ class RegionOffloading:
 
     def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
         observed = self._look(executor, body)
-        target_gb = self._policy.memory_target_gb
+        target_gb = self._policy.offload_above_gb
         if target_gb is None:
             plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
         else:
@@ -183,7 +183,7 @@ class RegionOffloading:
     def _refusal(self, bucket: Bucket, least: int) -> str:
         names = self._policy.fields
         return (
-            f"{names['memory_target_gb']}={self._policy.memory_target_gb:g}: bucket {bucket} needs at least "
+            f"{names['offload_above_gb']}={self._policy.offload_above_gb:g}: bucket {bucket} needs at least "
             f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
             f"{names['offload']} and {names['recompute']}"
         )

@@ -1,18 +1,19 @@
 """Options of regions whose activations leave the device, which vision and packed-sequence graphs share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from .declaration import option
 from .errors import OptionError
-from .values import positive_number, whole_number, words
+from .values import positive_number, some_of, whole_number
 
-# Parts of a model whose saved tensors can be offloaded, and what can be made again in the backward.
+# Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
 OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
 RECOMPUTE = ("layernorm", "gelu", "linear")
 
 
 class ActivationOptions(Protocol):
-    """The fields that say where a region's activations are; see `VisionGraphOptions`."""
+    """The options that say where a region's activations are, declared by the functions below."""
 
     @property
     def offload(self) -> tuple[str, ...] | None:
@@ -23,7 +24,7 @@ class ActivationOptions(Protocol):
         """What the backward makes again."""
 
     @property
-    def memory_target_gb(self) -> float | None:
+    def offload_above_gb(self) -> float | None:
         """Device memory of a slot in GiB to keep to."""
 
     @property
@@ -31,38 +32,63 @@ class ActivationOptions(Protocol):
         """Smallest activation that leaves."""
 
     @property
-    def offload_host_gb(self) -> float | None:
+    def offload_host_max_gb(self) -> float | None:
         """Most page-locked host memory in GiB."""
+
+
+def offload_option(details: str = "") -> Any:
+    """Declare which parts' activations go to page-locked host memory in the forward and come back in the backward."""
+    return option(
+        None,
+        some_of(OFFLOAD_MODULES),
+        "LIST",
+        f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none",
+        details,
+    )
+
+
+def recompute_option(details: str = "") -> Any:
+    """Declare what the backward's graph makes again instead of keeping it."""
+    return option(
+        None,
+        some_of(RECOMPUTE),
+        "LIST",
+        f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none",
+        details,
+    )
+
+
+def offload_above_option(details: str = "") -> Any:
+    """Declare the device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to."""
+    return option(
+        None,
+        positive_number,
+        "GIB",
+        "device memory of a slot that a mix of offloading and recompute keeps to",
+        details,
+    )
+
+
+def offload_min_bytes_option() -> Any:
+    """Declare the smallest activation that is offloaded or made again."""
+    return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or made again", tuning=True)
+
+
+def offload_host_option() -> Any:
+    """Declare the most page-locked host memory of a process in GiB."""
+    return option(
+        None,
+        positive_number,
+        "GIB",
+        "most page-locked host memory of a process",
+        "None is four fifths of what the host has, shared by the run's processes on it",
+        tuning=True,
+    )
 
 
 def moves_activations(options: ActivationOptions) -> bool:
     """Whether activations are offloaded or made again."""
-    return bool(options.offload or options.recompute) or options.memory_target_gb is not None
-
-
-def some_of(choices: Sequence[str]) -> Callable[[str, Any], tuple[str, ...]]:
-    """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
-
-    def parse(field: str, value: Any) -> tuple[str, ...]:
-        names = words(value)
-        if names in (("all",), ("none",)):
-            return tuple(choices) if names == ("all",) else ()
-        for name in names:
-            if name not in choices:
-                raise OptionError(field, value, f"{', '.join(choices)}, all, or none", f"Remove {name!r}.")
-        return names
-
-    return parse
-
-
-# Option -> parser.
-PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "offload": some_of(OFFLOAD_MODULES),
-    "recompute": some_of(RECOMPUTE),
-    "memory_target_gb": positive_number,
-    "offload_min_bytes": whole_number(0),
-    "offload_host_gb": positive_number,
-}
+    return bool(options.offload or options.recompute) or options.offload_above_gb is not None
 
 
 def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str], modules: Sequence[str]) -> None:
@@ -77,11 +103,11 @@ def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str]
     Raises:
         OptionError: Activations shall move, and regions are parts of layers.
     """
-    for option in ("offload", "recompute", "memory_target_gb"):
-        given = getattr(options, option)
+    for name in ("offload", "recompute", "offload_above_gb"):
+        given = getattr(options, name)
         if given and not whole:
             raise OptionError(
-                fields[option],
+                fields[name],
                 list(given) if isinstance(given, tuple) else given,
                 f"None with {fields['modules']}={list(modules)}",
                 "Capture all layers as one region: in a part of a layer a copy has nothing to run beside.",

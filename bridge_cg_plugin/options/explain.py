@@ -1,17 +1,19 @@
 """Graph options in words, as JSON, and the tables of docs/options.md."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
 from .combinations import COMBINATIONS
+from .declaration import Group, Option, plain
 from .graph_options import GraphOptions
+from .groups import GROUPS
 from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
-from .offload import CORE_FIELDS, OFFLOAD_FIELDS, OffloadOptions
-from .packed import PACKED_FIELDS, PackedOptions
+from .offload import CORE_FIELDS, OffloadOptions
+from .packed import PACKED, PackedOptions
 from .releases import RELEASES
-from .vision import PROVIDER_FIELDS, WITHOUT_GRAPHS, VisionGraphOptions
+from .vision import VISION, WITHOUT_GRAPHS, VisionGraphOptions
 
 _PARTS = {
     CudaGraphModule.attn: "attention",
@@ -23,7 +25,7 @@ _PARTS = {
 }
 
 # Options that `_activations` says.
-_ACTIVATIONS = ("memory_target_gb", "offload", "recompute")
+_ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
 
 
 def as_json(options: GraphOptions) -> dict[str, Any]:
@@ -43,8 +45,7 @@ def as_json(options: GraphOptions) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {f.name: plain(getattr(part, f.name)) for f in fields(part)}
 
 
 def in_words(options: GraphOptions) -> str:
@@ -75,26 +76,31 @@ def _language_model(every: GraphOptions) -> str:
 
 def _vision(options: VisionGraphOptions) -> str:
     if not options.enabled:
-        graph_options = [name for name in PROVIDER_FIELDS if name not in WITHOUT_GRAPHS]
-        return "; ".join(["no graphs", *_further(options, PROVIDER_FIELDS, graph_options)])
+        graph_options = [name for name in VISION.fields if name not in WITHOUT_GRAPHS]
+        return "; ".join(["no graphs", *further(options, VISION, graph_options)])
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
     buckets = _buckets(options.buckets, options.max_seq_length)
     said = ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS)
-    further = _further(options, PROVIDER_FIELDS, said)
-    return "; ".join([f"one graph per bucket over {region}", buckets, *_activations(options), *further])
+    graphs = f"one graph per bucket over {region}"
+    return "; ".join([graphs, buckets, *_activations(options), *further(options, VISION, said)])
 
 
-def _further(options: Any, names: Mapping[str, str], said: Collection[str]) -> list[str]:
-    """Return options that are not their defaults and that nothing else says, as `field=value`."""
-    defaults = type(options)()
-    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in said}
-    return [f"{names[name]}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]:
+    """Return options of a group that are not their defaults, as `field=value`.
+
+    Args:
+        options: Of the group's dataclass.
+        group: Which one.
+        said: Options to leave out.
+    """
+    values = {one: getattr(options, one.name) for one in group.options if one.name not in said}
+    return [f"{one.field}={value}" for one, value in values.items() if value != one.default]
 
 
 def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     """Return what is said of activations: nothing where they stay."""
-    chosen = options.memory_target_gb is not None
-    target = [f"activations leave the device as {options.memory_target_gb:g} GiB a slot ask"] if chosen else []
+    chosen = options.offload_above_gb is not None
+    target = [f"activations leave the device as {options.offload_above_gb:g} GiB a slot ask"] if chosen else []
     offloaded = [f"activations of {_listed(list(options.offload))} go to the host"] if options.offload else []
     again = [f"outputs of {_listed(list(options.recompute))} are made again"] if options.recompute else []
     return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *again))]
@@ -104,9 +110,8 @@ def _packed(options: PackedOptions) -> str:
     if not options.enabled:
         return "no graphs"
     said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
-    further = _further(options, PACKED_FIELDS, said)
     graphs = f"graphs of up to {options.max_packed_seqs} documents"
-    return "; ".join([graphs, _buckets(options.buckets), *_activations(options), *further])
+    return "; ".join([graphs, _buckets(options.buckets), *_activations(options), *further(options, PACKED, said)])
 
 
 def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> str:
@@ -126,7 +131,7 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -134,8 +139,9 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def tables() -> dict[str, str]:
     """Return the tables of docs/options.md, by the name that marks their place there."""
-    defaults = OffloadOptions()
     return {
+        **{group.name: group_table(group) for group in GROUPS},
+        **{f"{group.name}_tuning": tuning_table(group) for group in GROUPS if group.tuned},
         "migrations": table(
             ("deprecated input", "becomes", "write instead"),
             [(f"`{m.old}`", m.new, f"`{m.line}`") for m in MIGRATIONS],
@@ -145,13 +151,6 @@ def tables() -> dict[str, str]:
             [(f"`{impl}`", ", ".join(f"`{s.name}`" for s in INFERENCE_SCOPES[impl])) for impl in IMPLEMENTATIONS],
         ),
         "combinations": table(("refused", "reason"), [(c.what, c.reason) for c in COMBINATIONS]),
-        "offload": table(
-            ("field", "default", "option"),
-            [
-                (f"`{field}`", f"`{_plain(defaults)[name]}`", f"`offload.{name}`")
-                for name, field in OFFLOAD_FIELDS.items()
-            ],
-        ),
         "releases": table(
             (
                 "release",
@@ -163,6 +162,32 @@ def tables() -> dict[str, str]:
             [_release_row(release) for release in RELEASES],
         ),
     }
+
+
+def group_table(group: Group) -> str:
+    """Return the table of a group's fields for docs/options.md."""
+    rows = [
+        (f"`{one.field}`", one.allowed, f"`{_written(group.added.get(one.field, one.default))}`", _meaning(one))
+        for one in group.options
+        if not one.tuning
+    ]
+    if group.tuned:
+        rows.append((f"`{group.tuning}`", "a mapping of names and values; None", "`None`", "tuning values, below"))
+    return table(("field", "values", "default", "meaning"), rows)
+
+
+def tuning_table(group: Group) -> str:
+    """Return the table of a group's tuning values for docs/options.md."""
+    rows = [(f"`{one.name}`", one.allowed, f"`{_written(one.default)}`", _meaning(one)) for one in group.tuned]
+    return table((f"in `{group.tuning}`", "values", "default", "meaning"), rows)
+
+
+def _meaning(one: Option) -> str:
+    return f"{one.help}. {one.details}" if one.details else one.help
+
+
+def _written(value: Any) -> str:
+    return str(plain(getattr(value, "name", value)))
 
 
 def _release_row(release: Any) -> tuple[str, ...]:

@@ -2,18 +2,15 @@
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import offload as offloading
-from .activations import OFFLOAD_MODULES, RECOMPUTE
+from .declaration import Group, Option
 from .errors import OptionError
-from .language_model import IMPL, INFERENCE, MODULES, SCOPE
-from .offload import CORE_FIELDS, SHARED_FIELDS
-from .packed import PACKED_FIELDS
+from .groups import GROUPS, split_name, tuning_of
+from .offload import CORE_FIELDS
 from .values import words
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 OFFLOAD = "offload"
 
@@ -43,123 +40,34 @@ class Flag:
         return tuple(dict.fromkeys(f"--{name}" for n in names for name in (n, n.replace("_", "-"))))
 
 
-def _vision(option: str, value: str, meaning: str) -> Flag:
-    field = PROVIDER_FIELDS[option]
-    return Flag(name=field, field=field, value=value, meaning=meaning)
+def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
+    """Return the flags of declared options, deprecated names after the new ones; one for a group's tuning values."""
+    return tuple(flag for group in groups for flag in _flags_of_group(group))
 
 
-def _packed(option: str, value: str, meaning: str) -> Flag:
-    field = PACKED_FIELDS[option]
-    return Flag(name=field, field=field, value=value, meaning=meaning)
+def _flags_of_group(group: Group) -> list[Flag]:
+    found = [flag for option in group.options for flag in _flags_of(option)]
+    if group.tuned:
+        names = ", ".join(option.name for option in group.tuned)
+        meaning = f"values for tuning: {names}; see docs/options.md"
+        found.append(Flag(name=group.tuning, field=group.tuning, value="NAME=VALUE,...", meaning=meaning))
+    return found
 
 
-def _activations(flag: Callable[[str, str, str], Flag]) -> tuple[Flag, ...]:
-    """Return the flags of regions whose activations leave the device."""
-    return (
-        flag("offload", "LIST", f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none"),
-        flag("recompute", "LIST", f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none"),
-        flag("memory_target_gb", "GIB", "device memory of a slot that a mix of offloading and recompute keeps to"),
-        flag("offload_min_bytes", "BYTES", "smallest activation that is offloaded or made again"),
-        flag("offload_host_gb", "GIB", "most page-locked host memory of a process"),
-    )
+def _flags_of(option: Option) -> list[Flag]:
+    found = []
+    if option.flags:
+        name, *aliases = option.flags
+        found.append(
+            Flag(name=name, field=option.field, value=option.value, meaning=option.help, aliases=tuple(aliases))
+        )
+    if option.old:
+        name, meaning = option.old
+        found.append(Flag(name=name, field=name, value=option.value, meaning=meaning))
+    return found
 
 
-def _offload(option: str, value: str, meaning: str) -> Flag:
-    return Flag(name=f"{OFFLOAD}_{option}", field=CORE_FIELDS[option], value=value, meaning=meaning)
-
-
-FLAGS = (
-    Flag(
-        name=IMPL,
-        field=IMPL,
-        value="IMPL",
-        meaning="language-model graphs: none, local, transformer_engine or full_iteration",
-    ),
-    Flag(
-        name=MODULES,
-        field=MODULES,
-        value="LIST",
-        meaning="parts of a layer to capture: attn, mlp, moe, moe_router, moe_preprocess, mamba; [] is the whole layer",
-    ),
-    Flag(name=SCOPE, field=SCOPE, value="LIST", meaning=f"deprecated: write --{MODULES}, or --{IMPL} full_iteration"),
-    Flag(name=INFERENCE, field=INFERENCE, value="SCOPE", meaning="inference graphs: none, layer or block"),
-    _vision("impl", "IMPL", "vision-encoder graphs: none or transformer_engine"),
-    _vision("modules", "LIST", "attn or mlp: that part of every layer; [] is the whole encoder"),
-    Flag(
-        name=SCOPE_FIELD,
-        field=SCOPE_FIELD,
-        value="LIST",
-        meaning=f"deprecated: write --{PROVIDER_FIELDS['modules']}",
-    ),
-    _vision("buckets", "LIST", "capacities in tokens, ascending, or auto"),
-    _vision("headroom", "FACTOR", "how far automatic buckets reach beyond the largest microbatch of warm-up steps"),
-    _vision("max_seq_length", "TOKENS", "tokens of the largest bucket"),
-    _vision("slots", "N", "microbatches between forward and backward at once, or auto"),
-    _vision("max_frames", "N", "most images and video frames of one microbatch, or auto"),
-    _vision("memory_gb", "GIB", "limit of one slot's graph memory"),
-    _vision("exact_below", "TOKENS", "up to here only graphs of exactly the microbatch's size"),
-    _vision("kernels", "KIND", "auto, exact or fast"),
-    _vision("attention", "KIND", "auto, transformer_engine, cudnn or flash"),
-    _vision("streams", "N", "streams that a graph's kernels are on: auto, 1 or 2"),
-    _vision("gradient_accumulation_fusion", "BOOL", "weight gradients are added to main_grad inside the GEMM"),
-    _vision(
-        "gradient_hooks", "WHEN", "gradient hooks fire always, or data parallelism is told where it waits (awaited)"
-    ),
-    _vision("cost_fallback", "BOOL", "a microbatch runs eager where that was measured to be faster than its replay"),
-    _vision(
-        "balance",
-        "PART",
-        "images move between data-parallel ranks where that saves this part of the largest's, or time (auto)",
-    ),
-    *_activations(_vision),
-    _vision("evaluation", "BOOL", "evaluation runs on graphs too"),
-    _vision("strict", "BOOL", "a failed capture stops the run"),
-    _vision("check_interval", "STEPS", "every how many steps a microbatch is also run eager and compared; 0 is never"),
-    _vision("check_tolerance", "X", "largest relative difference that the check accepts"),
-    _vision("check_action", "ACTION", "when the check fails: warn or stop"),
-    _vision(
-        "deepstack_gradient_allreduce",
-        "BOOL",
-        "under sequence parallelism, gradients of deepstack features are summed over the tensor-parallel ranks",
-    ),
-    Flag(
-        name="max_packed_seqs",
-        field=PACKED_FIELDS["max_packed_seqs"],
-        value="N",
-        meaning="graphs of packed sequences, of up to this many documents",
-        aliases=(PACKED_FIELDS["max_packed_seqs"],),
-    ),
-    _packed("buckets", "LIST", "capacities in tokens of packs, ascending, or auto"),
-    _packed("max_seqlen", "TOKENS", "tokens of the longest document that a graph takes"),
-    _packed("slots", "N", "packs between forward and backward at once, or auto"),
-    *_activations(_packed),
-    _packed("evaluation", "BOOL", "evaluation of packs runs on graphs too"),
-    _packed("strict", "BOOL", "a failed capture of packed-sequence graphs stops the run"),
-    Flag(
-        name=SHARED_FIELDS["parts"],
-        field=SHARED_FIELDS["parts"],
-        value="LIST",
-        meaning=f"parts whose activations go to the host, of encoder and language model: {', '.join(OFFLOAD_MODULES)}; "
-        "all or none",
-    ),
-    Flag(
-        name=SHARED_FIELDS["min_bytes"],
-        field=SHARED_FIELDS["min_bytes"],
-        value="BYTES",
-        meaning=f"smallest activation that --{SHARED_FIELDS['parts']} sends there",
-    ),
-    Flag(
-        name=OFFLOAD,
-        field=CORE_FIELDS["modules"],
-        value="LIST",
-        meaning=f"offload inputs of parts of the language model's layers: {', '.join(offloading.MODULES)}; none is off",
-    ),
-    _offload("min_tensor_size", "ELEMENTS", "smallest tensor that is offloaded"),
-    _offload("delay_until_cuda_graph", "BOOL", "offloading waits for the graph's replay"),
-    _offload("delta_bytes_across_pp_ranks", "BYTES", "how much less each pipeline stage offloads than the one before"),
-    _offload("fraction", "X", "part of the eligible groups that is offloaded, 0 to 1"),
-    _offload("max_inflight", "N", "offloads of one group that nobody waited for yet"),
-)
+FLAGS = flags_of(GROUPS)
 
 
 def add_flags(parser: argparse.ArgumentParser, replace: bool = False) -> None:
@@ -193,6 +101,9 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
+    Words that set tuning values (`model.vision_cuda_graph_tuning.slots=2`) are among the flags: Hydra refuses keys that
+    a mapping does not have yet. Those with an interpolation stay with Hydra.
+
     Raises:
         OptionError: A flag has no value.
     """
@@ -204,7 +115,16 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise OptionError(
             str(error.argument_name), " ".join(tokens), "a flag and its value", f"{error.message}."
         ) from None
-    return given_flags(arguments), rest
+    tuning = {token: found for token in rest if (found := _tuning_word(token))}
+    return dict(tuning.values()) | given_flags(arguments), [token for token in rest if token not in tuning]
+
+
+def _tuning_word(token: str) -> tuple[str, str] | None:
+    """Return the field and the value of a word that sets tuning values; None for other tokens."""
+    name, assigned, value = token.lstrip("+").partition("=")
+    path, field = split_name(name)
+    sets = assigned and "${" not in value and path in ([], ["model"]) and tuning_of(field)
+    return (field, value) if sets else None
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:

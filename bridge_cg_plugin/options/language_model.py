@@ -4,8 +4,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from .declaration import Group, option
 from .errors import OptionError
-from .values import is_unset, parse_choice, word, words
+from .values import Parser, is_unset, one_of, parse_choice, word, words
 
 Implementation = Literal["none", "local", "transformer_engine", "full_iteration"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -46,49 +47,8 @@ IMPL, MODULES, SCOPE, INFERENCE = (
 )
 MODULE_NAMES = tuple(module.name for module in CudaGraphModule)
 DEPRECATED_MODULES = ("full_iteration", "full_iteration_inference")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModelGraphOptions:
-    """Language-model CUDA graphs, typed.
-
-    Attributes:
-        impl: "none"; "local", megatron-core's own per-layer graphs; "transformer_engine", per-layer graphs by
-            Transformer Engine; "full_iteration", one graph of forward and backward of a whole step.
-        modules: Parts of a layer that per-layer graphs capture; () is the whole layer.
-        inference_scope: Who owns inference graphs.
-
-    Raises:
-        OptionError: A value is not of its type.
-    """
-
-    impl: Implementation = "none"
-    modules: tuple[CudaGraphModule, ...] = ()
-    inference_scope: InferenceCudaGraphScope = InferenceCudaGraphScope.none
-
-    def __post_init__(self) -> None:
-        if self.impl not in IMPLEMENTATIONS:
-            raise OptionError(IMPL, self.impl, " or ".join(IMPLEMENTATIONS), "Use graph_options() to parse it.")
-        if not isinstance(self.modules, tuple) or not all(isinstance(m, CudaGraphModule) for m in self.modules):
-            raise OptionError(MODULES, self.modules, "a tuple of CudaGraphModule", "Use graph_options() to parse it.")
-        if not isinstance(self.inference_scope, InferenceCudaGraphScope):
-            raise OptionError(
-                INFERENCE, self.inference_scope, "an InferenceCudaGraphScope", "Use graph_options() to parse it."
-            )
-
-    @property
-    def enabled(self) -> bool:
-        """Whether language-model graphs are asked for."""
-        return self.impl != "none"
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether layers, or parts of them, are graphs of their own."""
-        return self.impl in ("local", "transformer_engine")
-
-    def captures(self, module: CudaGraphModule) -> bool:
-        """Whether per-layer graphs contain this part of a layer."""
-        return self.per_layer and (not self.modules or module in self.modules)
+_MODULES_ALLOWED = f"{', '.join(MODULE_NAMES)}, or empty for the whole layer"
+_SCOPE_NAMES = tuple(scope.name for scope in InferenceCudaGraphScope)
 
 
 class NormalizedModules(NamedTuple):
@@ -120,7 +80,7 @@ def normalize_cuda_graph_modules(value: Any, field: str = MODULES) -> Normalized
         return NormalizedModules((), (), True)
     for name in names:
         if name not in MODULE_NAMES + DEPRECATED_MODULES:
-            raise OptionError(field, value, ", ".join(MODULE_NAMES) + ", or empty for the whole layer", _remedy(name))
+            raise OptionError(field, value, _MODULES_ALLOWED, _remedy(name))
     modules = tuple(CudaGraphModule[name] for name in names if name in MODULE_NAMES)
     return NormalizedModules(modules, tuple(name for name in names if name in DEPRECATED_MODULES), False)
 
@@ -148,8 +108,74 @@ def normalize_inference_cuda_graph_scope(value: Any, impl: Implementation) -> In
     """
     if is_unset(value):
         return INFERENCE_SCOPES[impl][0]
-    parse_choice(INFERENCE, value, tuple(scope.name for scope in InferenceCudaGraphScope))
+    parse_choice(INFERENCE, value, _SCOPE_NAMES)
     return InferenceCudaGraphScope[word(value)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelGraphOptions:
+    """Language-model CUDA graphs, typed. What each option means is in its declaration.
+
+    Raises:
+        OptionError: A value is not of its type.
+    """
+
+    impl: Implementation = option(
+        "none",
+        one_of(IMPLEMENTATIONS),
+        "IMPL",
+        "language-model graphs: none, local, transformer_engine or full_iteration",
+        "megatron-core's own per-layer graphs; per-layer graphs by Transformer Engine; one graph of forward and "
+        "backward of the whole step, on a model that takes images of the whole language model",
+        field=IMPL,
+        since="0.4",
+    )
+    modules: tuple[CudaGraphModule, ...] = option(
+        (),
+        Parser(_MODULES_ALLOWED, lambda field, value: normalize_cuda_graph_modules(value, field).modules),
+        "LIST",
+        f"parts of a layer to capture: {', '.join(MODULE_NAMES)}; [] is the whole layer",
+        "With impl `local`, `moe_router` and `moe_preprocess` come together",
+        field=MODULES,
+        old=(SCOPE, f"deprecated: write --{MODULES}, or --{IMPL} full_iteration"),
+        since="0.5",
+    )
+    inference_scope: InferenceCudaGraphScope = option(
+        InferenceCudaGraphScope.none,
+        Parser(" or ".join(_SCOPE_NAMES), lambda field, value: normalize_inference_cuda_graph_scope(value, "none")),
+        "SCOPE",
+        "inference graphs: none, layer or block",
+        "Who owns them. The default follows from the implementation",
+        field=INFERENCE,
+        since="0.5",
+    )
+
+    def __post_init__(self) -> None:
+        if self.impl not in IMPLEMENTATIONS:
+            raise OptionError(IMPL, self.impl, " or ".join(IMPLEMENTATIONS), "Use graph_options() to parse it.")
+        if not isinstance(self.modules, tuple) or not all(isinstance(m, CudaGraphModule) for m in self.modules):
+            raise OptionError(MODULES, self.modules, "a tuple of CudaGraphModule", "Use graph_options() to parse it.")
+        if not isinstance(self.inference_scope, InferenceCudaGraphScope):
+            raise OptionError(
+                INFERENCE, self.inference_scope, "an InferenceCudaGraphScope", "Use graph_options() to parse it."
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether language-model graphs are asked for."""
+        return self.impl != "none"
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether layers, or parts of them, are graphs of their own."""
+        return self.impl in ("local", "transformer_engine")
+
+    def captures(self, module: CudaGraphModule) -> bool:
+        """Whether per-layer graphs contain this part of a layer."""
+        return self.per_layer and (not self.modules or module in self.modules)
+
+
+LANGUAGE_MODEL = Group(name="language_model", kind=LanguageModelGraphOptions)
 
 
 def complete_modules(impl: Implementation, modules: tuple[CudaGraphModule, ...]) -> tuple[CudaGraphModule, ...]:

@@ -1,22 +1,23 @@
 """Graph options as one typed value, from whatever a user wrote, and back."""
 
 import warnings as python_warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from .combinations import check_options
+from .declaration import plain
 from .deepstack import deepstack_warnings
 from .errors import GraphOptionWarning
 from .facts import facts_of
 from .graph_options import GraphOptions
 from .language_model import IMPL, INFERENCE, MODULES
 from .migration import Migration, language_model_options, module_names
-from .offload import OFFLOAD_FIELDS, offload_options
-from .packed import PACKED_FIELDS, packed_options
+from .offload import OFFLOAD, offload_options
+from .packed import PACKED, packed_options
 from .precedence import settle
 from .shared_offload import share_offload
 from .sources import Written, collect
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD, vision_options
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, vision_options
 
 _warned: set[str] = set()
 
@@ -100,9 +101,7 @@ def as_fields(options: GraphOptions) -> dict[str, Any]:
         MODULES: module_names(options.language_model.modules),
         INFERENCE: options.language_model.inference_scope.name,
     }
-    parts = (options.vision, PROVIDER_FIELDS), (options.packed, PACKED_FIELDS), (options.offload, OFFLOAD_FIELDS)
-    for part, names in parts:
-        for f in fields(part):
-            value = getattr(part, f.name)
-            found[names[f.name]] = list(value) if isinstance(value, tuple) else value
+    for group in (VISION, PACKED, OFFLOAD):
+        part = getattr(options, group.name)
+        found |= {one.field: plain(getattr(part, one.name)) for one in group.options}
     return found

@@ -1,12 +1,13 @@
 """Options of offloading: the one that stands for all regions and layers, and megatron-core's own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .activations import OFFLOAD_MODULES, some_of
+from .activations import OFFLOAD_MODULES
+from .declaration import Group, option
 from .errors import OptionError
-from .values import is_unset, parse_flag, real_number, whole_number, words
+from .values import Parser, flag, real_number, some_of, whole_number, words
 
 MODULES = (
     "attn_norm",
@@ -18,67 +19,7 @@ MODULES = (
     "moe_act",
     "fused_group_mlp",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadOptions:
-    """Activation offloading to host memory, typed.
-
-    `parts` is what a person says; the regions that the plugin captures take it over, and so do megatron-core's own
-    options, which the others here are, for layers of the language model that the plugin does not capture.
-
-    Attributes:
-        parts: Parts of a model whose activations are offloaded, wherever that can be done; None says nothing.
-        min_bytes: Smallest activation that is offloaded; None leaves everybody's default.
-        enabled: Whether the inputs of `modules` are offloaded.
-        modules: Parts of a layer whose input is offloaded.
-        min_tensor_size: Smallest tensor, in elements, that is offloaded.
-        delay_until_cuda_graph: Whether offloading waits for the graph's replay.
-        delta_bytes_across_pp_ranks: How many bytes less each pipeline stage offloads than the one before.
-        fraction: Part of the eligible groups that is offloaded.
-        max_inflight: Offloads of one group that nobody waited for yet; None is no limit.
-    """
-
-    parts: tuple[str, ...] | None = None
-    min_bytes: int | None = None
-    enabled: bool = False
-    modules: tuple[str, ...] = ()
-    min_tensor_size: int = 1024 * 1024
-    delay_until_cuda_graph: bool = False
-    delta_bytes_across_pp_ranks: int = 0
-    fraction: float = 1.0
-    max_inflight: int | None = None
-
-
-# Option -> field of a model provider, the plugin's own.
-SHARED_FIELDS: dict[str, str] = {"parts": "activation_offload", "min_bytes": "activation_offload_min_bytes"}
-# Option -> field of megatron-core's TransformerConfig.
-CORE_FIELDS: dict[str, str] = {
-    "enabled": "fine_grained_activation_offloading",
-    "modules": "offload_modules",
-    "min_tensor_size": "min_offloaded_tensor_size",
-    "delay_until_cuda_graph": "delay_offload_until_cuda_graph",
-    "delta_bytes_across_pp_ranks": "delta_offload_bytes_across_pp_ranks",
-    "fraction": "activation_offload_fraction",
-    "max_inflight": "fine_grained_offloading_max_inflight_offloads",
-}
-OFFLOAD_FIELDS = {**SHARED_FIELDS, **CORE_FIELDS}
-
-
-def offload_options(fields: Mapping[str, Any]) -> OffloadOptions:
-    """Return the options that a mapping of fields says.
-
-    Raises:
-        OptionError: A value cannot work.
-    """
-    given = {option: fields.get(field) for option, field in OFFLOAD_FIELDS.items()}
-    return OffloadOptions(
-        **{
-            option: _PARSERS[option](OFFLOAD_FIELDS[option], value)
-            for option, value in given.items()
-            if not is_unset(value)
-        }
-    )
+SHARED = "activation_offload"
 
 
 def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
@@ -89,14 +30,108 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "parts": some_of(OFFLOAD_MODULES),
-    "min_bytes": whole_number(0),
-    "enabled": parse_flag,
-    "modules": _parse_modules,
-    "min_tensor_size": whole_number(0),
-    "delay_until_cuda_graph": parse_flag,
-    "delta_bytes_across_pp_ranks": whole_number(0),
-    "fraction": real_number("a number from 0 to 1", lambda number: 0 <= number <= 1),
-    "max_inflight": whole_number(0),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """Activation offloading to host memory, typed. What each option means is in its declaration.
+
+    `parts` is what a person says; the regions that the plugin captures take it over, and so do megatron-core's own
+    options, which the others here are, for layers of the language model that the plugin does not capture.
+    """
+
+    parts: tuple[str, ...] | None = option(
+        None,
+        some_of(OFFLOAD_MODULES),
+        "LIST",
+        f"parts whose activations go to the host, of encoder and language model: {', '.join(OFFLOAD_MODULES)}; "
+        "all or none",
+        field=SHARED,
+    )
+    min_bytes: int | None = option(
+        None,
+        whole_number(0),
+        "BYTES",
+        f"smallest activation that --{SHARED} sends there",
+        "None leaves everybody's default",
+        field=f"{SHARED}_min_bytes",
+    )
+    enabled: bool = option(
+        False,
+        flag,
+        "BOOL",
+        "inputs of `offload_modules` are offloaded",
+        "The flag `--offload` sets it with the modules",
+        field="fine_grained_activation_offloading",
+        flags=(),
+        since="0.4",
+    )
+    modules: tuple[str, ...] = option(
+        (),
+        Parser(", ".join(MODULES), _parse_modules),
+        "LIST",
+        f"offload inputs of parts of the language model's layers: {', '.join(MODULES)}; none is off",
+        field="offload_modules",
+        flags=("offload",),
+        since="0.4",
+    )
+    min_tensor_size: int = option(
+        1024 * 1024,
+        whole_number(0),
+        "ELEMENTS",
+        "smallest tensor that is offloaded",
+        field="min_offloaded_tensor_size",
+        flags=("offload_min_tensor_size",),
+        since="0.4",
+    )
+    delay_until_cuda_graph: bool = option(
+        False,
+        flag,
+        "BOOL",
+        "offloading waits for the graph's replay",
+        field="delay_offload_until_cuda_graph",
+        flags=("offload_delay_until_cuda_graph",),
+        since="0.6",
+    )
+    delta_bytes_across_pp_ranks: int = option(
+        0,
+        whole_number(0),
+        "BYTES",
+        "how much less each pipeline stage offloads than the one before",
+        field="delta_offload_bytes_across_pp_ranks",
+        flags=("offload_delta_bytes_across_pp_ranks",),
+        since="0.6",
+    )
+    fraction: float = option(
+        1.0,
+        real_number("a number from 0 to 1", lambda number: 0 <= number <= 1),
+        "X",
+        "part of the eligible groups that is offloaded, 0 to 1",
+        field="activation_offload_fraction",
+        flags=("offload_fraction",),
+        since="0.6",
+    )
+    max_inflight: int | None = option(
+        None,
+        whole_number(0),
+        "N",
+        "offloads of one group that nobody waited for yet",
+        "None is no limit",
+        field="fine_grained_offloading_max_inflight_offloads",
+        flags=("offload_max_inflight",),
+        since="0.5",
+    )
+
+
+OFFLOAD = Group(name="offload", kind=OffloadOptions)
+OFFLOAD_FIELDS = OFFLOAD.fields
+# Option -> field of a model provider, the plugin's own, and of megatron-core's TransformerConfig.
+SHARED_FIELDS = {one.name: one.field for one in OFFLOAD.options if not one.since}
+CORE_FIELDS = {one.name: one.field for one in OFFLOAD.options if one.since}
+
+
+def offload_options(fields: Mapping[str, Any]) -> OffloadOptions:
+    """Return the options that a mapping of fields says.
+
+    Raises:
+        OptionError: A value cannot work.
+    """
+    return OffloadOptions(**OFFLOAD.read(fields))

@@ -1,41 +1,64 @@
 """Options of packed (thd) sequences in language-model graphs."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from .activations import PARSERS as ACTIVATION_PARSERS
-from .activations import moves_activations
+from .activations import (
+    moves_activations,
+    offload_above_option,
+    offload_host_option,
+    offload_min_bytes_option,
+    offload_option,
+    recompute_option,
+)
+from .declaration import Group, option
 from .errors import OptionError
-from .values import is_unset, parse_capacities, parse_flag, whole_number
+from .values import capacities, flag, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedOptions:
-    """Packed-sequence graphs, typed.
+    """Packed-sequence graphs, typed. What each option means is in its declaration."""
 
-    Attributes:
-        max_packed_seqs: Documents of one pack that a graph takes; None is no packed-sequence graphs.
-        buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
-        max_seqlen: Tokens of the longest document that a graph takes; None is all that a bucket holds.
-        slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
-        offload, recompute, memory_target_gb, offload_min_bytes, offload_host_gb: As in `VisionGraphOptions`, where all
-            layers are one region.
-        evaluation: Whether evaluation runs on forward-only graphs.
-        strict: Whether a failed capture stops the run instead of going on eager.
-    """
-
-    max_packed_seqs: int | None = None
-    buckets: tuple[int, ...] | Literal["auto"] = "auto"
-    max_seqlen: int | None = None
-    slots: int | Literal["auto"] = "auto"
-    offload: tuple[str, ...] | None = None
-    recompute: tuple[str, ...] | None = None
-    memory_target_gb: float | None = None
-    offload_min_bytes: int = 1 << 20
-    offload_host_gb: float | None = None
-    evaluation: bool = True
-    strict: bool = False
+    max_packed_seqs: int | None = option(
+        None,
+        whole_number(1),
+        "N",
+        "graphs of packed sequences, of up to this many documents",
+        "Smaller scans less, larger falls back less. `bridge-cg plan packed` recommends one. None is no such graphs",
+        field="cuda_graph_max_packed_seqs",
+        flags=("max_packed_seqs", "cuda_graph_max_packed_seqs"),
+    )
+    buckets: tuple[int, ...] | Literal["auto"] = option(
+        "auto",
+        capacities,
+        "LIST",
+        "capacities in tokens of packs, ascending, or auto",
+        "`auto` chooses them from the packs of warm-up steps",
+    )
+    max_seqlen: int | None = option(
+        None,
+        whole_number(1),
+        "TOKENS",
+        "tokens of the longest document that a graph takes",
+        "None is all that a bucket holds",
+        tuning=True,
+    )
+    slots: int | Literal["auto"] = option(
+        "auto",
+        whole_number(1, "auto"),
+        "N",
+        "packs between forward and backward at once, or auto",
+        "As for vision graphs",
+        tuning=True,
+    )
+    offload: tuple[str, ...] | None = offload_option("As for vision graphs, where all layers are one region")
+    recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
+    offload_above_gb: float | None = offload_above_option("As for vision graphs")
+    offload_min_bytes: int = offload_min_bytes_option()
+    offload_host_max_gb: float | None = offload_host_option()
+    evaluation: bool = option(True, flag, "BOOL", "evaluation of packs runs on graphs too", tuning=True)
+    strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
 
     @property
     def enabled(self) -> bool:
@@ -48,22 +71,10 @@ class PackedOptions:
         return moves_activations(self)
 
 
+PACKED = Group(name="packed", kind=PackedOptions, prefix="cuda_graph_packed_")
 # Option -> field of a model provider. The first keeps the name that the field has in upstream's later work.
-PACKED_FIELDS: dict[str, str] = {
-    "max_packed_seqs": "cuda_graph_max_packed_seqs",
-    **{f.name: f"cuda_graph_packed_{f.name}" for f in fields(PackedOptions) if f.name != "max_packed_seqs"},
-}
+PACKED_FIELDS = PACKED.fields
 MAX_PACKED_SEQS = PACKED_FIELDS["max_packed_seqs"]
-
-_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "max_packed_seqs": whole_number(1),
-    "buckets": parse_capacities,
-    "max_seqlen": whole_number(1),
-    "slots": whole_number(1, "auto"),
-    **ACTIVATION_PARSERS,
-    "evaluation": parse_flag,
-    "strict": parse_flag,
-}
 
 
 def packed_options(source: Any) -> PackedOptions:
@@ -72,15 +83,7 @@ def packed_options(source: Any) -> PackedOptions:
     Raises:
         OptionError: A value cannot work.
     """
-    get: Callable[[str], Any] = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
-    given = {option: get(field) for option, field in PACKED_FIELDS.items()}
-    options = PackedOptions(
-        **{
-            option: _PARSERS[option](PACKED_FIELDS[option], value)
-            for option, value in given.items()
-            if not is_unset(value)
-        }
-    )
+    options = PackedOptions(**PACKED.read(source))
     if options.buckets != "auto" and options.buckets[0] < 1:
         raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "token counts of at least 1", "Correct it.")
     return options

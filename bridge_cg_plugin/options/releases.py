@@ -1,17 +1,18 @@
 """What each supported release of megatron-bridge and megatron-core can be told, and options in its own words."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from .declaration import Group, Option, plain
 from .errors import OptionError
 from .graph_options import GraphOptions
+from .groups import GROUPS
 from .language_model import IMPL, INFERENCE, MODULES, SCOPE, InferenceCudaGraphScope, LanguageModelGraphOptions
 from .migration import SWITCHES, module_names
-from .normalization import as_fields
-from .offload import CORE_FIELDS, OFFLOAD_FIELDS, SHARED_FIELDS, OffloadOptions
 from .offload import MODULES as OFFLOAD_MODULES
-from .packed import PACKED_FIELDS, PackedOptions
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions
+from .offload import OFFLOAD, OFFLOAD_FIELDS, OffloadOptions
+from .packed import PACKED
+from .vision import VISION
 
 TE_RNG = "use_te_rng_tracker"
 _LATEST_OFFLOAD = {"fused_group_mlp"}
@@ -39,32 +40,28 @@ class Release:
         return MODULES in self.fields
 
 
-_EVERYWHERE = (
-    IMPL,
-    SCOPE,
-    *SWITCHES,
-    TE_RNG,
-    CORE_FIELDS["enabled"],
-    CORE_FIELDS["modules"],
-    CORE_FIELDS["min_tensor_size"],
-)
-_SPLIT = (*_EVERYWHERE, MODULES, INFERENCE, CORE_FIELDS["max_inflight"])
+def fields_since(release: str) -> frozenset[str]:
+    """Return the fields about graphs that upstream's configurations have in a release, as "0.6"."""
+    declared = (one for group in GROUPS for one in group.options if one.since)
+    return frozenset((SCOPE, *SWITCHES, TE_RNG, *(one.field for one in declared if one.since <= release)))
+
+
 _OLD_OFFLOAD = tuple(module for module in OFFLOAD_MODULES if module not in _LATEST_OFFLOAD)
 RELEASES = (
     Release(
         name="megatron-bridge 0.6.2 (megatron-core 0.19.2)",
-        fields=frozenset((*_SPLIT, *CORE_FIELDS.values())),
+        fields=fields_since("0.6"),
         local_layers=False,
     ),
     Release(
         name="megatron-bridge 0.5.1 (megatron-core 0.18.2)",
-        fields=frozenset(_SPLIT),
+        fields=fields_since("0.5"),
         local_layers=True,
         offload_modules=_OLD_OFFLOAD,
     ),
     Release(
         name="megatron-bridge 0.4.2 (megatron-core 0.17.1)",
-        fields=frozenset(_EVERYWHERE),
+        fields=fields_since("0.4"),
         local_layers=True,
         offload_modules=_OLD_OFFLOAD,
     ),
@@ -79,8 +76,8 @@ def field_values(options: GraphOptions, release: Release) -> dict[str, Any]:
     """
     return {
         **_language_model_values(options.language_model, release),
-        **_vision_values(options, release),
-        **_packed_values(options, release),
+        **_values(VISION, options.vision, release),
+        **_values(PACKED, options.packed, release),
         **_offload_values(options.offload, release),
         **({TE_RNG: True} if options.enabled and TE_RNG in release.fields else {}),
     }
@@ -112,59 +109,36 @@ def _language_model_values(options: LanguageModelGraphOptions, release: Release)
     return {IMPL: options.impl, SCOPE: names, **off}
 
 
-def _vision_values(options: GraphOptions, release: Release) -> dict[str, Any]:
-    values = {name: value for name, value in as_fields(options).items() if name in PROVIDER_FIELDS.values()}
-    modules = PROVIDER_FIELDS["modules"]
-    defaults: dict[str, Any] = {PROVIDER_FIELDS[f.name]: f.default for f in fields(VisionGraphOptions)}
-    for name, value in values.items():
-        known = name in release.fields or (name == modules and SCOPE_FIELD in release.fields)
-        if not known and value != (list(defaults[name]) if defaults[name] == () else defaults[name]):
-            raise OptionError(
-                name,
-                value,
-                "its default on a model whose configuration has no such field",
-                "Use a provider of the Qwen3-VL family, with the plugin active before it is imported.",
-            )
-    kept = {name: value for name, value in values.items() if name in release.fields}
-    if SCOPE_FIELD in release.fields:  # the name that Bridge itself reads
-        kept[SCOPE_FIELD] = list(values[modules])
-        if modules in kept and not values[modules]:
-            kept[modules] = None
-    return kept
+def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
+    """Return the fields of a group's options; those that the release does not have must be at their default."""
+    values: dict[str, Any] = {group.tuning: {}} if group.tuned and group.tuning in release.fields else {}
+    for one in group.options:
+        value, old = getattr(part, one.name), (one.old or ("",))[0]
+        if one.tuning and group.tuning in values:
+            values[group.tuning] |= {one.name: plain(value)} if value != one.default else {}
+        elif one.field in release.fields:
+            values[one.field] = None if one.old and not value else plain(value)
+        elif value != one.default and old not in release.fields:
+            raise _no_such_field(group, one, value, release)
+        if old in release.fields:  # the name that Bridge itself reads
+            values[old] = plain(value)
+    return {name: None if value == {} else value for name, value in values.items()}
 
 
-def _packed_values(options: GraphOptions, release: Release) -> dict[str, Any]:
-    values = {}
-    for f in fields(PackedOptions):
-        name, value = PACKED_FIELDS[f.name], getattr(options.packed, f.name)
-        if name in release.fields:
-            values[name] = list(value) if isinstance(value, tuple) else value
-        elif value != f.default:
-            raise _no_such_field(name, value)
-    return values
-
-
-def _no_such_field(name: str, value: object) -> OptionError:
+def _no_such_field(group: Group, one: Option, value: Any, release: Release) -> OptionError:
+    if one.since:
+        return _refuse(one.field, plain(value), release, [r.name for r in RELEASES if one.field in r.fields])
     return OptionError(
-        name,
-        value,
+        one.field,
+        plain(value),
         "its default on a model whose configuration has no such field",
-        "Use a provider of a GPT or Qwen3-VL model, with the plugin active before it is imported.",
+        f"Use a provider of {group.owners}, with the plugin active before it is imported.",
     )
 
 
 def _offload_values(options: OffloadOptions, release: Release) -> dict[str, Any]:
-    values = {}
-    for f in fields(OffloadOptions):
-        name, value = OFFLOAD_FIELDS[f.name], getattr(options, f.name)
-        if name in release.fields:
-            values[name] = list(value) if isinstance(value, tuple) else value
-        elif value != f.default and f.name in SHARED_FIELDS:
-            raise _no_such_field(name, value)
-        elif value != f.default:
-            raise _refuse(name, value, release, [r.name for r in RELEASES if name in r.fields])
     for module in options.modules:
         if module not in release.offload_modules:
             able = [r.name for r in RELEASES if module in r.offload_modules]
             raise _refuse(OFFLOAD_FIELDS["modules"], module, release, able)
-    return values
+    return _values(OFFLOAD, options, release)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
-from .language_model import IMPL, INFERENCE, MODULES, SCOPE
+from .groups import GROUPS, TUNING, split_name, tuning_of
+from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES
-from .offload import OFFLOAD_FIELDS
-from .packed import PACKED_FIELDS
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
-LANGUAGE_MODEL_FIELDS = (IMPL, MODULES, INFERENCE, SCOPE, *SWITCHES)
-VISION_FIELDS = (*PROVIDER_FIELDS.values(), SCOPE_FIELD)
-FIELDS = (*LANGUAGE_MODEL_FIELDS, *VISION_FIELDS, *PACKED_FIELDS.values(), *OFFLOAD_FIELDS.values())
+LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *SWITCHES)
+FIELDS = (*(name for group in GROUPS for name in group.names), *SWITCHES)
+# The attributes of a model's configuration that hold them.
+ATTRIBUTES = (*(name for group in GROUPS for name in group.attributes), *SWITCHES)
 # What else combinations depend on.
 SETTINGS = (
     "te_rng_tracker",
@@ -159,7 +159,7 @@ def _from_words(given: Sequence[Any]) -> Written:
         if assignment:
             together.append((assignment[1], assignment[2]))
         elif token.startswith("--"):
-            end = position
+            end = position + _takes_pairs(token, given[position:])
             while end < len(given) and not is_word(str(given[end])):
                 end += 1
             value = ",".join(map(str, given[position:end])) if end > position else True
@@ -175,10 +175,16 @@ def _from_words(given: Sequence[Any]) -> Written:
     return found.then(_assigned(together))
 
 
+def _takes_pairs(flag: str, following: Sequence[Any]) -> bool:
+    """Whether what follows a flag is its tuning values, which look like a word."""
+    named = flag.removeprefix("--").replace("-", "_").split(".")[-1] in TUNING
+    return named and bool(following) and not str(following[0]).startswith("--")
+
+
 def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
     leaves, settings = [], {}
     for name, value in pairs:
-        *path, leaf = name.replace("-", "_").split(".")
+        path, leaf = split_name(name.replace("-", "_"))
         if not path or path[-1] in MODEL_SECTIONS:
             leaves.append((leaf, value))
         elif leaf in FIELDS:
@@ -206,7 +212,7 @@ def _walk(
     source: Mapping[str, Any], section: str | None = None, depth: int = 0
 ) -> Iterator[tuple[str | None, str, Any]]:
     for key, value in source.items():
-        *path, name = str(key).replace("-", "_").split(".")
+        path, name = split_name(str(key).replace("-", "_"))
         inside = path[-1] if path else section
         if isinstance(value, Mapping) and depth < _DEPTH and name in MODEL_SECTIONS + OTHER_SECTIONS:
             yield from _walk(value, name, depth + 1)
@@ -215,9 +221,13 @@ def _walk(
 
 
 def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Written:
-    fields, settings = {}, {}
+    fields: dict[str, Any] = {}
+    settings = {}
     for name, value in leaves:
-        if name in FIELDS:
+        if mapping := tuning_of(name):
+            _, _, key = name.partition(".")
+            fields |= TUNING[mapping].tuning_values({key: value} if key else value)
+        elif name in FIELDS:
             fields[name] = value
         elif name in SETTINGS:
             settings[name] = value
@@ -227,7 +237,7 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
-    known = (*FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
+    known = (*ATTRIBUTES, *FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
     if name in known:
         return
     graph = "cuda_graph" in name or "cudagraph" in name
@@ -246,8 +256,21 @@ def _from_object(source: Any) -> Written:
         for name in SETTINGS:
             if hasattr(section, name) and not settings.get(name):
                 settings[name] = getattr(section, name)
-    fields = {name: getattr(model, name) for name in FIELDS if hasattr(model, name)}
-    return Written(fields, frozenset(), settings, model)
+    return Written(fields_of(model), frozenset(), settings, model)
+
+
+def fields_of(model: Any) -> dict[str, Any]:
+    """Return the graph fields that a model's config object holds.
+
+    Raises:
+        OptionError: A tuning value has a name that does not exist.
+    """
+    found: dict[str, Any] = {}
+    for name in ATTRIBUTES:
+        if hasattr(model, name):
+            value = getattr(model, name)
+            found |= TUNING[name].tuning_values(value) if name in TUNING else {name: value}
+    return found
 
 
 def _load_yaml(path: Path) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,27 @@ from .errors import OptionError
 
 _ENUM_REPR = re.compile(r"<[\w.]*?(\w+):[^<>]*>")
 _CHANGE_IT = "Change it in the model's configuration."
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Returns the typed value of what was written in an option's field.
+
+    Attributes:
+        allowed: Which values there are, in words.
+        parse: Takes the field's name and what was written; raises `OptionError`.
+    """
+
+    allowed: str
+    parse: Callable[[str, Any], Any]
+
+    def __call__(self, field: str, value: Any) -> Any:
+        """Return the typed value.
+
+        Raises:
+            OptionError: There is no such value.
+        """
+        return self.parse(field, value)
 
 
 def is_unset(value: Any) -> bool:
@@ -51,7 +73,28 @@ def parse_choice[Choice: str](field: str, value: Any, choices: Sequence[Choice],
     raise OptionError(field, value, " or ".join(choices), remedy)
 
 
-def whole_number(minimum: int, alternative: str | None = None) -> Callable[[str, Any], Any]:
+def one_of(choices: Sequence[str], remedy: str = _CHANGE_IT) -> Parser:
+    """Return a parser of `choices`."""
+    return Parser(" or ".join(choices), lambda field, value: parse_choice(field, value, choices, remedy))
+
+
+def some_of(choices: Sequence[str]) -> Parser:
+    """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
+    allowed = f"{', '.join(choices)}, all, or none"
+
+    def parse(field: str, value: Any) -> tuple[str, ...]:
+        names = words(value)
+        if names in (("all",), ("none",)):
+            return tuple(choices) if names == ("all",) else ()
+        for name in names:
+            if name not in choices:
+                raise OptionError(field, value, allowed, f"Remove {name!r}.")
+        return names
+
+    return Parser(allowed, parse)
+
+
+def whole_number(minimum: int, alternative: str | None = None) -> Parser:
     """Return a parser of whole numbers of at least `minimum`, or the word `alternative`."""
     allowed = f"a whole number of at least {minimum}" + (f' or "{alternative}"' if alternative else "")
 
@@ -66,12 +109,10 @@ def whole_number(minimum: int, alternative: str | None = None) -> Callable[[str,
             raise OptionError(field, value, allowed, _CHANGE_IT)
         return number
 
-    return parse
+    return Parser(allowed, parse)
 
 
-def real_number(
-    allowed: str, accepts: Callable[[float], bool], alternative: str | None = None
-) -> Callable[[str, Any], Any]:
+def real_number(allowed: str, accepts: Callable[[float], bool], alternative: str | None = None) -> Parser:
     """Return a parser of numbers that `accepts` accepts, or the word `alternative`; `allowed` says which in words."""
     allowed += f' or "{alternative}"' if alternative else ""
 
@@ -86,7 +127,7 @@ def real_number(
             raise OptionError(field, value, allowed, _CHANGE_IT)
         return number
 
-    return parse
+    return Parser(allowed, parse)
 
 
 positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
@@ -106,23 +147,30 @@ def parse_flag(field: str, value: Any) -> bool:
     return name in ("true", "1")
 
 
+flag = Parser("true or false", parse_flag)
+_CAPACITIES = '"auto" or an ascending list of token counts'
+
+
 def parse_capacities(field: str, value: Any) -> tuple[int, ...] | str:
     """Return bucket capacities, ascending, or "auto".
 
     Raises:
         OptionError: It is neither.
     """
-    allowed, given = '"auto" or an ascending list of token counts', value
+    given = value
     if isinstance(value, str):
         if value.strip() == "auto":
             return "auto"
         value = [part for part in value.strip("[] ").split(",") if part.strip()]
     if not isinstance(value, Sequence) or not value:
-        raise OptionError(field, given, allowed, "Give at least one bucket.")
+        raise OptionError(field, given, _CAPACITIES, "Give at least one bucket.")
     try:
-        capacities = tuple(int(str(item).strip()) for item in value)
+        sizes = tuple(int(str(item).strip()) for item in value)
     except ValueError:
-        raise OptionError(field, given, allowed, "Every entry must be a whole number.") from None
-    if any(b >= c for b, c in pairwise(capacities)):
-        raise OptionError(field, given, allowed, "Sort the list and remove repeated entries.")
-    return capacities
+        raise OptionError(field, given, _CAPACITIES, "Every entry must be a whole number.") from None
+    if any(b >= c for b, c in pairwise(sizes)):
+        raise OptionError(field, given, _CAPACITIES, "Sort the list and remove repeated entries.")
+    return sizes
+
+
+capacities = Parser(_CAPACITIES, parse_capacities)

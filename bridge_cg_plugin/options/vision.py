@@ -1,114 +1,265 @@
 """Options of the vision encoder and its graphs: their fields on a model provider, defaults and validation."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from .activations import PARSERS as ACTIVATION_PARSERS
-from .activations import check_region, moves_activations
+from .activations import (
+    check_region,
+    moves_activations,
+    offload_above_option,
+    offload_host_option,
+    offload_min_bytes_option,
+    offload_option,
+    recompute_option,
+)
+from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
+    Parser,
+    capacities,
     factor,
-    is_unset,
-    parse_capacities,
+    flag,
+    one_of,
     parse_choice,
-    parse_flag,
     part_or_auto,
     positive_number,
     whole_number,
     words,
 )
 
-IMPLEMENTATIONS = ("none", "transformer_engine")
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
-KERNELS = ("auto", "exact", "fast")
-ATTENTION = ("auto", "transformer_engine", "cudnn", "flash")
-GRADIENT_HOOKS = ("awaited", "always")
 STREAMS = ("auto", "1", "2")
+# Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
+SCOPE_FIELD = "vision_cuda_graph_scope"
+
+
+def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
+    names = tuple(name for name in words(value) if name != "full")
+    for name in names:
+        if name not in MODULES:
+            raise OptionError(field, value, _MODULES.allowed, f"Remove {name!r}.")
+    return names
+
+
+_MODULES = Parser("attn, mlp, both, or empty for the whole encoder", _parse_modules)
+
+
+def _parse_streams(field: str, value: Any) -> Any:
+    name = parse_choice(field, value, STREAMS)
+    return name if name == "auto" else int(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionGraphOptions:
-    """Options of the vision encoder, nearly all of its CUDA graphs, typed and checked.
+    """Options of the vision encoder, nearly all of its CUDA graphs, typed. What each means is in its declaration."""
 
-    Attributes:
-        impl: "none" or "transformer_engine" (upstream's name for "captured by the helper that the train loop drives").
-        modules: () for the whole encoder as one region, or ("attn",) or ("mlp",) for that part of every layer.
-        max_seq_length: Tokens (patches) of the largest bucket; None takes what warm-up steps saw, times `headroom`.
-        buckets: Capacities in tokens, ascending, or "auto": chosen from what warm-up steps saw.
-        headroom: Without `max_seq_length`, how far automatic buckets reach beyond the largest microbatch that warm-up
-            steps saw, as a factor, where memory allows it.
-        slots: Microbatches between forward and backward at once, or "auto": the pipeline's depth.
-        max_frames: Most images and video frames in one microbatch that a graph takes, or "auto".
-        memory_gb: Upper limit of a slot's graph memory in GiB that `buckets="auto"` plans for; None is no limit.
-        exact_below: Microbatches of up to this many tokens use a graph of exactly their size or none. Below it matrix
-            libraries choose kernels by the number of rows, so padding would change eager's rounding; 0 pads them too.
-        kernels: "exact" replaces eager's kernels only by ones that round as they do; "fast" also by ones that add up a
-            row in another order: gradients then differ from eager's by rounding even where eager repeats itself.
-            "auto" is "exact" where deterministic algorithms are asked for, "fast" otherwise. Outputs are equal in all.
-        attention: What calls cuDNN's attention over several frames: "transformer_engine", or "cudnn" for the plugin
-            itself through the package nvidia-cudnn-frontend, with the bucket's own frame count and frame size. "auto"
-            is "cudnn" where that is possible. "flash" is the same, but for frames of hundreds of tokens and more
-            FlashAttention's kernels of the package flash-attn-4, faster ones that round otherwise than eager's.
-        streams: Streams that a graph's kernels are on: 2 takes weight gradients and what else no later kernel waits for
-            off the chain of the others; "auto" is 2 for buckets whose kernels leave much of the GPU idle, where
-            activations stay in the graph's memory. Outputs and gradients are the same.
-        gradient_accumulation_fusion: Whether weight gradients are added to `main_grad` inside the GEMM, in fp32; else
-            they are first rounded to the weight's dtype, as eager does without Megatron's option of this name.
-        gradient_hooks: Who gets to know that a parameter's gradient is in `main_grad`: "awaited" is data parallelism's
-            reduction alone, in the microbatches whose gradients it waits for, "always" is autograd in all of them, so
-            that hooks fire. Hooks that a user puts on a parameter fire always; those on its node of the autograd graph
-            need "always".
-        cost_fallback: Whether a training microbatch runs eager where that was measured to be faster than its bucket's
-            replay. Never under deterministic algorithms or tensor parallelism, where ranks and runs must decide alike.
-        balance: Part of the patches of the rank that has the most which moving images to other data-parallel ranks
-            must save for them to move, in each microbatch; "auto" moves them where that saves more time than it takes,
-            both as measured in the run; None moves nothing.
-        offload: Parts of the encoder whose activations go to page-locked host memory inside the forward's graph and
-            come back inside the backward's; None is none of them, or any of them under `memory_target_gb`.
-        recompute: What the backward's graph makes again instead of keeping it: outputs of LayerNorm, of GELU, of linear
-            layers (queries, keys and values, and the MLP's first layer); None as for `offload`.
-        memory_target_gb: Device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to;
-            `offload` and `recompute` then say what it may use. None does all that they say.
-        offload_min_bytes: Smallest activation that is offloaded or made again.
-        offload_host_gb: Most page-locked host memory of a process in GiB; None is its share of what the host has.
-        evaluation: Whether evaluation runs on forward-only graphs.
-        strict: Whether a failed capture stops the run instead of going on eager.
-        check_interval: Every how many steps a microbatch is also run eager and compared; 0 is never.
-        check_tolerance: Largest relative L2 difference the check accepts, of outputs and of any gradient.
-        check_action: "warn" or "stop" when the check fails.
-        deepstack_gradient_allreduce: Whether the gradients of Qwen3-VL's deepstack features are summed over the
-            tensor-parallel ranks under sequence parallelism, eager and on graphs. Upstream leaves them partial.
-    """
-
-    impl: Literal["none", "transformer_engine"] = "none"
-    modules: tuple[str, ...] = ()
-    max_seq_length: int | None = None
-    buckets: tuple[int, ...] | Literal["auto"] = "auto"
-    headroom: float = 1.25
-    slots: int | Literal["auto"] = "auto"
-    max_frames: int | Literal["auto"] = "auto"
-    memory_gb: float | None = None
-    exact_below: int = 256
-    kernels: Literal["auto", "exact", "fast"] = "auto"
-    attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = "auto"
-    streams: Literal["auto", 1, 2] = "auto"
-    gradient_accumulation_fusion: bool = True
-    gradient_hooks: Literal["awaited", "always"] = "awaited"
-    cost_fallback: bool = True
-    balance: float | Literal["auto"] | None = None
-    offload: tuple[str, ...] | None = None
-    recompute: tuple[str, ...] | None = None
-    memory_target_gb: float | None = None
-    offload_min_bytes: int = 1 << 20
-    offload_host_gb: float | None = None
-    evaluation: bool = True
-    strict: bool = False
-    check_interval: int = 0
-    check_tolerance: float = 0.05
-    check_action: Literal["warn", "stop"] = "warn"
-    deepstack_gradient_allreduce: bool = False
+    impl: Literal["none", "transformer_engine"] = option(
+        "none",
+        one_of(("none", "transformer_engine"), "Upstream's other implementations have no vision graphs."),
+        "IMPL",
+        "vision-encoder graphs: none or transformer_engine",
+        "The second is upstream's name for graphs that the train loop's helper captures",
+    )
+    modules: tuple[str, ...] = option(
+        (),
+        _MODULES,
+        "LIST",
+        "attn or mlp: that part of every layer; [] is the whole encoder",
+        f"Empty or both: the whole encoder is one region. None: what upstream's deprecated `{SCOPE_FIELD}` says",
+        old=(SCOPE_FIELD, "deprecated: write --vision_cuda_graph_modules"),
+        feature="vision graphs of parts of layers",
+        without=((), MODULES, MODULES[::-1]),
+    )
+    buckets: tuple[int, ...] | Literal["auto"] = option(
+        "auto",
+        capacities,
+        "LIST",
+        "capacities in tokens, ascending, or auto",
+        "`auto` chooses them from what warm-up steps saw. With a list, `max_vision_cuda_graph_seq_length` is added to "
+        "it if it is set",
+    )
+    headroom: float = option(
+        1.25,
+        factor,
+        "FACTOR",
+        "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
+        "Used without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch instead, with one line in the "
+        "log, where warm-up steps have left no memory for more",
+        tuning=True,
+    )
+    max_seq_length: int | None = option(
+        None,
+        whole_number(1),
+        "TOKENS",
+        "tokens of the largest bucket",
+        "Tokens are patches, before merging. None takes the largest microbatch that warm-up steps saw, times the "
+        "headroom, rounded up",
+        field="max_vision_cuda_graph_seq_length",
+    )
+    slots: int | Literal["auto"] = option(
+        "auto",
+        whole_number(1, "auto"),
+        "N",
+        "microbatches between forward and backward at once, or auto",
+        "`auto` is the pipeline's depth, twice that when interleaved, never more than the microbatches of a step",
+        tuning=True,
+    )
+    max_frames: int | Literal["auto"] = option(
+        "auto",
+        whole_number(1, "auto"),
+        "N",
+        "most images and video frames of one microbatch, or auto",
+        "`auto` is 64, or twice what warm-up steps saw if that is more, rounded up to 16",
+        tuning=True,
+    )
+    buckets_max_gb: float | None = option(
+        None,
+        positive_number,
+        "GIB",
+        "limit of one slot's graph memory",
+        "Automatic buckets plan for it: what a token takes is measured before capture, and a fifth of the limit is "
+        "kept as margin. No effect without a GPU or in deterministic mode",
+    )
+    exact_below: int = option(
+        256,
+        whole_number(0),
+        "TOKENS",
+        "up to here only graphs of exactly the microbatch's size",
+        "Below it matrix libraries choose kernels by the number of rows, so padding would change eager's rounding. "
+        "Other sizes run eager; 0 pads them as any other",
+        tuning=True,
+    )
+    kernels: Literal["auto", "exact", "fast"] = option(
+        "auto",
+        one_of(("auto", "exact", "fast")),
+        "KIND",
+        "which kernels replace eager's",
+        "`exact` replaces eager's kernels only by ones that round as they do; `fast` also by ones that add up a row in "
+        "another order (LayerNorm's backward, with the residual's gradient in it; the patch embedding's weight "
+        "gradient): gradients then differ from eager's by rounding even where eager repeats itself. Outputs are equal "
+        "in all. `auto` is `exact` under deterministic algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), "
+        "`fast` otherwise",
+        feature="fast kernels",
+        without=("exact",),
+        tuning=True,
+    )
+    attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(
+        "auto",
+        one_of(("auto", "transformer_engine", "cudnn", "flash")),
+        "KIND",
+        "what calls cuDNN's attention over several frames",
+        "Transformer Engine, or the plugin itself through NVIDIA's "
+        "package `nvidia-cudnn-frontend` (1.29 or newer; Transformer Engine 2.20 depends on it), with the bucket's own "
+        "number and size of frames ([design](design.md#attention)). The kernels and outputs are the same. `auto` is "
+        "`cudnn` where that is possible. Without the package, without a GPU, under deterministic algorithms "
+        "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`) or where eager does not attend by cuDNN's kernels "
+        "(`NVTE_FUSED_ATTN=0`, `attention_backend`; read at each capture, later changes have no effect on recordings) "
+        "it is `transformer_engine`; `cudnn` is so too, with a line in the log. `flash` is as `auto`, but frames in "
+        "buckets for frames of 640 tokens and more attend by FlashAttention's kernels (package `flash-attn-4`, "
+        "`requirements/flash.txt`; Hopper GPUs), which are faster and round otherwise than eager's: outputs are as "
+        "near to fp32 as eager's, not equal to the bit",
+        tuning=True,
+    )
+    streams: Literal["auto", 1, 2] = option(
+        "auto",
+        Parser(" or ".join(STREAMS), _parse_streams),
+        "N",
+        "streams that a graph's kernels are on",
+        "With 2, weight gradients and what else no later kernel waits for run beside the others "
+        "([design](design.md#side-work)). `auto` is 2 for buckets of up to 4096 tokens whose activations stay on the "
+        "device, 1 for all others. Outputs and gradients are the same",
+        feature="two streams",
+        without=(1,),
+        tuning=True,
+    )
+    gradient_accumulation_fusion: bool = option(
+        True,
+        flag,
+        "BOOL",
+        "weight gradients are added to main_grad inside the GEMM",
+        "In fp32; else they are first rounded to the weight's dtype, as eager does without Megatron's option of this "
+        "name",
+        tuning=True,
+    )
+    gradient_hooks: Literal["awaited", "always"] = option(
+        "awaited",
+        one_of(("awaited", "always")),
+        "WHEN",
+        "who gets to know that a gradient is in `main_grad`",
+        "Data parallelism's reduction alone, in the microbatches "
+        "whose gradients it waits for, or autograd in all of them, so that hooks fire. Hooks that you put on a "
+        "parameter fire always; those on its `AccumulateGrad` node need `always`",
+        tuning=True,
+    )
+    cost_fallback: bool = option(
+        True,
+        flag,
+        "BOOL",
+        "a microbatch runs eager where that was measured to be faster than its replay",
+        "Training only ([design](design.md#measured-costs)). Whole encoder only; never under deterministic algorithms "
+        "or tensor parallelism, where runs and ranks must decide alike",
+        tuning=True,
+    )
+    balance: float | Literal["auto"] | None = option(
+        None,
+        part_or_auto,
+        "PART",
+        "images move between data-parallel ranks where that saves this part of the largest's, or time (auto)",
+        "They are encoded there, in each microbatch in which that takes at least this part off the rank that has the "
+        "most patches; `auto`: in which that saves more time than it takes, as measured in the run "
+        "([balance](parallel.md#images-of-other-ranks)). None moves nothing",
+    )
+    offload: tuple[str, ...] | None = offload_option(
+        "Host memory is page-locked; activations go there inside the forward's graph and come back inside the "
+        "backward's ([offloading](offload.md)). `layernorm` are inputs and outputs of the layers' norms. None is "
+        "nothing, or anything under `vision_cuda_graph_offload_above_gb`"
+    )
+    recompute: tuple[str, ...] | None = recompute_option(
+        "Outputs of norms, of GELU, and of the projection to queries, keys and values and the MLP's first layer. What "
+        "a kernel does not give back to the bit is kept. None as above"
+    )
+    offload_above_gb: float | None = offload_above_option(
+        "The mix is chosen from measured costs; the two options above then say what it may use. None does all that "
+        "they say"
+    )
+    offload_min_bytes: int = offload_min_bytes_option()
+    offload_host_max_gb: float | None = offload_host_option()
+    evaluation: bool = option(
+        True, flag, "BOOL", "evaluation runs on graphs too", "These are forward-only graphs", tuning=True
+    )
+    strict: bool = option(False, flag, "BOOL", "a failed capture stops the run", "Else the run goes on eager")
+    check_interval: int = option(
+        0,
+        whole_number(0),
+        "STEPS",
+        "every how many steps a microbatch is also run eager and compared; 0 is never",
+    )
+    check_tolerance: float = option(
+        0.05,
+        positive_number,
+        "X",
+        "largest relative difference that the check accepts",
+        "In the L2 norm, of outputs and of any parameter's gradient",
+        tuning=True,
+    )
+    check_action: Literal["warn", "stop"] = option(
+        "warn",
+        one_of(CHECK_ACTIONS),
+        "ACTION",
+        "when the check fails: warn or stop",
+        tuning=True,
+    )
+    deepstack_gradient_allreduce: bool = option(
+        False,
+        flag,
+        "BOOL",
+        "under sequence parallelism, gradients of deepstack features are summed over the tensor-parallel ranks",
+        "Qwen3-VL's, eager and on graphs; upstream leaves them partial "
+        "([sequence parallelism and deepstack](parallel.md#sequence-parallelism-and-deepstack)). It needs no graphs, "
+        "and has no effect without sequence parallelism or on a model without deepstack",
+        field="vision_deepstack_gradient_allreduce",
+    )
 
     @property
     def enabled(self) -> bool:
@@ -128,21 +279,11 @@ class VisionGraphOptions:
 
 # Options that have an effect without graphs too.
 WITHOUT_GRAPHS = ("deepstack_gradient_allreduce",)
-# Option -> field of a model provider. The first and the third are upstream's own.
-PROVIDER_FIELDS: dict[str, str] = {
-    "impl": "vision_cuda_graph_impl",
-    "modules": "vision_cuda_graph_modules",
-    "max_seq_length": "max_vision_cuda_graph_seq_length",
-    **{
-        f.name: f"vision_cuda_graph_{f.name}"
-        for f in fields(VisionGraphOptions)
-        if f.name not in ("impl", "modules", "max_seq_length", *WITHOUT_GRAPHS)
-    },
-    **{name: f"vision_{name}" for name in WITHOUT_GRAPHS},
-}
-
-# Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
-SCOPE_FIELD = "vision_cuda_graph_scope"
+VISION = Group(
+    name="vision", kind=VisionGraphOptions, prefix="vision_cuda_graph_", owners="a model of the Qwen3-VL family"
+)
+# Option -> field of a model provider. `impl` and `max_seq_length` are upstream's own.
+PROVIDER_FIELDS = VISION.fields
 
 
 def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding") -> VisionGraphOptions:
@@ -156,16 +297,8 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     Raises:
         OptionError: A value cannot work.
     """
-    get: Callable[[str], Any] = (
-        (lambda name: source.get(name)) if isinstance(source, Mapping) else (lambda name: getattr(source, name, None))
-    )
-    given = {option: get(field) for option, field in PROVIDER_FIELDS.items()}
-    parsed = {
-        option: _PARSERS[option](PROVIDER_FIELDS[option], value)
-        for option, value in given.items()
-        if not is_unset(value)
-    }
-    scope = _parse_modules(SCOPE_FIELD, get(SCOPE_FIELD))
+    parsed = VISION.read(source)
+    scope = _parse_modules(SCOPE_FIELD, getter(source)(SCOPE_FIELD))
     modules = parsed.setdefault("modules", scope)
     if scope and set(scope) != set(modules):
         raise OptionError(
@@ -176,54 +309,6 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
         _check_capacities(options, merge_unit, unit)
         check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
-
-
-def _parse_impl(field: str, value: Any) -> str:
-    return parse_choice(field, value, IMPLEMENTATIONS, "Upstream's other implementations have no vision graphs.")
-
-
-def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
-    names = tuple(name for name in words(value) if name != "full")
-    for name in names:
-        if name not in MODULES:
-            raise OptionError(field, value, "attn, mlp, both, or empty for the whole encoder", f"Remove {name!r}.")
-    return names
-
-
-def _parse_streams(field: str, value: Any) -> Any:
-    name = parse_choice(field, value, STREAMS)
-    return name if name == "auto" else int(name)
-
-
-def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
-    return lambda field, value: parse_choice(field, value, choices)
-
-
-_PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "impl": _parse_impl,
-    "modules": _parse_modules,
-    "max_seq_length": whole_number(1),
-    "buckets": parse_capacities,
-    "headroom": factor,
-    "slots": whole_number(1, "auto"),
-    "max_frames": whole_number(1, "auto"),
-    "memory_gb": positive_number,
-    "exact_below": whole_number(0),
-    "kernels": _one_of(KERNELS),
-    "attention": _one_of(ATTENTION),
-    "streams": _parse_streams,
-    "gradient_accumulation_fusion": parse_flag,
-    "gradient_hooks": _one_of(GRADIENT_HOOKS),
-    "cost_fallback": parse_flag,
-    "balance": part_or_auto,
-    **ACTIVATION_PARSERS,
-    "evaluation": parse_flag,
-    "strict": parse_flag,
-    "check_interval": whole_number(0),
-    "check_tolerance": positive_number,
-    "check_action": _one_of(CHECK_ACTIONS),
-    "deepstack_gradient_allreduce": parse_flag,
-}
 
 
 def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:

@@ -139,7 +139,7 @@ class LayerPart:
     limits: Callable[[int], tuple[int, ...]]
 
 
-# Called with the encoder, "attn" or "mlp", `vision_cuda_graph_exact_below` and the kernels of recorded work.
+# Called with the encoder, "attn" or "mlp", `exact_below` and the kernels of recorded work.
 LayerParts = Callable[[nn.Module, str, int, RecordingKernels], Sequence[LayerPart]]
 
 

@@ -67,7 +67,9 @@ class EncoderCapture:
             if excess <= 1:
                 return
             limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
-        raise CaptureError(f"graphs do not fit vision_cuda_graph_memory_gb={self._options.memory_gb:g} GiB a slot")
+        raise CaptureError(
+            f"graphs do not fit vision_cuda_graph_buckets_max_gb={self._options.buckets_max_gb:g} GiB a slot"
+        )
 
     def _prepare(self, manager: Manager) -> float:
         """Choose attention; returns the most tokens that a bucket may have on this rank."""
@@ -97,7 +99,7 @@ class EncoderCapture:
         if fits:
             manager.peers.agree(partial(self._check_twins, manager))
             return True
-        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_headroom={self._options.headroom:g}")
+        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_tuning.headroom={self._options.headroom:g}")
         return False
 
     def _fits_with_headroom(self, manager: Manager, limit: float) -> bool:
@@ -124,9 +126,9 @@ class EncoderCapture:
 
     def _excess(self, slots: int) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
-        if self._options.memory_gb is None or self._options.buckets != "auto":
+        if self._options.buckets_max_gb is None or self._options.buckets != "auto":
             return 0.0
-        return self._memory_bytes() / slots / (self._options.memory_gb * GIB)
+        return self._memory_bytes() / slots / (self._options.buckets_max_gb * GIB)
 
     def _memory_bytes(self) -> int:
         return sum(region.statistics.memory_bytes for region in self._regions)

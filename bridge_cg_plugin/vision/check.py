@@ -119,7 +119,7 @@ class ReplayCheck:
         if result.forward <= self._tolerance and (result.gradient or 0.0) <= self._tolerance:
             announce(f"check passed, {text} (tolerance {self._tolerance:g})")
             return
-        text = f"check FAILED, {text}, above vision_cuda_graph_check_tolerance={self._tolerance:g}"
+        text = f"check FAILED, {text}, above vision_cuda_graph_tuning.check_tolerance={self._tolerance:g}"
         if self._stop:
             raise CheckFailedError(text)
         warn(text)

@@ -91,9 +91,9 @@ class EncoderPlan:
         """
         options, adapter = self._options, self._adapter
         limits = [adapter.deterministic_tokens] if deterministic() else []
-        if options.memory_gb is not None and executor.device.type == "cuda":
+        if options.buckets_max_gb is not None and executor.device.type == "cuda":
             memory = measure_memory(
                 executor, program, adapter.unit, lambda tokens: adapter.bounds(tokens, 1, directly)[0]
             )
-            limits.append(memory.tokens_within(options.memory_gb * GIB * MEMORY_MARGIN))
+            limits.append(memory.tokens_within(options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)

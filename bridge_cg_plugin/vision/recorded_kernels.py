@@ -40,11 +40,11 @@ class RecordedKernels:
         if refusal is not None:
             stays = "cuDNN's, called directly" if self.attends_directly else "Transformer Engine's"
             stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
-            announce(f"vision_cuda_graph_attention={wanted}: {refusal}; attention stays {stays}")
+            announce(f"vision_cuda_graph_tuning.attention={wanted}: {refusal}; attention stays {stays}")
 
     @property
     def attention(self) -> str:
-        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
         if self._attends_by_flash:
             return "flash"
         return "cudnn" if self.attends_directly else "transformer_engine"

@@ -42,8 +42,8 @@ class VisionWorkload(Workload):
     noun = "encoder"
     group = "vision_cuda_graph"
     out_of_memory_remedy = (
-        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_slots or vision_cuda_graph_memory_gb, or give "
-        "vision_cuda_graph_buckets a smaller largest bucket."
+        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
+        "or give vision_cuda_graph_buckets a smaller largest bucket."
     )
     counts_tokens = True
     runs: EncoderRuns
@@ -84,7 +84,7 @@ class VisionWorkload(Workload):
 
     @property
     def attention(self) -> str:
-        """What attention recordings call, as `vision_cuda_graph_attention` names it."""
+        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
         return self.planned.kernels.attention
 
     def read(self, *args: Any, **kwargs: Any) -> Call:

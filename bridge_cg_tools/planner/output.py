@@ -25,7 +25,7 @@ def settings(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
     if isinstance(plan, VisionPlan):
         return {
             "vision_cuda_graph_buckets": list(plan.buckets),
-            "vision_cuda_graph_max_frames": plan.max_frames,
+            "vision_cuda_graph_tuning.max_frames": plan.max_frames,
         }
     return {
         "cuda_graph_max_packed_seqs": plan.best.max_packed_seqs,

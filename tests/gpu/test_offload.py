@@ -124,7 +124,7 @@ def test_memory_is_less_and_a_target_is_kept(deep):
     offloaded, host = memory(offload=EVERYTHING["offload"])
     rebuilt, none = memory(recompute=REBUILD["recompute"])
     target = 0.45 * everything
-    mixed, _ = memory(memory_target_gb=target)
+    mixed, _ = memory(offload_above_gb=target)
     print(
         f"kept {everything:.2f} GiB, offloaded {offloaded:.2f} ({host:.2f} host), again {rebuilt:.2f}, mix {mixed:.2f}"
     )
@@ -313,6 +313,6 @@ def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, mod
         torch.cuda.CUDAGraph, "capture_begin", lambda self, *a, **k: captures.append(began(self, *a, **k))
     )
     started = time.perf_counter()
-    with pytest.raises(CaptureError, match="vision_cuda_graph_offload_host_gb"):
-        graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING, offload_host_gb=0.01)
+    with pytest.raises(CaptureError, match="vision_cuda_graph_tuning.offload_host_max_gb"):
+        graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING, offload_host_max_gb=0.01)
     assert not captures and time.perf_counter() - started < 60

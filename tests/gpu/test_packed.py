@@ -165,7 +165,7 @@ def test_gradients_add_up_over_microbatches_in_flight(gpt):
             loss.backward(pack.weights.to(loss.dtype))
         return torch.cat([loss.detach() for loss in losses], 1), gpt.grads.copy()
 
-    with graphs_on(gpt.model, made[1], cuda_graph_packed_slots=2) as graphs:
+    with graphs_on(gpt.model, made[1], cuda_graph_packed_tuning={"slots": 2}) as graphs:
 
         def eager():
             return run([*(parity.eager_at(graphs, rows_of(pack)) for pack in made[:2]), graphs.paused()])

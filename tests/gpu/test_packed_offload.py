@@ -19,7 +19,7 @@ LONG = (4000, 300, 2500, 1392)
 # What eager differs from itself by is measured over packs of other tokens.
 PACKS = 4
 # A model's configuration keeps what a test said: each says all.
-KEPT = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "memory_target_gb"))
+KEPT = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "offload_above_gb"))
 POLICIES = {
     "offload": {**KEPT, "cuda_graph_packed_offload": "all"},
     "recompute": {**KEPT, "cuda_graph_packed_recompute": "all"},
@@ -41,7 +41,9 @@ def gpt(tower_module):
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms, options):
-    with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_offload_min_bytes=65536, **options) as graphs:
+    with graphs_on(
+        gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_tuning={"offload_min_bytes": 65536}, **options
+    ) as graphs:
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))
         statistics = graphs.statistics()
@@ -71,17 +73,17 @@ def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
     pack = lm.make_pack(LONG)
     buckets = [pack.tokens]
-    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_evaluation": False, **KEPT}
+    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": {"evaluation": False}, **KEPT}
     with graphs_on(trained.model, pack, **settings) as graphs:
         one = graphs.statistics().memory_bytes
-    settings["cuda_graph_packed_slots"] = 4
+    settings["cuda_graph_packed_tuning"] = {"evaluation": False, "slots": 4}
     try:
         limited(3 * one)
         said = failure(trained.model, pack, settings)
         assert said is not None and "OutOfMemory" in said, said
         limited(3 * one)
         target = 0.45 * one / 2**30
-        with graphs_on(trained.model, pack, **{**settings, "cuda_graph_packed_memory_target_gb": target}) as graphs:
+        with graphs_on(trained.model, pack, **{**settings, "cuda_graph_packed_offload_above_gb": target}) as graphs:
             statistics = graphs.statistics()
             print(f"one slot {one / 2**30:.2f} GiB, four {statistics.memory_bytes / 2**30:.2f} GiB with a target")
             assert statistics.memory_bytes <= 4 * 1.02 * target * 2**30

@@ -1,6 +1,6 @@
-"""Presets of the full-size 8B and 9B models as a user starts them, with a hub's cache made here.
+"""Recipes of the full-size 8B and 9B models with graphs, as a user starts them, with a hub's cache made here.
 
-Weights are random. Adapters are trained on those of a checkpoint, which is made here, too; other presets begin without.
+Weights are random. Adapters are trained on those of a checkpoint, which is made here, too; other recipes begin without.
 """
 
 import gc
@@ -35,7 +35,7 @@ WORDS = (
 
 
 class Case(NamedTuple):
-    """How a preset is trained here.
+    """How a recipe is trained here.
 
     Attributes:
         fewest: GPUs that it is trained on at least.
@@ -48,15 +48,17 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()
 
 
-PRESETS = {
-    "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config": Case(2, 4),
-    "qwen3_vl_8b_vision_graphs_h200_sft_mock_config": Case(2, 2),
-    "qwen3_vl_8b_vision_graphs_h200_peft_mock_config": Case(1, 1),
-    "qwen35_vl_9b_vision_graphs_h200_pretrain_mock_config": Case(2, 4),
-    "qwen35_vl_9b_vision_graphs_h200_sft_mock_config": Case(4, 4),
+RECIPES = {
+    "qwen3_vl_8b_pretrain_mock_config": Case(2, 4),
+    "qwen3_vl_8b_sft_config": Case(2, 2),
+    "qwen3_vl_8b_peft_config": Case(1, 1),
+    "qwen35_vl_9b_pretrain_mock_config": Case(2, 4),
+    "qwen35_vl_9b_sft_config": Case(4, 4),
     # What writes the checkpoint has no layers for multi-token prediction.
-    "qwen35_vl_9b_vision_graphs_h200_peft_mock_config": Case(1, 1, ("model.mtp_num_layers=null",)),
+    "qwen35_vl_9b_peft_config": Case(1, 1, ("model.mtp_num_layers=null",)),
 }
+# Pretraining recipes have Bridge's mock images already.
+GRAPHS = ("--graphs", "h200", "--mock_data")
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +70,13 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def beginning(hub):
-    """Return a function that gives the words for what a preset's training begins with; weights are removed after it."""
+    """Return a function that gives the words for what a recipe's training begins with; weights are removed after it."""
     folder, _ = hub
 
     def begin(name):
         if "_peft_" not in name:
             return ["--mode", "pretrain"]
-        snapshot = snapshot_in(folder, MODELS[name.partition("_vision_graphs_")[0]])
+        snapshot = snapshot_in(folder, MODELS[name.removesuffix("_peft_config")])
         write_weights(snapshot)
         gc.collect()
         torch.cuda.empty_cache()
@@ -85,14 +87,14 @@ def beginning(hub):
         weights.unlink()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_it_trains_with_every_microbatch_on_graphs(name, hub, beginning, tmp_path):
-    fewest, own, words = PRESETS[name]
+    fewest, own, words = RECIPES[name]
     found = torch.cuda.device_count()
     if found < fewest:
         pytest.skip(f"needs {fewest} NVIDIA GPUs")
     gpus = own if found >= own else fewest
-    words = ["--recipe", name, *beginning(name), *WORDS, f"model.tensor_model_parallel_size={gpus}", *words]
+    words = ["--recipe", name, *GRAPHS, *beginning(name), *WORDS, f"model.tensor_model_parallel_size={gpus}", *words]
     run, text = run_recipe(words, tmp_path, LIMIT_S, gpus, hub[1])
     print(f"{name}: losses {[loss for _, loss in run.losses]}, ms {[ms for _, ms in run.times]}, {run.peak_gb} GiB")
     assert [step for step, _ in run.losses] == list(range(1, STEPS + 1))

@@ -160,7 +160,7 @@ def train_words(words: Sequence[str]) -> None:
         provider.vision_cuda_graph_impl = "transformer_engine"
         provider.vision_cuda_graph_buckets = BUCKETS[model]
         provider.vision_cuda_graph_strict = True
-        provider.vision_cuda_graph_cost_fallback = False
+        provider.vision_cuda_graph_tuning = {"cost_fallback": False}
     config = dataclasses.replace(
         config,
         model=provider,

@@ -110,7 +110,7 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
     fields = {
         "vision_cuda_graph_buckets": list(BUCKETS),
-        "vision_cuda_graph_exact_below": 0,
+        "vision_cuda_graph_tuning": {"exact_below": 0},
         "vision_cuda_graph_strict": True,
         "cuda_graph_warmup_steps": 1,
     }

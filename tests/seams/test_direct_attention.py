@@ -209,7 +209,7 @@ def test_deterministic_algorithms_stay_transformer_engines(monkeypatch):
 
 
 def attention_lines(capsys):
-    return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
+    return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_tuning.attention" in line]
 
 
 def chosen(attention, direct=None, flash=None):
@@ -255,7 +255,7 @@ def test_what_was_not_asked_for_is_not_looked_for():
 def test_flash_attention_that_cannot_be_had_is_said(capsys, direct, instead):
     assert chosen("flash", direct, "no Hopper GPU") == ("transformer_engine" if direct else "cudnn")
     assert attention_lines(capsys) == [
-        f"[bridge-cg] vision_cuda_graph_attention=flash: no Hopper GPU; attention stays {instead}"
+        f"[bridge-cg] vision_cuda_graph_tuning.attention=flash: no Hopper GPU; attention stays {instead}"
     ]
 
 
@@ -270,7 +270,7 @@ def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeyp
         found = results(model, rows)
         assert [(b.tokens, b.limits) for b in graphs.statistics().buckets] == plain
     assert attention_lines(capsys) == [
-        f"[bridge-cg] vision_cuda_graph_attention=cudnn: {QWEN3_VL.direct_attention.refusal()}; attention stays "
+        f"[bridge-cg] vision_cuda_graph_tuning.attention=cudnn: {QWEN3_VL.direct_attention.refusal()}; attention stays "
         "Transformer Engine's"
     ]
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))

@@ -33,12 +33,20 @@ def test_in_words(capsys):
 
 
 def test_what_else_was_set_is_said_too(capsys):
-    words = ["vision_cuda_graph_impl=transformer_engine", "vision_cuda_graph_slots=2", "vision_cuda_graph_strict=true"]
-    packed = ["cuda_graph_impl=transformer_engine", "cuda_graph_max_packed_seqs=8", "cuda_graph_packed_max_seqlen=512"]
+    words = [
+        "vision_cuda_graph_impl=transformer_engine",
+        "vision_cuda_graph_tuning.slots=2",
+        "vision_cuda_graph_strict=true",
+    ]
+    packed = [
+        "cuda_graph_impl=transformer_engine",
+        "cuda_graph_max_packed_seqs=8",
+        "cuda_graph_packed_tuning.max_seqlen=512",
+    ]
     status, out, err = explain(capsys, *words, *packed, "cuda_graph_packed_offload=mlp", "rng.te_rng_tracker=true")
     assert status == 0, err
-    assert "warm-up steps show; vision_cuda_graph_slots=2; vision_cuda_graph_strict=True\n" in out
-    assert "; activations of mlp go to the host; cuda_graph_packed_max_seqlen=512\n" in out
+    assert "warm-up steps show; vision_cuda_graph_tuning.slots=2; vision_cuda_graph_strict=True\n" in out
+    assert "; activations of mlp go to the host; cuda_graph_packed_tuning.max_seqlen=512\n" in out
 
 
 @pytest.mark.parametrize(

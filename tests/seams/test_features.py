@@ -39,7 +39,7 @@ MODULES = {
 }
 QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GPT, MAMBA = MODULES
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}
-EXACT = {**VISION, "vision_cuda_graph_kernels": "exact", "vision_cuda_graph_streams": 1}
+EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact", "streams": 1}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
@@ -243,8 +243,8 @@ def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
     reason = refused(configs["vision graphs of Qwen3-VL"])
     for feature, remedy in (
         ("vision graphs of Qwen3-VL and Qwen3.5-VL", "vision_cuda_graph_impl=none"),
-        ("fast kernels", "vision_cuda_graph_kernels=exact"),
-        ("two streams", "vision_cuda_graph_streams=1"),
+        ("fast kernels", "vision_cuda_graph_tuning.kernels=exact"),
+        ("two streams", "vision_cuda_graph_tuning.streams=1"),
     ):
         assert f"needs {feature}" in reason and f"Set {remedy}" in reason
     monkeypatch.setattr(training_config, "broken_seams", lambda: {k: broken[k] for k in list(broken)[1:]})

@@ -1,4 +1,4 @@
-"""What `_mock` presets train on, made by Bridge from a hub's cache that was made here, and whether graphs take it."""
+"""Mock data of recipes, made by Bridge from a hub's cache that was made here, and whether graphs take it."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from transformers import Qwen3VLConfig
 from transformers.utils import hub
 
 from bridge_cg_plugin.options import vision_options
-from bridge_cg_plugin.recipes import PRESETS
+from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.runs.recipe import prepare
@@ -20,9 +20,9 @@ from .test_recipes import gpus_of
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
-    reason="the presets derive from recipes of a later megatron-bridge",
+    reason="the recipes are those of a later megatron-bridge",
 )
-MOCK = {p.name: p for p in PRESETS if p.model in local_hub.MODELS and p.mock and p.gpu == "h200"}
+RECIPES = [f"{model}_{task}_config" for model in local_hub.MODELS for task in ("pretrain_mock", "sft", "peft")]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def offline(cache, bridge, monkeypatch):
     return bridge
 
 
-@pytest.mark.parametrize("name", MOCK)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
 
-    config = getattr(offline, name)()
+    config = with_graphs(name, gpu="h200", mock_data=True)
     config.dataset.num_base_examples = 4
     context = SimpleNamespace(train_samples=4, valid_samples=0, test_samples=0)
     data = MockVLMSFTDatasetBuilder(config.dataset).build(context)[0]
@@ -59,11 +59,18 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     assert options.exact_below < patches <= options.max_seq_length
 
 
-@pytest.mark.parametrize("name", test_presets.PRESETS)
+@pytest.mark.parametrize("name", test_presets.RECIPES)
 def test_what_the_gpu_tests_override_is_taken(offline, name):
-    words = ["--recipe", name, "--dry-run", *test_presets.WORDS, *test_presets.PRESETS[name].words]
+    words = [
+        "--recipe",
+        name,
+        "--dry-run",
+        *test_presets.GRAPHS,
+        *test_presets.WORDS,
+        *test_presets.RECIPES[name].words,
+    ]
     config = prepare(*read(words)).config
-    assert test_presets.PRESETS[name].own == gpus_of(offline, MOCK[name].base)
+    assert test_presets.RECIPES[name].own == gpus_of(offline, name)
     assert config.train.train_iters == test_presets.STEPS
     assert config.train.global_batch_size % config.train.micro_batch_size == 0
     assert vision_options(config.model).check_interval < test_presets.STEPS

@@ -154,8 +154,8 @@ def test_upstreams_graphs_refuse_packs(active):
 
 def test_options_are_fields_of_providers(active):
     provider = active[GPT_PROVIDER].GPTModelProvider
-    made = provider(num_layers=2, cuda_graph_max_packed_seqs=16, cuda_graph_packed_slots=2)
-    assert (made.cuda_graph_max_packed_seqs, made.cuda_graph_packed_slots) == (16, 2)
+    made = provider(num_layers=2, cuda_graph_max_packed_seqs=16, cuda_graph_packed_tuning={"slots": 2})
+    assert (made.cuda_graph_max_packed_seqs, made.cuda_graph_packed_tuning) == (16, {"slots": 2})
     assert provider().cuda_graph_max_packed_seqs is None
 
 

@@ -151,7 +151,7 @@ def test_flags_of_library_recipes(scripts, tmp_path, recipe):
     args, words = importlib.import_module("argument_parser").parse_cli_args().parse_known_args(VISION)
     utilities = importlib.import_module("utils.utils")
     assert read_options(utilities.apply_argparse_overrides(recipe, args)).vision.max_seq_length == 16384
-    late = ["--vision_cuda_graph_slots", "2", "train.train_iters=5"]
+    late = ["--vision_cuda_graph_tuning", "slots=2", "train.train_iters=5"]
     found = omegaconf_utils.process_config_with_overrides(recipe, cli_overrides=[*words, *late])
     assert read_options(found).vision.slots == 2 and found.train.train_iters == 5
 
@@ -245,7 +245,7 @@ def test_a_checkout_without_the_flags_is_as_it_was(checkout, tmp_path):
 def test_a_checkouts_library_recipes_have_the_flags(checkout):
     run_recipe = importlib.import_module("run_recipe")
     parser = importlib.import_module("argument_parser").parse_cli_args()
-    args, rest = parser.parse_known_args([*LIBRARY, *VISION, "model.vision_cuda_graph_slots=2"])
+    args, rest = parser.parse_known_args([*LIBRARY, *VISION, "model.vision_cuda_graph_tuning.slots=2"])
     vision = read_options(run_recipe._prepare_recipe(args, rest, environment_only=True)).vision
     assert (vision.impl, vision.slots) == ("transformer_engine", 2)
 

@@ -1,12 +1,15 @@
 import copy
 import dataclasses
 import importlib
+import re
 
 import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, OptionError, VisionGraphOptions, vision_options
-from bridge_cg_plugin.upstream.hooks.provider_fields import DEFAULTS
+from bridge_cg_plugin.options.vision import VISION
+
+DEFAULTS = VISION.added
 
 MODULES = "megatron.bridge.models.qwen_vl"
 CLASSES = [
@@ -25,7 +28,7 @@ VALUES = {
     "headroom": 1.5,
     "slots": 3,
     "max_frames": 8,
-    "memory_gb": 2.5,
+    "buckets_max_gb": 2.5,
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",
@@ -36,9 +39,9 @@ VALUES = {
     "balance": 0.25,
     "offload": ["attention", "mlp"],
     "recompute": ["gelu"],
-    "memory_target_gb": 6.5,
+    "offload_above_gb": 6.5,
     "offload_min_bytes": 4096,
-    "offload_host_gb": 12.0,
+    "offload_host_max_gb": 12.0,
     "evaluation": False,
     "strict": True,
     "check_interval": 7,
@@ -46,7 +49,9 @@ VALUES = {
     "check_action": "stop",
     "deepstack_gradient_allreduce": True,
 }
-FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items()}
+TUNING = {one.name for one in VISION.tuned}
+FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items() if name not in TUNING}
+FIELDS["vision_cuda_graph_tuning"] = {name: value for name, value in VALUES.items() if name in TUNING}
 OPTIONS = VisionGraphOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()})
 
 
@@ -114,7 +119,7 @@ def test_fields_survive_copies(provider, copied):
 def test_replace_changes_a_field(provider):
     made = dataclasses.replace(provider(**FIELDS), vision_cuda_graph_buckets=[32])
     assert made.vision_cuda_graph_buckets == [32]
-    assert made.vision_cuda_graph_slots == 3
+    assert made.vision_cuda_graph_tuning["slots"] == 3
 
 
 def test_fields_are_in_asdict_and_repr(provider):
@@ -150,7 +155,7 @@ def test_a_provider_that_outlives_the_plugin_still_works(provider):
     made = provider(**FIELDS)
     bridge_cg_plugin.deactivate()
     assert dataclasses.replace(made).num_layers == made.num_layers
-    assert made.vision_cuda_graph_slots == 3
+    assert made.vision_cuda_graph_tuning["slots"] == 3
 
 
 @pytest.fixture
@@ -164,7 +169,7 @@ def test_bridges_overrides_reach_the_fields(config):
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     words = [
-        f"model.{name}={str(value).replace(' ', '') if isinstance(value, list) else value}"
+        f"model.{name}={re.sub("[ ']", '', str(value)) if isinstance(value, list | dict) else value}"
         for name, value in {**FIELDS, "vision_cuda_graph_modules": "[attn,mlp]"}.items()
     ]
     assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS

@@ -17,8 +17,9 @@ import yaml
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
+from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
 from bridge_cg_plugin.upstream.hooks import provider_fields
-from bridge_cg_plugin.upstream.hooks.provider_fields import DEFAULTS, LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.hooks.provider_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry.models import PROVIDERS
 from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
@@ -29,14 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKED = {
     "cuda_graph_max_packed_seqs": 64,
     "cuda_graph_packed_buckets": [1024, 4096],
-    "cuda_graph_packed_max_seqlen": 2048,
-    "cuda_graph_packed_slots": 3,
     "cuda_graph_packed_offload": ["mlp"],
     "cuda_graph_packed_recompute": [],
-    "cuda_graph_packed_memory_target_gb": 1e-5,
-    "cuda_graph_packed_offload_min_bytes": 2048,
-    "cuda_graph_packed_offload_host_gb": 8.0,
-    "cuda_graph_packed_evaluation": False,
+    "cuda_graph_packed_offload_above_gb": 1e-5,
+    "cuda_graph_packed_tuning": {
+        "max_seqlen": 2048,
+        "slots": 3,
+        "offload_min_bytes": 2048,
+        "offload_host_max_gb": 8.0,
+        "evaluation": False,
+    },
     "cuda_graph_packed_strict": True,
     "activation_offload": ["attention", "mlp"],
     "activation_offload_min_bytes": 4096,
@@ -159,7 +162,7 @@ def test_options_are_keywords_of_the_signature(carrier):
     fields = {f.name: f for f in dataclasses.fields(provider)}
     for name in options:
         parameter = parameters[name]
-        default = {**DEFAULTS, **LANGUAGE_MODEL_DEFAULTS}[name]
+        default = {**VISION_GROUP.added, **LANGUAGE_MODEL_DEFAULTS}[name]
         assert parameter.default == (default if default != () else parameter.default)
         assert fields[name].init and (fields[name].default == default or fields[name].default_factory() == [])
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))
@@ -181,8 +184,8 @@ def test_positions_are_upstreams(carrier):
         if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     bridge_cg_plugin.activate()
-    made = provider(2, cuda_graph_packed_slots=5)
-    assert (getattr(made, positional[0]), made.cuda_graph_packed_slots) == (2, 5)
+    made = provider(2, cuda_graph_packed_tuning={"slots": 5})
+    assert (getattr(made, positional[0]), made.cuda_graph_packed_tuning) == (2, {"slots": 5})
 
 
 def derived_from(provider):

@@ -68,6 +68,6 @@ def test_a_release_of_before_the_recipes_gets_what_derives_from_none(monkeypatch
 
 
 def test_a_preset_without_its_recipe_says_which(active):
-    preset = replace(PRESETS[0], model="qwen9_vl")
-    with pytest.raises(RuntimeError, match="qwen9_vl_pretrain_mock_config.*0.6"):
+    preset = replace(PRESETS[0], base="qwen9_vl_sft_config")
+    with pytest.raises(RuntimeError, match="qwen9_vl_sft_config.*0.6"):
         build(preset)

@@ -1,12 +1,12 @@
-"""The presets beside Bridge's own recipes: built, validated, compared by field, looked up by name, documented."""
+"""Graphs on Bridge's own recipes, and the presets: built, validated, compared by field, looked up, documented."""
 
 import importlib
-import inspect
 import os
 import pickle
 import re
 import warnings
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from unittest import mock
@@ -18,7 +18,8 @@ from bridge_cg_plugin import recipes
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
-from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES
+from bridge_cg_plugin.options.sources import ATTRIBUTES
+from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
@@ -27,23 +28,28 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 GRAPH_FIELDS = {
     "model.vision_cuda_graph_impl",
     "model.max_vision_cuda_graph_seq_length",
-    "model.vision_cuda_graph_memory_gb",
+    "model.vision_cuda_graph_buckets_max_gb",
     "model.use_te_rng_tracker",
     "rng.te_rng_tracker",
 }
 RECOMPUTE_FIELDS = {
     f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules", "modules[0]")
 }
-# Of these Bridge's own recipes have sequence parallelism and train the encoder or its mergers with wrong gradients.
+MODELS = (
+    "qwen3_vl_8b",
+    "qwen3_vl_30b_a3b",
+    "qwen3_vl_235b_a22b",
+    "qwen35_vl_9b",
+    "qwen35_vl_35b_a3b",
+    "qwen35_vl_122b_a10b",
+    "qwen35_vl_397b_a17b",
+)
+BASES = [f"{model}_{task}_config" for model in MODELS for task in ("pretrain_mock", "sft", "peft")]
+# These have sequence parallelism and train the encoder or its mergers with wrong gradients.
 SUMMED = {
-    f"{model}_vision_graphs_{gpu}_{variant}_config"
-    for model, variant in [
-        ("qwen3_vl_30b_a3b", "pretrain_mock"),
-        ("qwen3_vl_235b_a22b", "pretrain_mock"),
-        ("qwen3_vl_235b_a22b", "sft"),
-        ("qwen3_vl_235b_a22b", "sft_mock"),
-    ]
-    for gpu in ("h100", "h200", "b200")
+    "qwen3_vl_30b_a3b_pretrain_mock_config",
+    "qwen3_vl_235b_a22b_pretrain_mock_config",
+    "qwen3_vl_235b_a22b_sft_config",
 }
 # Bridge's own recipes of these are refused by Bridge: the batch does not divide among the GPUs of the recipe's name.
 INDIVISIBLE = {
@@ -52,16 +58,26 @@ INDIVISIBLE = {
     "qwen35_vl_397b_a17b_sft_config",
     "qwen35_vl_397b_a17b_peft_config",
 }
-TASKS = {"pretrain": "pretrain", "sft": "sft", "sft_packed": "sft", "peft": "peft"}
-STEPS = ("qwen3_vl_", "qwen35_vl_")
+PACKED_FIELDS = {
+    "model.cuda_graph_impl",
+    "model.cuda_graph_modules",
+    "model.cuda_graph_scope",
+    "model.cuda_graph_max_packed_seqs",
+    "model.use_te_rng_tracker",
+    "rng.te_rng_tracker",
+}
+OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
+# Recipe -> documents of a pack that graphs of its language model take.
+PACKED_BASES = {"nemotron_3_nano_4b_sft_config": 32, "qwen3_8b_sft_config": 32, "qwen3_vl_8b_sft_config": 8}
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the presets derive from recipes of a later megatron-bridge",
 )
 
+every_base = pytest.mark.parametrize("base", BASES)
+every_packed_base = pytest.mark.parametrize("base", PACKED_BASES)
 every_preset = pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
-every_h200_preset = pytest.mark.parametrize("preset", [p for p in PRESETS if p.gpu == "h200"], ids=lambda p: p.name)
 
 
 def flat(value, path="", into=None):
@@ -107,31 +123,64 @@ def launched(config, gpus):
 
 
 def test_the_presets_are_these():
-    assert {p.gpu for p in PRESETS} == {"h100", "h200", "b200"}
-    assert {(p.model, p.task, p.mock) for p in PRESETS if p.model == "qwen3_vl_8b"} == {
-        ("qwen3_vl_8b", task, mocked)
-        for task, mocked in [
-            ("pretrain", True),
-            *((task, mocked) for task in ("sft", "sft_packed", "peft") for mocked in (False, True)),
-        ]
-    }
-    others = ["qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b"]
-    others += [f"qwen35_vl_{size}" for size in ("9b", "35b_a3b", "122b_a10b", "397b_a17b")]
-    for model in others:
-        assert sum(p.model == model for p in PRESETS) == 15, model
-    assert len(PRESETS) == len(RECIPES) == 3 * (7 + 5 * len(others))
+    assert len(RECIPES) == 6 and set(DERIVED_RECIPES) == {preset.name for preset in PRESETS} < set(RECIPES)
+
+
+@every_base
+def test_graphs_change_graph_fields_only(bridge, base):
+    before, after = getattr(bridge, base)(), with_graphs(base, gpu="h200")
+    allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if base in SUMMED else set())
+    if before.model.recompute_granularity == "full":
+        allowed |= RECOMPUTE_FIELDS
+    assert changed(before, after) == allowed
+
+
+@every_packed_base
+def test_graphs_of_packs_change_graph_fields_only(bridge, base):
+    before, after = getattr(bridge, base)(), with_graphs(base, vision=False, max_packed_seqs=PACKED_BASES[base])
+    offline = getattr(before.dataset, "enable_offline_packing", False)
+    assert changed(before, after) == (PACKED_FIELDS | OFFLINE_FIELDS if offline else PACKED_FIELDS)
+
+
+def test_a_recipe_is_a_name_a_function_or_a_configuration(bridge):
+    config = bridge.qwen3_vl_8b_sft_config()
+    ways = with_graphs(config), with_graphs(bridge.qwen3_vl_8b_sft_config), with_graphs("qwen3_vl_8b_sft_config")
+    assert ways[0] is config and all(changed(config, other) == set() for other in ways)
+    assert type(with_graphs(partial(bridge.qwen3_vl_8b_peft_config, peft_scheme="dora")).peft).__name__ == "DoRA"
+
+
+def test_further_options_win(bridge):
+    words = "vision_cuda_graph_buckets=1024,2304 vision_cuda_graph_tuning.slots=2"
+    vision = vision_options(with_graphs("qwen3_vl_8b_sft_config", options=words).model)
+    assert (vision.buckets, vision.slots, vision.max_seq_length) == ((1024, 2304), 2, 8192)
+
+
+def test_what_cannot_have_graphs_is_refused(bridge):
+    with pytest.raises(OptionError, match="gpu='a100': allowed is h100 or h200 or b200"):
+        with_graphs("qwen3_vl_8b_sft_config", gpu="a100")
+    with pytest.raises(OptionError, match="vision=True: allowed is False on GPTModelProvider"):
+        with_graphs("qwen3_8b_sft_config", vision=True)
+    with pytest.raises(OptionError, match="qwen3_vl_8b_sft_config"):
+        with_graphs("qwen3_vl_8b_sft_confg")
 
 
 @every_preset
-def test_it_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
+def test_a_preset_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
     before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
-    allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if preset.name in SUMMED else set())
-    if before.model.recompute_granularity == "full":
-        allowed |= RECOMPUTE_FIELDS
+    allowed = PACKED_FIELDS if preset.graphs.get("max_packed_seqs") else GRAPH_FIELDS
     differing = changed(before, after)
-    if preset.replaces_data:
-        differing = {path for path in differing if path != "dataset" and not path.startswith("dataset.")}
+    if "options" in preset.graphs:  # writes every graph field in its final type
+        differing -= {f"model.{name}" for name in ATTRIBUTES if f"model.{name}" not in allowed}
+        allowed = allowed - {"model.vision_cuda_graph_buckets_max_gb"}
     assert differing == allowed
+
+
+def test_the_offloading_preset_holds_as_much_as_a_larger_gpu(bridge):
+    model = bridge.qwen3_vl_8b_vision_graphs_offload_h100_sft_config().model
+    options = vision_options(model)
+    assert (options.max_seq_length, options.buckets_max_gb) == (GPUS["h200"].max_seq_length, None)
+    assert options.offload_above_gb == GPUS["h100"].memory_gb and options.moves_activations
+    assert in_words(normalize(model)[0]).count("no graphs") == 2
 
 
 def test_the_comparison_sees_any_change(bridge):
@@ -149,17 +198,27 @@ def test_the_comparison_sees_any_change(bridge):
 
 
 @every_preset
-def test_it_validates_as_a_launch_would(bridge, preset):
-    gpus, config = gpus_of(bridge, preset.base), getattr(bridge, preset.name)()
+def test_a_preset_validates_as_a_launch_would(bridge, preset):
+    launched(getattr(bridge, preset.name)(), gpus_of(bridge, preset.base))
+
+
+@every_packed_base
+def test_graphs_of_packs_validate_as_a_launch_would(bridge, base):
+    launched(with_graphs(base, vision=False, max_packed_seqs=PACKED_BASES[base]), gpus_of(bridge, base))
+
+
+@every_base
+def test_it_validates_as_a_launch_would(bridge, base):
+    gpus, config = gpus_of(bridge, base), with_graphs(base, gpu="h200")
     model = config.model
     shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    if preset.base in INDIVISIBLE:
+    if base in INDIVISIBLE:
         config.train.global_batch_size = gpus // shards * config.train.micro_batch_size
     launched(config, gpus)
     assert config.data_parallel_size * shards == gpus
 
 
-@pytest.mark.parametrize("base", sorted({p.base for p in PRESETS}))
+@every_base
 def test_bridges_own_recipe_validates_except_the_documented(bridge, base):
     config, gpus = getattr(bridge, base)(), gpus_of(bridge, base)
     if base not in INDIVISIBLE:
@@ -176,89 +235,71 @@ def test_validation_includes_the_plugins(bridge):
         launched(config, 2)
 
 
-@every_preset
-def test_its_options_resolve(bridge, preset):
-    config = getattr(bridge, preset.name)()
-    options, gpu = vision_options(config.model), GPUS[preset.gpu]
+@every_base
+@pytest.mark.parametrize("name", GPUS)
+def test_its_options_resolve(bridge, base, name):
+    config, gpu = with_graphs(base, gpu=name), GPUS[name]
+    options = vision_options(config.model)
     assert options.enabled and options.whole_encoder
     assert options.max_seq_length == gpu.max_seq_length
     assert options.buckets == options.slots == "auto"
-    assert options.memory_gb * config.model.pipeline_model_parallel_size == pytest.approx(gpu.memory_gb, abs=0.1)
+    limit = options.buckets_max_gb * config.model.pipeline_model_parallel_size
+    assert limit == pytest.approx(gpu.memory_gb, abs=0.1)
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
 
 
-@every_preset
-def test_it_is_explained(bridge, preset):
-    said = in_words(normalize(getattr(bridge, preset.name)())[0])
-    longest = GPUS[preset.gpu].max_seq_length
+@every_base
+def test_it_is_explained(bridge, base):
+    said = in_words(normalize(with_graphs(base, gpu="h200"))[0])
+    longest = GPUS["h200"].max_seq_length
     assert (
         f"one graph per bucket over the whole encoder; buckets chosen from what warm-up steps show, up to {longest}"
         in said
     )
     assert "language model: no graphs" in said and "packed sequences: no graphs" in said
-    assert ("vision_deepstack_gradient_allreduce=True" in said) == (preset.name in SUMMED)
+    assert ("vision_deepstack_gradient_allreduce=True" in said) == (base in SUMMED)
     assert "warning: " not in said
 
 
-def test_without_the_option_its_presets_say_that_gradients_are_wrong(bridge):
+def test_without_the_option_such_recipes_say_that_gradients_are_wrong(bridge):
     off = "model.vision_deepstack_gradient_allreduce=false"
-    found = {name: normalize(getattr(bridge, name)(), off)[0].warnings for name in RECIPES}
-    assert {name for name, warnings in found.items() if warnings} == SUMMED
-    assert all("with mixture of experts" in text for name in SUMMED for text in found[name])
-    assert not any(name.startswith(("qwen3_vl_8b", "qwen35_vl_")) for name in SUMMED)
+    found = {base: normalize(with_graphs(base), off)[0].warnings for base in BASES}
+    assert {base for base, warnings in found.items() if warnings} == SUMMED
+    assert all("with mixture of experts" in text for base in SUMMED for text in found[base])
 
 
 @pytest.mark.parametrize("allreduce", [True, False])
-@pytest.mark.parametrize("name", [name for name in sorted(SUMMED) if "_h200_" in name])
+@pytest.mark.parametrize("base", sorted(SUMMED))
 def test_a_launch_without_the_option_warns_of_wrong_gradients_and_bridge_then_divides_sequences(
-    bridge, name, allreduce
+    bridge, base, allreduce
 ):
-    config = getattr(bridge, name)()
+    config = with_graphs(base)
     config.model.vision_deepstack_gradient_allreduce = allreduce
     _warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        launched(config, gpus_of(bridge, name.replace("_vision_graphs_h200", "").replace("sft_mock", "sft")))
+        launched(config, gpus_of(bridge, base))
     assert config.model.sequence_parallel
     given = [str(w.message) for w in caught if issubclass(w.category, GraphOptionWarning)]
     assert len(given) == (not allreduce) and all("wrong gradients" in text for text in given)
 
 
-@every_h200_preset
-def test_the_environment_it_sets_lets_graphs_be_captured(bridge, preset):
-    variables = getattr(bridge, preset.name)().env_vars
+@every_base
+def test_the_environment_it_sets_lets_graphs_be_captured(bridge, base):
+    variables = with_graphs(base).env_vars
     if "expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         assert str(variables["NCCL_GRAPH_REGISTER"]) == "0"
 
 
-@every_h200_preset
-def test_the_language_model_has_no_graphs(bridge, preset):
+@every_base
+def test_the_language_model_has_no_graphs(bridge, base):
     """They are an option of their own, whose memory nobody measured for these models."""
-    assert getattr(bridge, preset.name)().model.cuda_graph_impl == "none"
+    assert with_graphs(base).model.cuda_graph_impl == "none"
 
 
-@pytest.mark.parametrize("name", [p.name for p in PRESETS if p.task == "sft_packed"])
-def test_packed_presets_pack(bridge, name):
-    dataset = getattr(bridge, name)().dataset
-    assert dataset.enable_in_batch_packing and dataset.defer_in_batch_packing_to_step
-
-
-def test_packed_presets_pack_even_if_bridges_recipe_would_not(bridge, monkeypatch):
-    plain = bridge.qwen3_vl_8b_sft_config
-
-    def unpacked():
-        config = plain()
-        config.dataset.enable_in_batch_packing = False
-        return config
-
-    monkeypatch.setattr(bridge, "qwen3_vl_8b_sft_config", unpacked)
-    assert bridge.qwen3_vl_8b_vision_graphs_h100_sft_packed_config().dataset.enable_in_batch_packing
-    assert not bridge.qwen3_vl_8b_vision_graphs_h100_sft_config().dataset.enable_in_batch_packing
-
-
-@every_h200_preset
-def test_recompute_spares_the_encoder_and_keeps_the_experts(bridge, preset):
-    before, model = getattr(bridge, preset.base)().model, getattr(bridge, preset.name)().model
+@every_base
+def test_recompute_spares_the_encoder_and_keeps_the_experts(bridge, base):
+    before, model = getattr(bridge, base)().model, with_graphs(base).model
     if before.recompute_granularity != "full":
         assert model.recompute_granularity is None and before.recompute_granularity is None
         return
@@ -266,34 +307,20 @@ def test_recompute_spares_the_encoder_and_keeps_the_experts(bridge, preset):
     assert (model.recompute_granularity, model.recompute_modules) == ("selective", ["moe"])
 
 
-@pytest.mark.parametrize("preset", [p for p in PRESETS if p.mock], ids=lambda p: p.name)
-def test_mock_presets_have_bridges_mock_data(bridge, preset):
+@pytest.mark.parametrize("base", [f"{model}_{task}_config" for model in MODELS for task in ("sft", "peft")])
+def test_mock_data_are_bridges(bridge, base):
     from megatron.bridge.data.builders import MockVLMSFTDatasetConfig
 
-    real, dataset = getattr(bridge, preset.base)().dataset, getattr(bridge, preset.name)().dataset
+    real, dataset = getattr(bridge, base)().dataset, with_graphs(base, mock_data=True).dataset
     assert type(dataset) is MockVLMSFTDatasetConfig
     for name in ("seq_length", "hf_processor_path", "num_workers", "enable_in_batch_packing"):
         assert getattr(dataset, name) == getattr(real, name), name
 
 
-def test_presets_take_what_bridges_recipes_take(bridge):
-    for preset in PRESETS:
-        theirs = inspect.signature(getattr(bridge, preset.base)).parameters
-        ours = inspect.signature(RECIPES[preset.name]).parameters
-        assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}, preset.name
-
-
-def test_the_adapter_scheme_reaches_bridges_recipe(bridge):
-    names = [
-        type(bridge.qwen3_vl_8b_vision_graphs_h200_peft_config(peft_scheme=s).peft).__name__ for s in ("lora", "dora")
-    ]
-    assert names == ["LoRA", "DoRA"]
-
-
 def test_bridges_launchers_find_presets(bridge):
     for package in (bridge, importlib.import_module(f"{BRIDGE}.qwen_vl")):
-        assert set(RECIPES) <= set(dir(package))
-        assert all(getattr(package, name) is recipe for name, recipe in RECIPES.items())
+        assert set(DERIVED_RECIPES) <= set(dir(package))
+        assert all(getattr(package, name) is recipe for name, recipe in DERIVED_RECIPES.items())
 
 
 def test_a_name_says_what_bridges_launchers_read_from_it():
@@ -301,14 +328,10 @@ def test_a_name_says_what_bridges_launchers_read_from_it():
     words = ("pretrain", "sft", "finetune", "dora", "peft", "lora")
     for preset in PRESETS:
         assert RECIPES[preset.name].__name__ == preset.name and preset.base in RECIPES[preset.name].__doc__
-        assert preset.name.startswith(STEPS)
-        assert [word for word in words if f"_{word}_" in preset.name] == [TASKS[preset.task]]
-
-
-def test_a_model_and_a_mode_name_a_preset(bridge):
-    """`run_recipe.py --model M --mode sft` looks for `M_sft_config`."""
-    for mode in ("sft", "peft"):
-        assert callable(getattr(bridge, f"qwen3_vl_30b_a3b_vision_graphs_b200_{mode}_config"))
+        assert preset.name.startswith("qwen3_vl_")
+        assert [word for word in words if f"_{word}_" in preset.name] == [
+            word for word in words if f"_{word}_" in preset.base
+        ]
 
 
 def test_no_name_is_upstreams(bridge):
@@ -324,7 +347,7 @@ def test_the_names_go_away_with_the_plugin(active):
     before = [list(vars(package).items()) for package in packages]
     for _ in range(3):
         bridge_cg_plugin.activate()
-        assert all(set(RECIPES) <= set(vars(package)) for package in packages)
+        assert all(set(DERIVED_RECIPES) <= set(vars(package)) for package in packages)
         bridge_cg_plugin.deactivate()
         for package, snapshot in zip(packages, before, strict=True):
             after = list(vars(package).items())
@@ -377,19 +400,29 @@ def table(heading):
     return [tuple(cell.strip().replace("`", "") for cell in line.strip("|").split("|")) for line in lines[2:]]
 
 
-def test_the_documented_presets_are_the_presets(bridge):
+def test_the_documented_recipes_are_those_of_the_tests(bridge):
     expected = []
-    for preset in (p for p in PRESETS if p.gpu == "h200"):
-        before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
-        besides = ["mock data"] if preset.replaces_data else []
-        if before.model.recompute_granularity != after.model.recompute_granularity:
-            besides.append("recompute")
-        if preset.base in INDIVISIBLE:
-            besides.append("batch")
-        name = preset.name.replace("h200", "GPU")
+    for base in BASES:
+        before, after = getattr(bridge, base)(), with_graphs(base)
+        besides = ["recompute"] if before.model.recompute_granularity != after.model.recompute_granularity else []
+        besides += ["deepstack"] if base in SUMMED else []
+        besides += ["batch"] if base in INDIVISIBLE else []
         stages = str(after.model.pipeline_model_parallel_size)
-        expected.append((name, preset.base, str(gpus_of(bridge, preset.base)), stages, ", ".join(besides)))
-    assert table("Presets") == expected
+        expected.append((base, str(gpus_of(bridge, base)), stages, ", ".join(besides)))
+    assert table("Recipes") == expected
+
+
+def test_the_documented_presets_are_the_presets():
+    names = [(row[0], row[1]) for row in table("Presets")]
+    assert names == [(preset.name, preset.base) for preset in PRESETS]
+
+
+def test_the_documented_recipes_of_packs_are_those_of_the_tests(bridge):
+    expected = [
+        (base, str(gpus_of(bridge, base)), str(getattr(bridge, base)().dataset.seq_length), str(most))
+        for base, most in PACKED_BASES.items()
+    ]
+    assert table("Packed documents") == expected
 
 
 def test_the_documented_limits_are_the_limits():
@@ -397,9 +430,9 @@ def test_the_documented_limits_are_the_limits():
 
 
 def test_the_documented_fields_are_the_fields():
-    documented = {row[0] for row in table("What a preset sets")}
+    documented = {row[0] for row in table("What is set")}
     shown = {path for path in GRAPH_FIELDS | RECOMPUTE_FIELDS if not path.endswith("[0]")}
-    others = {"dataset", "dataset.enable_in_batch_packing", "model.vision_deepstack_gradient_allreduce"}
+    others = {"dataset", "model.vision_deepstack_gradient_allreduce"}
     assert documented == shown | others
 
 

@@ -137,7 +137,7 @@ def test_a_preset_is_a_recipe(trained, capsys):
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
     preset = "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"
-    assert run_recipe.main(["--recipe", preset, "--vision_cuda_graph_slots=2"]) == 0
+    assert run_recipe.main(["--recipe", preset, "--vision_cuda_graph_tuning=slots=2"]) == 0
     ((mode, call),) = trained
     vision = read_options(call["config"]).vision
     assert (mode, vision.impl, vision.slots, vision.max_seq_length) == ("pretrain", "transformer_engine", 2, 16384)

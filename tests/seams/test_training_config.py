@@ -90,10 +90,16 @@ def test_no_expandable_segments_pass(monkeypatch):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("vision_cuda_graph_impl", "local"), ("vision_cuda_graph_buckets", [64, 66]), ("vision_cuda_graph_slots", 0)],
+    [
+        ("vision_cuda_graph_impl", "local"),
+        ("vision_cuda_graph_buckets", [64, 66]),
+        ("vision_cuda_graph_tuning.slots", 0),
+        ("vision_cuda_graph_tuning.slts", 2),
+    ],
 )
 def test_options_that_cannot_work(config, field, value):
-    setattr(config.model, field, value)
+    name, _, key = field.partition(".")
+    setattr(config.model, name, {key: value} if key else value)
     refused(config, field)
 
 

@@ -336,7 +336,7 @@ def test_graphs_of_many_microbatches_take_what_those_of_few_do(started, tmp_path
 def test_graphs_replay_whatever_times_say(started, tmp_path):
     words = ["--gpus", "2", "--steps", "8", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP2", "--slots", "PP2"]
     assert bench_parallel.main(words) == 0
-    said = [(mode, "vision_cuda_graph_cost_fallback=false" in words) for mode, words, *_ in started[1:]]
+    said = [(mode, "vision_cuda_graph_tuning.cost_fallback=false" in words) for mode, words, *_ in started[1:]]
     assert Counter(said) == {("eager", False): 3, ("graphs", True): 3}
 
 

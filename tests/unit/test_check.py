@@ -81,7 +81,7 @@ def test_a_wrong_replay_warns_and_goes_on(caplog):
             train_step(graphs)
         (message,) = warnings(caplog)
         assert "check FAILED, step 1" in message
-        assert "vision_cuda_graph_check_tolerance=0.0001" in message
+        assert "vision_cuda_graph_tuning.check_tolerance=0.0001" in message
         assert graphs.workload.checks[0].forward > 1e-4 and graphs.workload.checks[0].gradient > 1e-4
         train_step(graphs)
         assert len(graphs.workload.checks) == 2

@@ -139,8 +139,8 @@ def test_a_dry_run_prints_the_commands(capsys):
 
 def test_graph_options_are_the_plugins(capsys):
     graphs = [
-        "--vision_cuda_graph_slots",
-        "2",
+        "--vision_cuda_graph_tuning",
+        "slots=2",
         "--max-vision-cuda-graph-seq-length",
         "4096",
         "--cuda_graph_impl",
@@ -152,17 +152,17 @@ def test_graph_options_are_the_plugins(capsys):
     wanted["upstream"] += [*("--max_vision_cuda_graph_seq_length", "4096", "--cuda_graph_impl", "none")]
     for mode, words in wanted.items():
         assert set(words) <= set(commands[mode])
-        assert not {"--vision_cuda_graph_slots", "model.vision_cuda_graph_buckets=[64]"} & set(commands[mode])
+        assert not {"--vision_cuda_graph_tuning", "model.vision_cuda_graph_buckets=[64]"} & set(commands[mode])
     assert {*graphs, "model.vision_cuda_graph_buckets=[64]"} <= set(commands["plugin"])
 
 
 def test_a_language_models_graphs_are_its_recipes(capsys):
-    words = ["--cuda_graph_modules", "attn", "cuda_graph_packed_slots=2", "train.global_batch_size=4"]
+    words = ["--cuda_graph_modules", "attn", "cuda_graph_packed_tuning.slots=2", "train.global_batch_size=4"]
     commands = dry(capsys, "--recipe", "some_model_packed_graphs_sft_config", *words)
     assert not any("vision_cuda_graph_impl" in " ".join(commands[mode]) for mode in ("plugin", "upstream"))
     assert set(words) <= set(commands["plugin"])
     assert {"--cuda_graph_impl", "none", "cuda_graph_max_packed_seqs=null"} <= set(commands["eager1"])
-    assert "cuda_graph_packed_slots=2" not in commands["eager1"] and words[-1] in commands["eager1"]
+    assert "cuda_graph_packed_tuning.slots=2" not in commands["eager1"] and words[-1] in commands["eager1"]
     assert {"--cuda_graph_modules", "attn", "cuda_graph_max_packed_seqs=null"} <= set(commands["upstream"])
 
 
@@ -180,8 +180,8 @@ def test_several_gpus_run_under_torchrun(capsys):
         (["--time_limit", "0"], "time_limit=0.0"),
         (["--launcher", "torchrun"], "launcher='torchrun': allowed is none"),
         (["train.train_iters=50"], "train.train_iters='50': allowed is what --steps says"),
-        (["--vision_cuda_graph_slts", "2"], "allowed is --vision_cuda_graph_slots"),
-        (["--vision_cuda_graph_slots", "0"], "vision_cuda_graph_slots"),
+        (["--vision_cuda_graph_bukets", "2"], "allowed is --vision_cuda_graph_buckets"),
+        (["--vision_cuda_graph_tuning", "slots=0"], "vision_cuda_graph_tuning.slots"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(capsys, words, says):

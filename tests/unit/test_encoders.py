@@ -293,7 +293,7 @@ def test_parts_of_layers_are_refused(case):
 def test_attention_that_the_encoder_does_not_have_is_said_to_be_so(case, attention, capsys):
     with graphs_on(case.new(), attention=attention, **case.options):
         pass
-    said = f"vision_cuda_graph_attention={attention}: this encoder's attention is not Transformer Engine's"
+    said = f"vision_cuda_graph_tuning.attention={attention}: this encoder's attention is not Transformer Engine's"
     assert f"{said}; attention stays as it is" in capsys.readouterr().out
 
 

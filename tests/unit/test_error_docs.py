@@ -23,7 +23,18 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 # Refused are their arguments, by the caller's name for them.
-INDIRECT = {"field", "name", "longest_field", "on[0]", "str(error.argument_name)", "match['name']", "fields[option]"}
+INDIRECT = {
+    "field",
+    "name",
+    "longest_field",
+    "on[0]",
+    "str(error.argument_name)",
+    "match['name']",
+    "fields[name]",
+    "one.field",
+    "self.tuning",
+    "f'{self.tuning}.{key}'",
+}
 IN_FULL = ("PlanError", "AuditError")
 FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)
 # Not for a user: a seam that does not fit becomes a state, the group's failure a fallback that names its cause.

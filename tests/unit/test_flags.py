@@ -4,7 +4,11 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, clear_flags, given_flags, take_flags, unknown_flag
-from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS, SWITCHES, VISION_FIELDS
+from bridge_cg_plugin.options.groups import TUNING
+from bridge_cg_plugin.options.offload import SHARED_FIELDS
+from bridge_cg_plugin.options.packed import PACKED
+from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS, SWITCHES
+from bridge_cg_plugin.options.vision import VISION
 
 
 def parse(*words):
@@ -20,7 +24,7 @@ def test_nothing_given_sets_nothing():
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda f: f.name)
 def test_both_spellings_set_the_field(flag):
-    assert flag.field in FIELDS
+    assert flag.field in (*FIELDS, *TUNING)
     found = [given_flags(parse(spelling, "attn_norm")) for spelling in flag.spellings]
     assert all(one == found[0] and one[flag.field] == "attn_norm" for one in found)
     assert {flag.name, flag.name.replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
@@ -28,7 +32,7 @@ def test_both_spellings_set_the_field(flag):
 
 def test_every_option_has_a_flag():
     fields = {flag.field for flag in FLAGS}
-    assert set(VISION_FIELDS) <= fields
+    assert {*VISION.attributes, *PACKED.attributes, *SHARED_FIELDS.values()} <= fields
     assert set(LANGUAGE_MODEL_FIELDS) - fields == set(SWITCHES)
 
 
@@ -67,6 +71,14 @@ def test_flags_are_taken_out_of_words():
     assert rest == ["train.train_iters=5", "+a.b=c", "--lr", "1"]
     with pytest.raises(OptionError, match="vision_cuda_graph_impl.*expected one argument"):
         take_flags(["--vision_cuda_graph_impl"])
+
+
+def test_words_that_set_a_tuning_value_are_taken_out_too():
+    words = ["model.vision_cuda_graph_tuning.slots=2", "+vision_cuda_graph_tuning.kernels=exact", "model.a.slots=3"]
+    flags, rest = take_flags([*words, "--vision-cuda-graph-tuning", "streams=1"])
+    assert rest == ["model.a.slots=3"]
+    vision = normalize(flags)[0].vision
+    assert (vision.slots, vision.kernels, vision.streams) == (2, "exact", 1)
 
 
 def test_cleared_flags_are_those_of_a_copy():

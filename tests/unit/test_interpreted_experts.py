@@ -21,7 +21,7 @@ for parameter in model.parameters():
     parameter.main_grad = torch.zeros_like(parameter)
 device.runs_kernels = lambda tensor: True
 # The interpreter takes a while for every row.
-options = {"cuda_graph_packed_buckets": [272], "cuda_graph_packed_slots": 1, "cuda_graph_packed_evaluation": False}
+options = {"cuda_graph_packed_buckets": [272], "cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
     poison(graphs, float("nan"))
     found = model(**arguments)

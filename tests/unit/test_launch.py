@@ -125,7 +125,7 @@ def test_slurm_without_nemo_run_says_so(monkeypatch, capsys):
         (["--launcher", "slurm", "--partition", "p"], "Pass --account"),
         (["--launcher", "slurm", "--account", "a"], "Pass --partition"),
         (["--launcher", "slurm", "--account", "a", "--partition", "p", "--env", "A"], "NAME=VALUE"),
-        (["--launcher", "slurm", "--vision_cuda_graph_kernels", "quick"], "auto or exact or fast"),
+        (["--launcher", "slurm", "--vision_cuda_graph_tuning", "kernels=quick"], "auto or exact or fast"),
     ],
 )
 def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):

@@ -65,7 +65,7 @@ def test_a_limit_of_the_process_is_kept(host):
     host(10 * 2**20)
     memory = PinnedMemory(0.001, page_locked=False)
     assert memory.reserve(0, {0: 1000})[0].nbytes == 1000
-    with pytest.raises(HostMemoryError, match="offload_host_gb=0.001"):
+    with pytest.raises(HostMemoryError, match="offload_host_max_gb=0.001"):
         memory.reserve(1, {0: 2**21})
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.options import OFFLOAD_FIELDS, PROVIDER_FIELDS
 from bridge_cg_plugin.options.explain import tables
 from bridge_cg_plugin.options.sources import FIELDS
 
@@ -23,14 +22,7 @@ def test_tables_are_the_codes(name):
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_on_the_page(field):
-    assert f"`{field}" in PAGE.read_text()
-
-
-def test_the_vision_table_has_every_option():
-    text = PAGE.read_text()
-    for option, field in PROVIDER_FIELDS.items():
-        assert re.search(rf"^\| `{field}` \|.*\| `{option}` \|$", text, re.MULTILINE), field
-    assert all(f"`{field}`" in text for field in OFFLOAD_FIELDS.values())
+    assert f"`{field.rpartition('.')[2]}" in PAGE.read_text()
 
 
 def write():

@@ -14,7 +14,10 @@ from bridge_cg_plugin.options import (
     VisionGraphOptions,
     vision_options,
 )
-from bridge_cg_plugin.options.vision import _PARSERS
+from bridge_cg_plugin.options.vision import VISION
+
+_PARSERS = {one.name: one.parse for one in VISION.options}
+TUNING = {one.name for one in VISION.tuned}
 
 
 class Scope(Enum):
@@ -31,9 +34,11 @@ class Implementation(Enum):
 
 
 def read(merge_unit=4, **options):
-    fields = {PROVIDER_FIELDS[name]: value for name, value in options.items()}
-    found = vision_options(fields, merge_unit)
-    assert vision_options(SimpleNamespace(**fields), merge_unit) == found
+    fields = {PROVIDER_FIELDS[name]: value for name, value in options.items() if name not in TUNING}
+    tuning = {name: value for name, value in options.items() if name in TUNING}
+    found = vision_options(SimpleNamespace(**fields, vision_cuda_graph_tuning=tuning), merge_unit)
+    assert vision_options({**fields, "vision_cuda_graph_tuning": tuning}, merge_unit) == found
+    assert vision_options({PROVIDER_FIELDS[name]: value for name, value in options.items()}, merge_unit) == found
     return found
 
 
@@ -99,8 +104,8 @@ ACCEPTED = [
     ("slots", "3", 3),
     ("max_frames", "auto", "auto"),
     ("max_frames", 8, 8),
-    ("memory_gb", 2, 2.0),
-    ("memory_gb", "2.5", 2.5),
+    ("buckets_max_gb", 2, 2.0),
+    ("buckets_max_gb", "2.5", 2.5),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
     ("kernels", "auto", "auto"),
@@ -119,9 +124,9 @@ ACCEPTED = [
     ("offload", ["MLP"], ("mlp",)),
     ("recompute", "[gelu, layernorm]", ("gelu", "layernorm")),
     ("recompute", "all", RECOMPUTE),
-    ("memory_target_gb", "6.5", 6.5),
+    ("offload_above_gb", "6.5", 6.5),
     ("offload_min_bytes", "65536", 65536),
-    ("offload_host_gb", 32, 32.0),
+    ("offload_host_max_gb", 32, 32.0),
     ("balance", "0.1", 0.1),
     ("balance", "auto", "auto"),
     ("evaluation", False, False),
@@ -186,12 +191,12 @@ REFUSED = [
     ("max_frames", False),
     ("headroom", 0.99),
     ("headroom", float("inf")),
-    ("memory_gb", 0),
-    ("memory_gb", -1),
-    ("memory_gb", True),
-    ("memory_gb", float("nan")),
-    ("memory_gb", float("inf")),
-    ("memory_gb", "much"),
+    ("buckets_max_gb", 0),
+    ("buckets_max_gb", -1),
+    ("buckets_max_gb", True),
+    ("buckets_max_gb", float("nan")),
+    ("buckets_max_gb", float("inf")),
+    ("buckets_max_gb", "much"),
     ("exact_below", -1),
     ("exact_below", True),
     ("kernels", "fastest"),
@@ -210,11 +215,11 @@ REFUSED = [
     ("offload", "all,mlp"),
     ("recompute", ["attention"]),
     ("recompute", True),
-    ("memory_target_gb", 0),
-    ("memory_target_gb", "little"),
+    ("offload_above_gb", 0),
+    ("offload_above_gb", "little"),
     ("offload_min_bytes", -1),
     ("offload_min_bytes", 0.5),
-    ("offload_host_gb", float("inf")),
+    ("offload_host_max_gb", float("inf")),
     ("balance", 0),
     ("balance", 1),
     ("balance", "always"),
@@ -252,7 +257,7 @@ def test_a_bucket_above_the_largest_length():
     assert enabled(buckets=[64, 128], max_seq_length=128).buckets == (64, 128)
 
 
-@pytest.mark.parametrize("given", [{"offload": ["mlp"]}, {"recompute": "all"}, {"memory_target_gb": 4}])
+@pytest.mark.parametrize("given", [{"offload": ["mlp"]}, {"recompute": "all"}, {"offload_above_gb": 4}])
 def test_activations_move_in_the_whole_encoder_only(given):
     assert enabled(**given).moves_activations
     assert enabled(**given, modules=["attn", "mlp"]).moves_activations
@@ -302,12 +307,12 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
     assert parse(field, value) == value
     kinds = {
         "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
-        "max_frames": (int, str), "memory_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
+        "max_frames": (int, str), "buckets_max_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
         "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
         "streams": (int, str),
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
-        "offload": tuple, "recompute": tuple, "memory_target_gb": float, "offload_min_bytes": int,
-        "offload_host_gb": float,
+        "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
+        "offload_host_max_gb": float,
         "balance": (float, str),
     }  # fmt: skip
     assert isinstance(value, kinds[option])

@@ -110,7 +110,7 @@ def test_both_parts_of_every_layer_apart(bare):
 
 
 def test_a_choice_holds_for_all_parts_of_layers(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_slots=1) as graphs:
+    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_tuning={"slots": 1}) as graphs:
         first = bare(**pack((300,)))
         second = bare(**pack((280,)))
         assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
@@ -164,7 +164,7 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
         return [torch.autograd.grad(losses[i], wanted) for i in order]
 
     expected = run()
-    with on_parts(bare, modules, cuda_graph_packed_slots=2) as graphs:
+    with on_parts(bare, modules, cuda_graph_packed_tuning={"slots": 2}) as graphs:
         for _ in range(2):
             for found, right in zip(run(), expected, strict=True):
                 assert_close(found, right)
@@ -173,7 +173,7 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
 
 def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
     """Where another microbatch still holds a slot in one part, no part uses it."""
-    with on_parts(bare, ["attn"], cuda_graph_packed_slots=2) as graphs:
+    with on_parts(bare, ["attn"], cuda_graph_packed_tuning={"slots": 2}) as graphs:
         held = graphs._regions[1]._slots[0].take()
         found = losses_and_gradients(bare, pack((30, 180, 77)))
         expected = eager(bare, graphs, pack((30, 180, 77)))
@@ -242,7 +242,7 @@ def test_a_batch_that_no_graph_takes_runs_eager_and_is_counted(model, graphs, re
 
 
 def test_a_document_above_the_bound_runs_eager(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_max_seqlen=160) as graphs:
+    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_tuning={"max_seqlen": 160}) as graphs:
         losses_and_gradients(bare, pack((160, 140)))
         assert replayed(graphs) == 1
         losses_and_gradients(bare, pack((161, 139)))
@@ -303,7 +303,7 @@ def test_several_microbatches_in_flight(bare):
     batches = [pack((100, 180)), pack((300,)), pack((20, 90, 190))]
     expected = [losses_and_gradients(bare, batch)[1] for batch in batches]
     wanted = list(bare.parameters())
-    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_slots=2) as graphs:
+    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_tuning={"slots": 2}) as graphs:
         losses = [bare(**batch) for batch in batches]
         assert graphs.statistics().fallbacks == {"no_free_slot": 1}
         for loss, gradients in zip(losses, expected, strict=True):
@@ -511,7 +511,7 @@ def test_the_executor_sees_every_bound(bare):
             return super().record(body, pool)
 
     executor = Counting()
-    with graphs_on(bare, pack(WARMUP), executor=executor, cuda_graph_packed_evaluation=False) as graphs:
+    with graphs_on(bare, pack(WARMUP), executor=executor, cuda_graph_packed_tuning={"evaluation": False}) as graphs:
         assert executor.recorded == len(graphs._regions[0].buckets) > 0
 
 

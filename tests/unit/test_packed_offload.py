@@ -10,7 +10,7 @@ from bridge_cg_plugin.offload.schedule import Fate
 from .packs import graphs_on, losses_and_gradients, new_model, pack
 
 WARMUP, PACKS = (100, 150, 50), ((30, 180, 77), (300,))
-SMALL = {"cuda_graph_packed_offload_min_bytes": 1024}
+SMALL = {"cuda_graph_packed_tuning": {"offload_min_bytes": 1024}}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def expected():
     [
         {"cuda_graph_packed_offload": "all"},
         {"cuda_graph_packed_offload": ["attention"], "cuda_graph_packed_recompute": "all"},
-        {"cuda_graph_packed_memory_target_gb": 0.002},
+        {"cuda_graph_packed_offload_above_gb": 0.002},
     ],
     ids=["offload", "attention", "target"],
 )

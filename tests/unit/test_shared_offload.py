@@ -85,7 +85,7 @@ def test_where_nothing_would_leave_it_is_refused(words, reason):
     "words, field",
     [
         (f"{VISION} vision_cuda_graph_offload=mlp", "vision_cuda_graph_offload"),
-        (f"{VISION} vision_cuda_graph_offload_min_bytes=5", "vision_cuda_graph_offload_min_bytes"),
+        (f"{VISION} vision_cuda_graph_tuning.offload_min_bytes=5", "vision_cuda_graph_tuning.offload_min_bytes"),
         (f"{PACKED} cuda_graph_packed_offload=all", "cuda_graph_packed_offload"),
         ("fine_grained_activation_offloading=true", "fine_grained_activation_offloading"),
         ("fine_grained_activation_offloading=false", "fine_grained_activation_offloading"),
@@ -105,8 +105,8 @@ def test_two_that_say_different_things_are_refused(words, field):
 
 
 def test_a_memory_target_may_use_what_is_shared():
-    found = graph_options(f"{VISION} activation_offload=mlp vision_cuda_graph_memory_target_gb=6").vision
-    assert found.offload == ("mlp",) and found.memory_target_gb == 6
+    found = graph_options(f"{VISION} activation_offload=mlp vision_cuda_graph_offload_above_gb=6").vision
+    assert found.offload == ("mlp",) and found.offload_above_gb == 6
 
 
 def test_qwen3_vl_keeps_attention_where_megatron_core_runs_it():

@@ -146,7 +146,7 @@ def test_automatic_buckets_reach_beyond_what_warm_up_showed(capsys):
 def assert_ends_with_what_was_seen(graphs, capsys):
     assert graphs.capture()
     assert graphs.workload.buckets.capacities[-1] == 256
-    assert "no memory for vision_cuda_graph_headroom=1.25" in capsys.readouterr().out
+    assert "no memory for vision_cuda_graph_tuning.headroom=1.25" in capsys.readouterr().out
 
 
 def test_headroom_that_runs_out_of_memory_is_given_up(monkeypatch, capsys):
@@ -184,7 +184,7 @@ def test_without_headroom_buckets_end_with_what_was_seen_or_given(options):
 
 def largest_within(model, gigabytes):
     """Return the largest capacity captured within the limit, and the memory that took in GiB."""
-    with seen(model, memory_gb=gigabytes, headroom=1.0) as graphs:
+    with seen(model, buckets_max_gb=gigabytes, headroom=1.0) as graphs:
         graphs.capture()
         return graphs.workload.buckets.capacities[-1], graphs.statistics().memory_bytes / 2**30
 
@@ -199,5 +199,5 @@ def test_a_memory_limit_shrinks_the_largest_bucket_until_it_holds():
 
 
 def test_a_memory_limit_that_nothing_fits_is_a_failed_capture():
-    with pytest.raises(CaptureError, match="memory_gb"):
+    with pytest.raises(CaptureError, match="buckets_max_gb"):
         largest_within(new_tower(), 1e-9)

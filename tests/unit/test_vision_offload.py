@@ -59,7 +59,7 @@ def test_a_memory_target_is_kept(share, capsys):
     with graphs_on(tower, **SETTINGS):
         expected = results(tower, ROWS)
     target = target_of(share)
-    with graphs_on(tower, memory_target_gb=target, **SETTINGS) as graphs:
+    with graphs_on(tower, offload_above_gb=target, **SETTINGS) as graphs:
         outputs, gradients = results(tower, ROWS)
         (store,) = [r.recording._body.activations for r in graphs._regions[0].sources.current.recordings.values()]
         assert 0 < store.peak_of_last <= target * 2**30
@@ -70,7 +70,7 @@ def test_a_memory_target_is_kept(share, capsys):
 
 def test_a_target_with_room_for_all_changes_nothing():
     tower = new_tower()
-    with graphs_on(tower, memory_target_gb=2.0, **SETTINGS) as graphs:
+    with graphs_on(tower, offload_above_gb=2.0, **SETTINGS) as graphs:
         assert graphs.statistics().pinned_bytes == 0
         assert planned(graphs) is None
 
@@ -78,15 +78,15 @@ def test_a_target_with_room_for_all_changes_nothing():
 def test_a_target_that_cannot_be_kept_says_what_can():
     tower = new_tower()
     with (
-        pytest.raises(CaptureError, match=r"memory_target_gb=1e-06: bucket .* needs at least"),
-        graphs_on(tower, memory_target_gb=1e-6, **SETTINGS),
+        pytest.raises(CaptureError, match=r"offload_above_gb=1e-06: bucket .* needs at least"),
+        graphs_on(tower, offload_above_gb=1e-6, **SETTINGS),
     ):
         pass
 
 
 def test_a_target_uses_only_what_it_may():
     tower, target = new_tower(), target_of(0.7)
-    with graphs_on(tower, memory_target_gb=target, offload=("mlp", "attention"), **SETTINGS) as graphs:
+    with graphs_on(tower, offload_above_gb=target, offload=("mlp", "attention"), **SETTINGS) as graphs:
         found = planned(graphs)
         scopes = {found.inventory.seen[place].scope for place in found.plan.places(Fate.OFFLOAD)}
         assert scopes <= {"mlp", "attention"} and scopes
@@ -99,7 +99,9 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
     record = ReferenceExecutor.record
     monkeypatch.setattr(ReferenceExecutor, "record", lambda self, *a: recorded.append(1) or record(self, *a))
     with (
-        pytest.raises(CaptureError, match=r"HostMemoryError.*vision_cuda_graph_slots|HostMemoryError.*fewer slots"),
+        pytest.raises(
+            CaptureError, match=r"HostMemoryError.*vision_cuda_graph_tuning.slots|HostMemoryError.*fewer slots"
+        ),
         graphs_on(tower, offload=OFFLOAD_MODULES, slots=64, **SETTINGS),
     ):
         pass
@@ -146,7 +148,7 @@ def test_a_pool_with_gaps_is_recorded_again_with_less_in_it():
     with graphs_on(tower, **SETTINGS):
         expected = results(tower, ROWS)
     executor = FilledPool(gaps=int(0.1 * target * 2**30))
-    with graphs_on(tower, executor=executor, memory_target_gb=target, slots=2, **SETTINGS):
+    with graphs_on(tower, executor=executor, offload_above_gb=target, slots=2, **SETTINGS):
         outputs, gradients = results(tower, ROWS)
     first, second, other_slot = executor.taken
     assert first > 1.05 * target * 2**30 and second == other_slot <= 1.01 * target * 2**30
@@ -159,8 +161,8 @@ def test_a_pool_that_never_fits_its_target_is_an_error():
     tower, target = new_tower(), target_of(0.7)
     executor = FilledPool(gaps=0, least=int(1.1 * target * 2**30))
     with (
-        pytest.raises(CaptureError, match="memory_target_gb=.* needs at least"),
-        graphs_on(tower, executor=executor, memory_target_gb=target, **SETTINGS),
+        pytest.raises(CaptureError, match="offload_above_gb=.* needs at least"),
+        graphs_on(tower, executor=executor, offload_above_gb=target, **SETTINGS),
     ):
         pass
 
@@ -176,7 +178,7 @@ def test_a_part_that_saves_nothing_is_said(capsys):
 
 def test_a_slot_that_takes_more_than_its_target_is_planned_again_for_less():
     target = target_of(0.8)
-    with graphs_on(new_tower(), memory_target_gb=target, **SETTINGS) as graphs:
+    with graphs_on(new_tower(), offload_above_gb=target, **SETTINGS) as graphs:
         offloading = graphs._regions[0]._offloading
         nbytes = int(target * 2**30)
         assert offloading.accepts(nbytes) and offloading._plans
@@ -192,9 +194,9 @@ def test_a_slot_that_takes_more_than_its_target_however_often_it_is_recorded_is_
         def pool_bytes(self, pool):
             return int(0.9 * target * 2**30)  # beside the static buffers
 
-    settings = {"memory_target_gb": target, "strict": True, **SETTINGS}
+    settings = {"offload_above_gb": target, "strict": True, **SETTINGS}
     with (
-        pytest.raises(CaptureError, match="memory_target_gb"),
+        pytest.raises(CaptureError, match="offload_above_gb"),
         graphs_on(new_tower(), executor=Lossy(), **settings),
     ):
         pass

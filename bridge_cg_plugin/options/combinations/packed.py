@@ -55,7 +55,7 @@ def _all_parts(options: GraphOptions) -> bool:
 
 def _moving(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
-    return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "memory_target_gb") if getattr(options.packed, n))
+    return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
 
 
 def _asked(options: GraphOptions) -> str:

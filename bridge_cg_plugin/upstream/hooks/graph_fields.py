@@ -9,14 +9,14 @@ from typing import Any
 from ...options import GraphOptions, check_options, graph_options, normalize
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ...options.releases import RELEASES, TE_RNG, Release, field_values
-from ...options.sources import FIELDS
+from ...options.sources import ATTRIBUTES
 
 _ABSENT = object()
 
 
 def describe_release(model: Any) -> Release:
     """Return what this config object can say, found by looking at it and at the installed Bridge."""
-    fields = frozenset(name for name in (*FIELDS, TE_RNG) if hasattr(model, name))
+    fields = frozenset(name for name in (*ATTRIBUTES, TE_RNG) if hasattr(model, name))
     known = next((r for r in RELEASES if r.fields - {TE_RNG} <= fields), RELEASES[0])
     versions = {name: importlib.metadata.version(name) for name in ("megatron-bridge", "megatron-core")}
     return Release(
@@ -79,7 +79,7 @@ def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOption
     """
     wanted = graph_options(config, *sources)
     targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
-    names = (*FIELDS, TE_RNG, "te_rng_tracker")
+    names = (*ATTRIBUTES, TE_RNG, "te_rng_tracker")
     before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
     try:
         apply_options(wanted, config)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...options import GraphOptions, OptionError, check_options, facts_of, normalize
+from ...options.groups import split_name, tuning_of
 from ...options.normalization import warn_once
 from ...options.precedence import settle
-from ...options.sources import FIELDS, Written, collect
+from ...options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
 from .graph_fields import apply_options
 
 _TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
@@ -108,9 +109,11 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
     model, section = (config.model, loaded.get("model")) if within else (config, loaded)
     in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
     in_words = frozenset(map(_leaf, graph_words(words)))
-    fields = {name: getattr(model, name) for name in FIELDS if name in in_file | in_words and hasattr(model, name)}
-    by_hand = in_words if "_target_" in in_file else in_file | in_words
-    return Written(fields, by_hand & fields.keys(), _settings_written(config, loaded, words))
+    said = in_file | in_words
+    fields = {name: value for name, value in fields_of(model).items() if not said.isdisjoint((name, tuning_of(name)))}
+    by_hand = in_words if "_target_" in in_file else said
+    chosen = frozenset(name for name in fields if not by_hand.isdisjoint((name, tuning_of(name))))
+    return Written(fields, chosen, _settings_written(config, loaded, words))
 
 
 def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def check_word(config: Any, word: str) -> None:
         names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
         if part not in names:
             section = ".".join(path[:depth])
-            names |= set() if section else set(FIELDS)
+            names |= set() if section else set(ATTRIBUTES)
             raise OptionError(match["name"], match["value"], *_nearest(part, names, section))
         owner = getattr(owner, part, None)
 
@@ -180,12 +183,12 @@ def _is_graph_word(word: str) -> bool:
     match = _WORD.fullmatch(word)
     if match is None or match["value"] is None:
         return False
-    *path, leaf = match["name"].split(".")
-    return leaf in FIELDS and path in ([], ["model"])
+    path, leaf = split_name(match["name"])
+    return (leaf in FIELDS or bool(tuning_of(leaf))) and path in ([], ["model"])
 
 
 def _leaf(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~").rpartition(".")[2]
+    return split_name(word.partition("=")[0].lstrip("+~"))[1]
 
 
 def _apply_words(config: Any, words: Sequence[str]) -> None:

@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ...options import PACKED_FIELDS, PROVIDER_FIELDS, SCOPE_FIELD, PackedOptions, VisionGraphOptions
-from ...options.offload import SHARED_FIELDS
+from ...options.offload import OFFLOAD
+from ...options.packed import PACKED
+from ...options.vision import VISION
 from ..seams.activation import patch_as_well
 from ..seams.encoder_group import other_providers
 from ..seams.patches import Patch
@@ -18,18 +19,9 @@ from ..seams.registry.models import PROVIDERS, field_seams
 from ..seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
 from ..seams.seam import Seam
 
-DEFAULTS = {
-    **{PROVIDER_FIELDS[f.name]: f.default for f in dataclasses.fields(VisionGraphOptions)},
-    PROVIDER_FIELDS["modules"]: None,  # what the old name says
-    SCOPE_FIELD: (),
-}
-
-
-# Of every model: offloading speaks for language model and encoder.
-SHARED_DEFAULTS = dict.fromkeys(SHARED_FIELDS.values())
-PACKED_DEFAULTS = {PACKED_FIELDS[f.name]: f.default for f in dataclasses.fields(PackedOptions)}
-LANGUAGE_MODEL_DEFAULTS = PACKED_DEFAULTS | SHARED_DEFAULTS
-EVERY = DEFAULTS | LANGUAGE_MODEL_DEFAULTS
+# Offloading speaks for language model and encoder, so every model has its fields.
+LANGUAGE_MODEL_DEFAULTS = PACKED.added | OFFLOAD.added
+EVERY = VISION.added | LANGUAGE_MODEL_DEFAULTS
 
 Fields = Mapping[str, dataclasses.Field[Any]]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ...recipes import PACKED_RECIPES, RECIPES, SMALL_RECIPES
+from ...recipes import DERIVED_RECIPES, SMALL_RECIPES
 from ..seams.patches import AtSeam, bridge_release
 from ..seams.registry import SEAMS
 
@@ -59,7 +59,7 @@ class AddedNames(AtSeam):
 
 # Of the families' packages only Qwen3-VL's is asked for names.
 _PRESETS: dict[str, tuple[Mapping[str, Callable[..., Any]], ...]] = {
-    "recipe_names": (RECIPES | PACKED_RECIPES, SMALL_RECIPES),
-    "recipe_names.qwen_vl": (RECIPES,),
+    "recipe_names": (DERIVED_RECIPES, SMALL_RECIPES),
+    "recipe_names.qwen_vl": (DERIVED_RECIPES,),
 }
 PATCHES = tuple(AddedNames(seam, *_PRESETS[seam.name]) for seam in SEAMS if seam.patched_by == "hooks.recipe_names")

@@ -16,6 +16,7 @@ from ...options import (
     check_options,
     facts_of,
 )
+from ...options.groups import tuning_of
 from ...options.language_model import IMPL
 from ...options.migration import SWITCHES
 from ...options.normalization import options_of, warn_once
@@ -97,8 +98,8 @@ def _share_offload(model: Any, options: GraphOptions) -> None:
     if options.offload.enabled:
         check_offloading()
     told = field_values(options, describe_release(model))
-    fields = (*OFFLOAD_FIELDS.values(), *(part[name] for part in (PROVIDER_FIELDS, PACKED_FIELDS) for name in REGION))
-    for field in fields:
+    regions = (part[name] for part in (PROVIDER_FIELDS, PACKED_FIELDS) for name in REGION)
+    for field in (*OFFLOAD_FIELDS.values(), *(tuning_of(name) or name for name in regions)):
         if field in told:
             setattr(model, field, told[field])
 

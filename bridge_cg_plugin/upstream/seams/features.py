@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
 from ...options.combinations.images import whole_language_model
+from ...options.declaration import Option
 from ...options.deepstack import ALLREDUCE, splits_deepstack
 from ...options.language_model import IMPL
+from ...options.vision import VISION
 from .encoder_group import other_providers
 from .registry import SEAMS
 from .registry.hugging_face import TOWER_PROVIDERS, TOWERS
@@ -84,12 +86,13 @@ def _is_model(provider: str, wish: Wish) -> bool:
     return wish.provider == provider
 
 
-def _vision_option(name: str, asked: Callable[[Wish], Any], other: str) -> _Ask:
-    field = PROVIDER_FIELDS[name]
+def _vision_option(one: Option) -> _Ask:
+    """Return how an option of vision graphs asks for a feature of its own."""
+    other = one.without[0]
     return _Ask(
-        lambda wish: wish.options.vision.enabled and asked(wish),
-        lambda wish: f"{field}={_value(getattr(wish.options.vision, name))}",
-        f"{field}={other}",
+        lambda wish: wish.qwen3_vl_encoder and getattr(wish.options.vision, one.name) not in one.without,
+        lambda wish: f"{one.field}={_value(getattr(wish.options.vision, one.name))}",
+        f"{one.field}={other if other != () else []}",
     )
 
 
@@ -146,17 +149,11 @@ _ASKS: dict[Feature, _Ask] = {
         lambda wish: f"{ALLREDUCE}=true",
         f"{ALLREDUCE}=false, which trains with upstream's gradients",
     ),
-    Feature.LAYER_PARTS: _vision_option("modules", lambda wish: not wish.options.vision.whole_encoder, "[]"),
-    Feature.FAST_KERNELS: _vision_option(
-        "kernels", lambda wish: wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact", "exact"
-    ),
-    Feature.STREAMS: _vision_option(
-        "streams", lambda wish: wish.qwen3_vl_encoder and wish.options.vision.streams != 1, "1"
-    ),
+    **{Feature(one.feature): _vision_option(one) for one in VISION.options if one.feature},
     Feature.OFFLOAD_IN_GRAPHS: _Ask(
         _moves_activations,
         lambda wish: "offloading or recompute in graphs",
-        "offload, recompute and memory_target_gb of vision and packed graphs to null",
+        "offload, recompute and offload_above_gb of vision and packed graphs to null",
     ),
     Feature.CORE_OFFLOAD: _Ask(
         lambda wish: wish.options.offload.enabled,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...graphs.activations import saved_address
 
-REMEDY = 'set vision_cuda_graph_kernels="exact"'
+REMEDY = 'set vision_cuda_graph_tuning.kernels="exact"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ TIMED = ("eager1", GRAPHS)
 # Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
 SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
 # Every microbatch that fits a bucket is replayed: what a disturbed host makes of measured times decides nothing.
-GRAPHS_WORDS = ("vision_cuda_graph_cost_fallback=false",)
+GRAPHS_WORDS = ("vision_cuda_graph_tuning.cost_fallback=false",)
 SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", *GRAPHS_WORDS)
 
 

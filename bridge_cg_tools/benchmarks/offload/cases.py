@@ -60,7 +60,7 @@ def limit_records(steps: int) -> Iterator[dict[str, Any]]:
     kept, again = trainer.peak(), trainer.peak(**RECOMPUTE)
     a_pack = (kept - again) / PACKS
     limit = again + LIMIT_SHARE * (kept - again)
-    target = {"cuda_graph_packed_memory_target_gb": TARGET_SHARE * a_pack / GIB}
+    target = {"cuda_graph_packed_offload_above_gb": TARGET_SHARE * a_pack / GIB}
     head = {"case": "limit", "tokens": TOKENS, "documents": DOCUMENTS, "slots": PACKS, "limit_gb": limit / GIB}
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": lambda: trainer.eager(steps),
@@ -96,7 +96,7 @@ def flat_records(steps: int) -> Iterator[dict[str, Any]]:
 
     model = lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072))
     trainer = Trainer(model, in_flight(2, 2048))
-    options = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_offload_min_bytes": 1 << 14}
+    options = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": {"offload_min_bytes": 1 << 14}}
     found = trainer.graphs(steps, options, look=True)
     yield {"case": "flat", "mode": "plugin_offload", "tokens": 2048, "slots": 2, **found, "flat": is_flat(found)}
 

@@ -65,12 +65,12 @@ class Bench:
                 if time.monotonic() > deadline:
                     raise TimeoutError("not measured: the time is used up; give more --seconds")
                 if target is not None:
-                    options = {"memory_target_gb": target * baseline["memory_gb"] / slots}
+                    options = {"offload_above_gb": target * baseline["memory_gb"] / slots}
                 record, found = self.mode(batches, options)
                 baseline, expected = baseline or record, expected or found
                 record |= compared(record, baseline, found, expected)
                 if target is not None:
-                    record["memory_target_gb"] = options["memory_target_gb"] * slots
+                    record["memory_target_gb"] = options["offload_above_gb"] * slots
                 yield {**head, **record}
             except Exception as error:
                 yield {**head, "error": first_line(error), **provenance(0, 0)}

@@ -21,7 +21,7 @@ PACKS, TOKENS, DOCUMENTS = 4, 8192, 5
 # Steps after which memory is looked at, beside the last; what the first of them took is what later ones may take.
 LOOKS = (10, 50, 100)
 LEARNING_RATE = 3e-4
-OFFLOAD_OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "memory_target_gb"))
+OFFLOAD_OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "offload_above_gb"))
 
 
 class OutOfSpace(RuntimeError):
@@ -108,8 +108,11 @@ class Trainer:
         wanted = {
             "cuda_graph_max_packed_seqs": 2 * DOCUMENTS,
             "cuda_graph_packed_buckets": [tokens],
-            "cuda_graph_packed_slots": len(self.packs),
-            "cuda_graph_packed_evaluation": False,
+            "cuda_graph_packed_tuning": {
+                "slots": len(self.packs),
+                "evaluation": False,
+                **options.get("cuda_graph_packed_tuning", {}),
+            },
             **OFFLOAD_OFF,
             **options,
         }

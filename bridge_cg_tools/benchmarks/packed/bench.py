@@ -260,7 +260,7 @@ class Bench:
         )
 
     def _new_helper(self, pack: Any, **options: Any) -> Any:
-        once = {"cuda_graph_packed_slots": 1, "cuda_graph_packed_evaluation": False}
+        once = {"cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
         return self.lm.new_helper(self.model, pack, **once, **options)
 
     def _step(self, pack: Any, between: Callable[[], object] | None = None) -> Any:

@@ -56,7 +56,8 @@ class Comparison:
         with self._algorithms():
             never = {reason: self._results(pack) for reason, pack in fallbacks.items()}
             options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS)}
-            helper = lm.new_helper(self.model, lm.make_pack((500, 200)), cuda_graph_packed_slots=1, **options)
+            once = {"cuda_graph_packed_tuning": {"slots": 1}}
+            helper = lm.new_helper(self.model, lm.make_pack((500, 200)), **once, **options)
             self.graphs = helper.graphs
             for index, lengths in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).values()):
                 yield from self._pack(f"{self.name}_{index}", lm.make_pack(lengths, index))

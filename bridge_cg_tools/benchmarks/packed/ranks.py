@@ -181,7 +181,7 @@ class Rank:
 
     def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
-        return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_slots=1, **values)
+        return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_tuning={"slots": 1}, **values)
 
 
 def results(model: Any, grads: MainGrads, pack: lm.Pack) -> parity.Result:

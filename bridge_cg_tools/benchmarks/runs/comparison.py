@@ -14,7 +14,7 @@ from typing import Any
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
-from bridge_cg_plugin.options.sources import FIELDS, LANGUAGE_MODEL_FIELDS
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
 from bridge_cg_tools.benchmarks.models.modes import WRONG
@@ -87,7 +87,7 @@ def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
     if kind == "plugin":
         return [*vision, *rest]
     flags, others = take_flags(rest)
-    graph_words = {word: field_of(word) for word in others if field_of(word) in FIELDS}
+    graph_words = {word: field_of(word) for word in others if field_of(word) in (*FIELDS, *ATTRIBUTES)}
     plain = [word for word in others if word not in graph_words]
     without_packs = [] if images else [f"{PACKED_FIELDS['max_packed_seqs']}=null"]
     if kind == "eager":

@@ -10,6 +10,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.hooks.steps import Mode
 
 
@@ -44,6 +45,9 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
 
     config = build_recipe(parsed.recipe)
+    if parsed.graphs or parsed.mock_data:
+        vision = None if parsed.graphs else False
+        config = with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
     options = apply_overrides(config, given_flags(parsed), words)
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)

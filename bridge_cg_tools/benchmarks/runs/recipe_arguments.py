@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
+from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_tools.launch import LAUNCHERS, Job
 
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
@@ -24,6 +25,10 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
+    run.add_argument(
+        "--graphs", choices=tuple(GPUS), help="vision graphs within the limits of this GPU, on any recipe of Bridge"
+    )
+    run.add_argument("--mock_data", "--mock-data", action="store_true", help="train on Bridge's mock images")
     run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
     run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print what the input resolves to and exit")

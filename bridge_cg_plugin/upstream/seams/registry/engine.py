@@ -195,7 +195,7 @@ SEAMS = (
         target="_LayerNormLinear.backward",
         kind="function",
         touch="replaced",
-        purpose="vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
+        purpose="vision_cuda_graph_tuning.kernels=fast has a kernel of its own for what it calls",
         features=(Feature.FAST_KERNELS,),
         undo=RECORDED,
         uses=("tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",),

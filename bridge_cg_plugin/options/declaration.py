@@ -1,0 +1,194 @@
+"""What an option is: declared once, as a dataclass field, from which flags, provider fields, docs and `explain` come.
+
+A group of options is a frozen dataclass. `option` takes the default, the parser and the help of one of its fields, and
+what else is known of it. Nothing else lists it: flags (`flags`), fields of model providers
+(`upstream.hooks.provider_fields`), what a release has (`releases`), features that need seams
+(`upstream.seams.features`), the tables of docs/options.md and `bridge-cg explain` (`explain`) read the group.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .errors import OptionError
+from .values import Parser, is_unset
+
+_KEY = "option"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: The attribute of its group's dataclass.
+        field: The field of a model's configuration; with the mapping's name in front for a tuning value.
+        default: The value where nothing is chosen.
+        parse: Returns the typed value of what was written.
+        value: What a flag takes, for its help.
+        help: What it means, in a phrase.
+        details: Further sentences in Markdown, for docs/options.md.
+        flags: Names of its flag, with underscores and without dashes in front; none where empty.
+        tuning: Whether it is an entry of the group's mapping of tuning values and no field of its own.
+        old: A deprecated name of the field with the help of its flag; the new field then is None where nothing is
+            chosen.
+        since: First release of megatron-bridge that has the field; the plugin adds the field where it is empty.
+        feature: The `Feature` that the option asks for, with vision graphs on; empty for its group's.
+        without: The values that do not ask for it; the first is named in messages.
+    """
+
+    name: str
+    field: str
+    default: Any
+    parse: Parser
+    value: str
+    help: str
+    details: str = ""
+    flags: tuple[str, ...] = ()
+    tuning: bool = False
+    old: tuple[str, str] | None = None
+    since: str = ""
+    feature: str = ""
+    without: tuple[Any, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        """Which values there are, in words."""
+        none = self.default is None or self.old is not None
+        return f"{self.parse.allowed}; None" if none else self.parse.allowed
+
+
+def option(default: Any, parse: Parser, value: str, help: str, details: str = "", **further: Any) -> Any:
+    """Declare an option as a field of a dataclass.
+
+    Args:
+        default: See `Option`.
+        parse: See `Option`.
+        value: See `Option`.
+        help: See `Option`.
+        details: See `Option`.
+        further: `field` and `flags` where they are not named after the group, and what else `Option` has.
+    """
+    said = {"parse": parse, "value": value, "help": help, "details": details, **further}
+    return dataclasses.field(default=default, metadata={_KEY: said})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Options that are read together.
+
+    Attributes:
+        name: The attribute of `GraphOptions`, and the mark of the table in docs/options.md.
+        kind: The dataclass whose fields are the options.
+        prefix: What fields begin with that are not named by themselves.
+        owners: The models whose configuration has these fields, for messages.
+    """
+
+    name: str
+    kind: type
+    prefix: str = ""
+    owners: str = "a GPT or Qwen3-VL model"
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """The options, in the order of their declaration."""
+        return tuple(self._option(f) for f in dataclasses.fields(self.kind))
+
+    def _option(self, declared: dataclasses.Field[Any]) -> Option:
+        said = dict(declared.metadata[_KEY])
+        tuning = said.get("tuning", False)
+        field = said.pop("field", f"{self.tuning}.{declared.name}" if tuning else f"{self.prefix}{declared.name}")
+        flags = said.pop("flags", () if tuning else (field,))
+        return Option(name=declared.name, field=field, default=declared.default, flags=flags, **said)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Option -> field of a model's configuration."""
+        return {one.name: one.field for one in self.options}
+
+    @property
+    def tuning(self) -> str:
+        """The field that holds the mapping of tuning values."""
+        return f"{self.prefix}tuning"
+
+    @cached_property
+    def tuned(self) -> tuple[Option, ...]:
+        """The options that are tuning values."""
+        return tuple(one for one in self.options if one.tuning)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All fields, deprecated names and tuning values included."""
+        return tuple(name for one in self.options for name in (one.field, *(one.old or ())[:1]))
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """The attributes of a model's configuration that hold all of this."""
+        fields = tuple(name for name in self.names if "." not in name)
+        return (*fields, self.tuning) if self.tuned else fields
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """Field that the plugin adds to model providers -> default."""
+        found: dict[str, Any] = {}
+        for one in self.options:
+            if not one.since and not one.tuning:
+                found |= {one.old[0]: one.default, one.field: None} if one.old else {one.field: one.default}
+        return {**found, self.tuning: None} if self.tuned else found
+
+    def read(self, source: Any) -> dict[str, Any]:
+        """Return the typed values of the options that a mapping of fields, or an object that has them, gives.
+
+        Raises:
+            OptionError: A value cannot work.
+        """
+        get = getter(source)
+        tuned = self.tuning_values(get(self.tuning)) if self.tuned else {}
+        if isinstance(source, Mapping):  # which may have tuning values as fields, too
+            tuned |= {one.field: source[one.field] for one in self.tuned if one.field in source}
+        given = {one: tuned.get(one.field) if one.tuning else get(one.field) for one in self.options}
+        return {one.name: one.parse(one.field, value) for one, value in given.items() if not is_unset(value)}
+
+    def tuning_values(self, written: Any) -> dict[str, Any]:
+        """Return tuning values as fields, unparsed.
+
+        Args:
+            written: The mapping, also as text: `name=value,name=value`. None gives every value back its default.
+
+        Raises:
+            OptionError: It is no mapping, or has a name that does not exist.
+        """
+        if is_unset(written):
+            return dict.fromkeys(one.field for one in self.tuned)
+        given = written if isinstance(written, Mapping) else self._pairs(written)
+        fields = {one.name: one.field for one in self.tuned}
+        found = {}
+        for key, value in given.items():
+            name = str(key).replace("-", "_")
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+                allowed = fields[near[0]] if near else f"one of {', '.join(fields)}"
+                raise OptionError(f"{self.tuning}.{key}", value, allowed, "There is no such tuning value.")
+            found[fields[name]] = value
+        return found
+
+    def _pairs(self, written: Any) -> dict[str, str]:
+        items = written if isinstance(written, list | tuple) else str(written).strip("{} ").split(",")
+        pairs = [re.split(r"[=:]", str(item), maxsplit=1) for item in items if str(item).strip()]
+        if not all(len(pair) == 2 for pair in pairs):
+            raise OptionError(self.tuning, written, "name=value,name=value", "Write a value for each name.")
+        return {name.strip(" '\""): value.strip(" '\"") for name, value in pairs}
+
+
+def getter(source: Any) -> Callable[[str], Any]:
+    """Return a function that returns a field of a mapping or an object; None where it is absent."""
+    return source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as configurations hold it: tuples as lists."""
+    return list(value) if isinstance(value, tuple) else value
