@@ -108,13 +108,13 @@ class Trainer:
         wanted = {
             "cuda_graph_max_packed_seqs": 2 * DOCUMENTS,
             "cuda_graph_packed_buckets": [tokens],
+            **OFFLOAD_OFF,
+            **options,
             "cuda_graph_packed_tuning": {
                 "slots": len(self.packs),
                 "evaluation": False,
                 **options.get("cuda_graph_packed_tuning", {}),
             },
-            **OFFLOAD_OFF,
-            **options,
         }
         kept = {name: config.get(name) for name in wanted}
         helper = lm.new_helper(
