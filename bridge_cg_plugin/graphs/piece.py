@@ -1,7 +1,7 @@
 """What a region is made of, and what is around it in a run. Data only; a `Piece` lives as long as its region."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from .gradients import Reduction
 from .offloading import Offloading
 from .program import RegionProgram
 from .rank_consensus import Alone, Peers
-from .recorder import Around
 from .slot import SharedInputs
 
 ALONE = Alone()
+# Entered around everything that is recorded.
+Around = Callable[[], AbstractContextManager[None]]
 # Turns a part's outputs into what a call returns.
 Answer = Callable[[tuple[Tensor, ...]], Any]
 # Makes a part's batch from the hidden states and the other arguments that it is called with; None if there is none.

@@ -1,7 +1,7 @@
 """Recording a region's buckets into slots."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,51 +13,37 @@ from .changes.model_watch import Entry, ModelWatch
 from .changes.source import Recorded, Source
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
-from .offloading import Offloading
-from .program import RegionProgram
+from .piece import Piece
 from .recording import Mode, RegionBody
-from .slot import SharedInputs, Slot
+from .slot import Slot
 from .statistics import RegionStatistics
-
-# Entered around everything that is recorded.
-Around = Callable[[], AbstractContextManager[None]]
 
 
 class Recorder:
     """Makes slots and fills them with recordings.
 
     Args:
-        program: The piece of the model.
+        piece: What is recorded.
         executor: Makes the recordings.
-        buckets: All that may be recorded.
         statistics: Memory is counted there.
         watch: Follows the model; everything that is recorded is a pass of it.
-        around: Entered around everything that is recorded.
-        shared: Static inputs that the region has in common with others.
-        offloading: Decides where activations are between forward and backward; None keeps them in the graphs' memory.
-        has_side_work: Whether a bucket's recordings have a side stream; see `SideWork`.
+
+    Attributes:
+        executor: Makes the recordings.
+        statistics: Memory is counted there.
+        offloading: Decides where activations are between forward and backward.
+        name: Of the program.
     """
 
-    def __init__(
-        self,
-        program: RegionProgram,
-        executor: Executor,
-        buckets: Sequence[Bucket],
-        statistics: RegionStatistics,
-        watch: ModelWatch,
-        around: Around,
-        shared: SharedInputs | None,
-        offloading: Offloading | None,
-        has_side_work: Callable[[Bucket], bool],
-    ) -> None:
-        self._program, self._executor, self._statistics = program, executor, statistics
-        self._buckets = sorted(buckets, reverse=True)
-        self._watch, self._around, self._shared = watch, around, shared
-        self._offloading, self._has_side_work = offloading, has_side_work
+    def __init__(self, piece: Piece, executor: Executor, statistics: RegionStatistics, watch: ModelWatch) -> None:
+        self.executor, self.statistics, self.name = executor, statistics, piece.program.name
+        self._program, self._piece, self._watch = piece.program, piece, watch
+        self._buckets = sorted(set(piece.buckets), reverse=True)
+        self.offloading = piece.offloading
 
     def slot(self, index: int) -> Slot:
         """Return a slot with static inputs for every bucket and no recordings."""
-        slot = Slot(index, self._executor.device, self._executor.new_pool(), self._shared)
+        slot = Slot(index, self.executor.device, self.executor.new_pool(), self._piece.shared)
         with as_capture_error("static inputs"):
             for bucket in self._buckets:
                 slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
@@ -72,14 +58,14 @@ class Recorder:
             slot = self.slot(index)
             taken = {}
             for bucket in self._buckets:
-                before = self._executor.pool_bytes(slot.pool)
+                before = self.executor.pool_bytes(slot.pool)
                 for mode in modes(bucket):
                     self._record(source, slot, bucket, mode)
-                taken[bucket] = self._executor.pool_bytes(slot.pool) - before
-            total = self._executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
-            if self._offloading is None or self._offloading.accepts(total):
+                taken[bucket] = self.executor.pool_bytes(slot.pool) - before
+            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
+            if self.offloading is None or self.offloading.accepts(total):
                 for bucket, nbytes in taken.items():
-                    self._statistics.buckets[bucket].memory += nbytes
+                    self.statistics.buckets[bucket].memory += nbytes
                 return slot
             source.forget(slot)
 
@@ -89,10 +75,10 @@ class Recorder:
         Raises:
             CaptureError: It failed; the slot's other recordings stay.
         """
-        before = self._executor.pool_bytes(slot.pool)
+        before = self.executor.pool_bytes(slot.pool)
         with torch.inference_mode(False):
             self._record(source, slot, bucket, mode)
-        self._statistics.buckets[bucket].memory += self._executor.pool_bytes(slot.pool) - before
+        self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         body = self._body(source, slot, bucket, mode)
@@ -105,13 +91,13 @@ class Recorder:
             )
             return made
 
-        with self._around(), as_capture_error(f"bucket {bucket}"):
+        with self._piece.around(), as_capture_error(f"bucket {bucket}"):
             self._program.load_example(slot.buffers[bucket], bucket)
-            self._executor.warm_up(body, output_gradients)
-            if self._offloading is not None and mode.gradients:
-                body.activations = self._offloading.prepare(self._executor, body, slot.index)
+            self.executor.warm_up(body, output_gradients)
+            if self.offloading is not None and mode.gradients:
+                body.activations = self.offloading.prepare(self.executor, body, slot.index)
             with self._watch.passing() as changed:
-                recording = self._executor.record(body, slot.pool)
+                recording = self.executor.record(body, slot.pool)
             self._check_changed(changed)
         source.recordings[slot.index, bucket, mode] = Recorded(recording, made)
 
@@ -135,7 +121,7 @@ class Recorder:
             source.sinks.prepare()
         sinks = source.sinks if mode.gradients else None
         switched = mode.training if isinstance(mode.training, bool) else None
-        side = self._executor.side_work() if self._has_side_work(bucket) else None
+        side = self.executor.side_work() if self._piece.has_side_work(bucket) else None
         buffers = slot.buffers[bucket]
         passing = partial(self._watch.passing, switched)
         return RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing)

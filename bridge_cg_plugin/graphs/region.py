@@ -1,8 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and says why when it cannot."""
 
 import time
-from collections import Counter
-from collections.abc import Hashable, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,21 +13,18 @@ from ..announce import warn
 from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
-from .changes.sources import LASTING, Sources
-from .errors import CaptureError, PeerFailed, named
+from .changes.sources import Sources
+from .errors import CaptureError, named
 from .executor import Executor
 from .fallback import Fallback
-from .gradients import NO_BACKWARD
-from .piece import ALONE, Piece, Surroundings
+from .late_recordings import LateRecordings
+from .piece import Piece, Surroundings
 from .rank_consensus import Alone
 from .recorder import Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
 from .slot import Slot
 from .statistics import BucketStatistics, RegionStatistics
-
-FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
-
 
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
 # follow.
@@ -39,7 +35,7 @@ class _Made(NamedTuple):
     """What a capture makes besides slots."""
 
     sources: Sources
-    recorder: Recorder
+    late: LateRecordings
 
 
 class Region:
@@ -72,7 +68,7 @@ class Region:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
         if around.slots < 1:
             raise ValueError(f"slots must be at least 1, got {around.slots}")
-        self.program = piece.program
+        self.program, self._piece = piece.program, piece
         self.executor = executor
         self.buckets = tuple(dict.fromkeys(piece.buckets))
         self.slot_count = around.slots
@@ -81,18 +77,8 @@ class Region:
         self._before_replay, self._reduction = around.before_replay, around.reduction
         self._offloading, self._peers, self._strict = piece.offloading, around.peers, strict
         self._watch, self._given_watch = watch, watch
-        self._new_recorder = partial(
-            Recorder,
-            around=piece.around,
-            shared=piece.shared,
-            offloading=piece.offloading,
-            has_side_work=piece.has_side_work,
-        )
         self._made: _Made | None = None
         self._slots: list[Slot] = []
-        self._forward_slot: Slot | None = None
-        self._forward_slot_failed = False
-        self._asked: Counter[Hashable] = Counter()
         self._warned: set[str] = set()
 
     @property
@@ -107,12 +93,9 @@ class Region:
         Raises:
             RuntimeError: Nothing is captured.
         """
-        return self._from_capture().sources
-
-    def _from_capture(self) -> _Made:
         if self._made is None:
             raise RuntimeError(f"{self.program.name} is not captured")
-        return self._made
+        return self._made.sources
 
     def capture(self) -> None:
         """Record every bucket in every slot, largest first.
@@ -127,8 +110,9 @@ class Region:
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
             sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
-            recorder = self._new_recorder(self.program, self.executor, self.buckets, self.statistics, self._watch)
-            self._made = _Made(sources, recorder)
+            recorder = Recorder(self._piece, self.executor, self.statistics, self._watch)
+            late = LateRecordings(recorder, sources, slots, self._peers, self._strict)
+            self._made = _Made(sources, late)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)
                 slots.append(recorder.accepted_slot(index, sources.current, modes))
@@ -137,14 +121,8 @@ class Region:
             self.reset()
             raise
         self._slots = slots
-        self._count_memory()
+        self._made.late.count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
-
-    def _count_memory(self) -> None:
-        slots = [slot for slot in (*self._slots, self._forward_slot) if slot is not None]
-        self.statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
-        self.statistics.gradient_bytes = sum(source.sinks.static_bytes for source in self.sources)
-        self.statistics.pinned_bytes = 0 if self._offloading is None else self._offloading.pinned_bytes
 
     def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
         """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
@@ -173,9 +151,7 @@ class Region:
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
-        self._slots, self._forward_slot, self._forward_slot_failed = [], None, False
-        self._asked = Counter()
-        self._made = None
+        self._slots, self._made = [], None
         if self._offloading is not None:
             self._offloading.release()
 
@@ -260,7 +236,11 @@ class Region:
         bucket = self._choose(batch, size, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        return self._recorded_place(sources, source, bucket, mode, index, records)
+        found = self._made.late.find(source, bucket, mode, index, records)
+        if isinstance(found, Fallback):
+            return found
+        slot, recorded = found
+        return recorded, sources, source, slot, bucket, mode.gradients
 
     def _source(self, sources: Sources, gradients: bool) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
@@ -292,93 +272,3 @@ class Region:
 
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
-
-    def _recorded_place(
-        self, sources: Sources, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
-    ) -> Place | Fallback:
-        """Return a free slot with the recording, made now if it is missing, or why there is none."""
-        try:
-            slot = self._free_slot(mode, index, source.lasting)
-        except Exception as error:  # no memory for one more slot
-            self._forward_slot, self._forward_slot_failed = None, True
-            return self._failed(source, bucket, mode, error)
-        if slot is None:
-            return Fallback.NO_FREE_SLOT
-        recorded = source.recordings.get((slot.index, bucket, mode))
-        if recorded is None:
-            refusal = self._record_now(source, slot, bucket, mode) if records else Fallback.NOT_CAPTURED_YET
-            if refusal is not None:
-                return refusal
-            recorded = source.recordings[slot.index, bucket, mode]
-        return recorded, sources, source, slot, bucket, mode.gradients
-
-    def _free_slot(self, mode: Mode, index: int | None, lasting: bool) -> Slot | None:
-        if index is not None or mode.gradients:
-            for slot in self._slots if index is None else self._slots[index : index + 1]:
-                if slot.free:
-                    return slot
-            return None
-        return self._slots[0] if self._slots[0].free else self._forward_only_slot(lasting)
-
-    def _forward_only_slot(self, lasting: bool) -> Slot | None:
-        """Return a slot for passes without a backward while another microbatch holds the first one.
-
-        It is made once such passes come again: a reference pass between a policy's forward and its backward.
-        """
-        missing = self._forward_slot is None and not self._forward_slot_failed
-        if missing and (lasting or self._asked_before("forward-only slot")):
-            self._peers.agree(self._add_forward_only_slot)
-        return self._forward_slot
-
-    def _add_forward_only_slot(self) -> float:
-        self._forward_slot = self._from_capture().recorder.slot(len(self._slots))
-        return 0.0
-
-    def _asked_before(self, what: Hashable) -> bool:
-        self._asked[what] += 1
-        return self._asked[what] >= LASTING
-
-    def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> Fallback | None:
-        """Record what a batch asks for; returns why it cannot be or is not yet."""
-        if (bucket, mode) in source.failed:
-            return Fallback.CAPTURE_FAILED
-        if not source.lasting and not self._asked_before((mode, slot is self._forward_slot)):
-            return Fallback.MODE_NOT_CAPTURED
-        if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
-            return Fallback.NOT_CAPTURED_YET
-        started = time.perf_counter()
-        by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not self._is_alone()
-        try:
-            (ALONE if by_peers else self._peers).agree(partial(self._add, source, slot, bucket, mode))
-        except Exception as error:
-            if by_peers:  # they replay it now
-                raise CaptureError(f"{self.program.name}: bucket {bucket} {FAILED_ALONE}: {named(error)}") from error
-            return self._failed(source, bucket, mode, error)
-        finally:
-            self.statistics.capture_seconds += time.perf_counter() - started
-            self._count_memory()
-        return None
-
-    def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> Fallback:
-        """Note that a bucket cannot be captured; returns the reason for running eager.
-
-        Raises:
-            CaptureError: The region is strict.
-        """
-        source.failed[bucket, mode] = named(error)
-        said = f"{self.program.name}: bucket {bucket} could not be captured"
-        if self._strict:
-            raise CaptureError(f"{said}: {named(error)}") from error
-        if not isinstance(error, PeerFailed):  # the rank that failed says it
-            warn(f"{said}, it runs eager: {named(error)}")
-        return Fallback.CAPTURE_FAILED
-
-    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
-        if not any(each.uses(slot) for each in self.sources):
-            slot.pool = self.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
-        self._from_capture().recorder.add(source, slot, bucket, mode)
-        return 0.0
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -89,9 +89,9 @@ from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
+from tests.regions import new_region
 from tests.rows_program import RowsProgram
 from tests.unit.test_offload_store import LateTransfers, stores
 

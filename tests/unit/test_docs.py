@@ -213,7 +213,8 @@ def test_python_runs(block):
     config = SMALL_RECIPES[SMALL]()
     names = {"config": config, "model": config.model, "hidden": torch.zeros(2)}
     for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        of_method = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("self.")
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not of_method:
             eval(ast.unparse(node), {"torch": torch, **names})
     exec(compile(block.text, str(block), "exec"), {"__name__": "block", **names})
     assert bridge_cg_plugin.status()["active"]

@@ -1,18 +1,16 @@
 """An encoder of another package, registered by its entry point, on graphs like one of this package's."""
 
-import dataclasses
-import importlib
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import bridge_cg_plugin
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.hooks import provider_fields
-from bridge_cg_plugin.upstream.seams import activation, encoder_group
+from bridge_cg_plugin.upstream.seams import encoder_group
 
 from .mean_encoder import PATCHES, WIDTH, MeanTower
 from .towers import graphs_on, new_tower, poison
@@ -48,6 +46,7 @@ def installed(tmp_path, monkeypatch):
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mean-encoder\nVersion: 1.0\n")
         (folder / "entry_points.txt").write_text(f"[bridge_cg_plugin.encoders]\n{PROVIDER} = {value}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
+        return tmp_path
 
     yield install
     forget()
@@ -99,20 +98,27 @@ def test_a_package_that_cannot_be_used_is_told_and_left_out(installed, value, ca
     assert value in said and "bridge_cg_plugin.encoders" in said
 
 
-def test_its_provider_takes_the_options(installed, monkeypatch):
-    installed()
-    monkeypatch.setattr(activation, "PATCHED", dict(activation.PATCHED))
-    monkeypatch.delitem(sys.modules, "tests.unit.mean_provider", raising=False)
-    bridge_cg_plugin.activate()
-    patches = provider_fields.patches_of_other_packages()
-    monkeypatch.setattr(provider_fields, "PATCHES", patches)
-    provider = importlib.import_module("tests.unit.mean_provider").MeanProvider
-    assert provider(vision_cuda_graph_impl="transformer_engine").vision_cuda_graph_impl == "transformer_engine"
-    assert "vision_cuda_graph_buckets" in {field.name for field in dataclasses.fields(provider)}
-    for patch in reversed(patches):
-        patch.revert()
-    with pytest.raises(TypeError):
-        provider(vision_cuda_graph_impl="transformer_engine")
+PROVIDER_SCRIPT = """
+import dataclasses
+import sys
+
+import bridge_cg_plugin
+
+bridge_cg_plugin.activate()
+from tests.unit.mean_provider import MeanProvider
+
+assert MeanProvider(vision_cuda_graph_impl="transformer_engine").vision_cuda_graph_impl == "transformer_engine"
+assert "vision_cuda_graph_buckets" in {field.name for field in dataclasses.fields(MeanProvider)}
+assert bridge_cg_plugin.plugin.status()["patches"]["MeanProvider.init"]["state"] == "active"
+assert not {"torch", "tests.unit.mean_encoder"} & set(sys.modules)
+"""
+
+
+def test_its_provider_takes_the_options_before_anything_of_its_encoder_is_imported(installed):
+    folder = installed()
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", PROVIDER_SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_documentation_shows_the_file_as_it_is():

@@ -11,7 +11,6 @@ from typing import Any
 from ...options.offload import OFFLOAD
 from ...options.packed import PACKED
 from ...options.vision import VISION
-from ..seams.activation import patch_as_well
 from ..seams.encoder_group import other_providers
 from ..seams.patches import Patch
 from ..seams.registry import seam
@@ -145,17 +144,9 @@ def _known(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
     return _patches(seam(f"{provider}.init"), seam(f"{provider}.fields"), defaults)
 
 
-def patches_of_other_packages() -> tuple[Patch, ...]:
-    """Return patches of the providers whose encoder another package brings, applied when their modules are imported."""
-    providers = other_providers()
-    for module, _ in providers:
-        patch_as_well(module, "hooks.provider_fields")
-    return tuple(patch for place in providers for patch in _patches(*field_seams(*place), EVERY))
-
-
 PATCHED = frozenset((module, provider) for module, provider, *_ in (*PACKED_PROVIDERS, *PROVIDERS, *other_providers()))
 PATCHES = (
     *(patch for _, provider, _ in PACKED_PROVIDERS for patch in _known(provider, LANGUAGE_MODEL_DEFAULTS)),
     *(patch for _, provider in PROVIDERS for patch in _known(provider, EVERY)),
-    *patches_of_other_packages(),
+    *(patch for place in other_providers() for patch in _patches(*field_seams(*place), EVERY)),
 )

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from .encoder_group import other_providers
+
 LOGGER = logging.getLogger("bridge_cg_plugin")
 
 # Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
@@ -56,6 +58,7 @@ def activate() -> None:
     if not _hooked:
         from wrapt import register_post_import_hook
 
+        _patch_other_providers()
         for name in PATCHED:
             register_post_import_hook(patch_module, name)
         _hooked = True
@@ -65,18 +68,13 @@ def activate() -> None:
             patch_module(sys.modules[name])
 
 
-def patch_as_well(module: str, by: str) -> None:
-    """Patch a module that no release of upstream's has, now if it is imported, else when it is.
-
-    Args:
-        module: Its name.
-        by: Module of this package with the patches.
-    """
-    from wrapt import register_post_import_hook
-
-    if module not in PATCHED:
-        PATCHED[module] = (by,)
-        register_post_import_hook(patch_module, module)
+def _patch_other_providers() -> None:
+    """Have the providers patched whose encoder another package brings."""
+    try:
+        for module, _ in other_providers():
+            PATCHED.setdefault(module, ("hooks.provider_fields",))
+    except Exception:
+        LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
 
 
 def before_deactivation(drop: Callable[[], None]) -> None:

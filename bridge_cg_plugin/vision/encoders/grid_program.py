@@ -1,7 +1,7 @@
 """What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class GridProgram:
 
     name = "vision_encoder"
 
-    def __init__(self, model: UpstreamModule, exact_below: int, kernels: RecordingKernels) -> None:
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         self.model = model
         self._exact_below = exact_below
         self._kernels = kernels
