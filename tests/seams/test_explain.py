@@ -97,6 +97,16 @@ def test_a_recipe_and_overrides(capsys, one_recipe):
     assert status == 0 and json.loads(out)["language_model"]["modules"] == ["attn"]
 
 
+def test_graphs_on_a_recipe(capsys, bridge):
+    if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
+        pytest.skip("the recipe comes with a later megatron-bridge")
+    words = ["qwen3_vl_8b_sft_config", "--graphs", "h200", "--vision-cuda-graph-tuning", "slots=2,kernels=exact"]
+    status, out, err = explain(capsys, *words, "model.vision_cuda_graph_strict=true")
+    assert status == 0, err
+    assert "up to 16384 tokens; vision_cuda_graph_buckets_max_gb=26.0; vision_cuda_graph_tuning.slots=2" in out
+    assert "vision_cuda_graph_tuning.kernels=exact; vision_cuda_graph_strict=True" in out
+
+
 def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe):
     status, out, err = explain(capsys, "some_recipe_confg")
     assert (status, out) == (2, "") and "some_recipe_config" in err
