@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.upstream.environment import STALL_MINUTES
+from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES
 
 PACKAGES = (
     "torch",
@@ -25,7 +25,7 @@ GROUP = "torch.backends"
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
-    STALL_MINUTES,
+    WATCHDOG_MINUTES,
     TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",

@@ -13,7 +13,7 @@ class OutOfMemoryInCapture(CaptureError):
     """The device had too little memory left for a graph's activations."""
 
 
-class PeerFailed(CaptureError):
+class OtherRankFailed(CaptureError):
     """Another rank of the group could not capture; the message names it and its reason."""
 
 

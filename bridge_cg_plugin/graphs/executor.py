@@ -10,7 +10,7 @@ from torch import Tensor
 from .activations import Activations
 from .errors import CaptureError
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
-from .side_stream import SideWork
+from .side_stream import SideStream
 from .streams import ReplayStream
 
 # cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
@@ -62,7 +62,7 @@ class Executor(Protocol):
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
 
-    def side_work(self) -> SideWork:
+    def side_stream(self) -> SideStream:
         """Return what takes a recording's work off the main stream."""
 
     def record(self, body: RegionBody, pool: Pool) -> Recording:
@@ -159,9 +159,9 @@ class CudaGraphExecutor:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def side_work(self) -> SideWork:
+    def side_stream(self) -> SideStream:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
-        return SideWork(self._side_stream)
+        return SideStream(self._side_stream)
 
     def record(self, body: RegionBody, pool: tuple[int, int]) -> Recording:
         """See `Executor`."""
@@ -218,9 +218,9 @@ class ReferenceExecutor:
         finally:
             body.forget()
 
-    def side_work(self) -> SideWork:
+    def side_stream(self) -> SideStream:
         """See `Executor`."""
-        return SideWork(None)
+        return SideStream(None)
 
     def record(self, body: RegionBody, pool: None) -> Recording:
         """See `Executor`."""

@@ -11,11 +11,11 @@ from ..announce import warn
 from .buckets import Bucket
 from .changes.source import Recorded, Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, PeerFailed, named
+from .errors import CaptureError, OtherRankFailed, named
 from .fallback import Fallback
 from .gradients import NO_BACKWARD
-from .piece import ALONE
-from .rank_consensus import Alone, Peers
+from .piece import SINGLE_RANK
+from .rank_consensus import RankConsensus, SingleRank
 from .recorder import Recorder
 from .recording import Mode
 from .slot import Slot
@@ -30,7 +30,7 @@ class LateRecordings:
         recorder: Makes slots and recordings.
         sources: What recordings were made from.
         slots: The region's, all made.
-        peers: Ranks that record together with this one or not at all.
+        consensus: Ranks that record together with this one or not at all.
         strict: Whether a recording that fails raises.
 
     Attributes:
@@ -42,11 +42,11 @@ class LateRecordings:
         recorder: Recorder,
         sources: Sources,
         slots: Sequence[Slot],
-        peers: Peers,
+        consensus: RankConsensus,
         strict: bool,
     ) -> None:
         self._recorder, self._sources, self._slots = recorder, sources, slots
-        self._peers, self._strict = peers, strict
+        self._consensus, self._strict = consensus, strict
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
         self._asked: Counter[Hashable] = Counter()
@@ -105,7 +105,7 @@ class LateRecordings:
         """
         missing = self.forward_slot is None and not self._no_forward_slot
         if missing and (lasting or self._asked_before("forward-only slot")):
-            self._peers.agree(self._add_forward_only_slot)
+            self._consensus.agree(self._add_forward_only_slot)
         return self.forward_slot
 
     def _add_forward_only_slot(self) -> float:
@@ -125,11 +125,12 @@ class LateRecordings:
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
         started = time.perf_counter()
-        by_peers = (slot.index, bucket, mode) in source.recorded_by_peers and not isinstance(self._peers, Alone)
+        others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
+        alone = others_have_it and not isinstance(self._consensus, SingleRank)
         try:
-            (ALONE if by_peers else self._peers).agree(partial(self._add, source, slot, bucket, mode))
+            (SINGLE_RANK if alone else self._consensus).agree(partial(self._add, source, slot, bucket, mode))
         except Exception as error:
-            if by_peers:  # they replay it now
+            if alone:  # the others replay it now
                 raise CaptureError(f"{self._recorder.name}: bucket {bucket} {FAILED_ALONE}: {named(error)}") from error
             return self._failed(source, bucket, mode, error)
         finally:
@@ -147,7 +148,7 @@ class LateRecordings:
         said = f"{self._recorder.name}: bucket {bucket} could not be captured"
         if self._strict:
             raise CaptureError(f"{said}: {named(error)}") from error
-        if not isinstance(error, PeerFailed):  # the rank that failed says it
+        if not isinstance(error, OtherRankFailed):  # the rank that failed says it
             warn(f"{said}, it runs eager: {named(error)}")
         return Fallback.CAPTURE_FAILED
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..announce import warn
 from .changes.model_watch import ModelWatch
-from .errors import CaptureError, OutOfMemoryInCapture, PeerFailed, named
+from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named
 from .executor import Executor
 from .fallback import Fallback
 from .instance import InstanceMethod
@@ -51,7 +51,7 @@ class GraphManager:
         self.model, self.workload, self.executor = model, workload, executor
         self.surroundings = surroundings or Surroundings()
         self.slots = self.surroundings.slots
-        self.peers, self.twins = self.surroundings.peers, self.surroundings.twins
+        self.consensus, self.tensor_consensus = self.surroundings.consensus, self.surroundings.tensor_consensus
         self.failure: str | None = None
         self.step_number = 0
         self._regions: list[Region] = []
@@ -218,7 +218,7 @@ class GraphManager:
         self.failure = named(error)
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
-        if isinstance(error, PeerFailed):
+        if isinstance(error, OtherRankFailed):
             return  # the rank that failed says it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
 

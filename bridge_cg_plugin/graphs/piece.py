@@ -12,10 +12,10 @@ from .changes.model_watch import NOTHING_EXEMPT, Exempt
 from .gradients import Reduction
 from .offloading import Offloading
 from .program import RegionProgram
-from .rank_consensus import Alone, Peers
+from .rank_consensus import RankConsensus, SingleRank
 from .slot import SharedInputs
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 # Entered around everything that is recorded.
 Around = Callable[[], AbstractContextManager[None]]
 # Turns a part's outputs into what a call returns.
@@ -77,16 +77,16 @@ class Surroundings:
         before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
         reduction: What waits for gradients; None hands every gradient over to autograd.
         exempt: What may change of the module without changing what it computes.
-        peers: Ranks that are on graphs together with this one or not at all.
-        twins: Those of them that share the module's layers, and so its buckets.
+        consensus: Ranks that are on graphs together with this one or not at all.
+        tensor_consensus: Those of them that share the module's layers, and so its buckets.
     """
 
     slots: int = 1
     before_replay: Callable[[], None] | None = None
     reduction: Reduction | None = None
     exempt: Exempt = NOTHING_EXEMPT
-    peers: Peers = ALONE
-    twins: Peers = ALONE
+    consensus: RankConsensus = SINGLE_RANK
+    tensor_consensus: RankConsensus = SINGLE_RANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Piece:
         evaluation: Also record forward-only graphs.
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward.
-        has_side_work: Whether a bucket's recordings have a side stream.
+        has_side_stream: Whether a bucket's recordings have a side stream.
         around: Entered around everything that is recorded.
     """
 
@@ -110,5 +110,5 @@ class Piece:
     evaluation: bool = True
     shared: SharedInputs | None = None
     offloading: Offloading | None = None
-    has_side_work: Callable[[Bucket], bool] = lambda bucket: False
+    has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
     around: Around = nullcontext

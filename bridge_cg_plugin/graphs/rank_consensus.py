@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from .errors import PeerFailed, named
+from .errors import OtherRankFailed, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Agreed:
 
 
 def digest(*planned: object) -> float:
-    """Return a number for `Peers.agree` that stands for what a rank planned, by its representation."""
+    """Return a number for `RankConsensus.agree` that stands for what a rank planned, by its representation."""
     return float(zlib.crc32(repr(planned).encode()))
 
 
-class Peers(Protocol):
+class RankConsensus(Protocol):
     """The ranks that stay together; each calls `agree` as often as the others."""
 
     def agree(self, work: Callable[[], float]) -> Agreed:
@@ -44,20 +44,20 @@ class Peers(Protocol):
                 in. Returns a number to compare. What it raises on this rank is raised again.
 
         Raises:
-            PeerFailed: Another rank's work failed.
+            OtherRankFailed: Another rank's work failed.
         """
 
 
-class Alone:
+class SingleRank:
     """One rank, which has nobody to agree with."""
 
     def agree(self, work: Callable[[], float]) -> Agreed:
-        """See `Peers`."""
+        """See `RankConsensus`."""
         value = work()
         return Agreed(value, value)
 
 
-class GroupPeers:
+class GroupConsensus:
     """The ranks of a process group: one reduction of three numbers for each agreement, and names where one failed.
 
     Args:
@@ -71,7 +71,7 @@ class GroupPeers:
         self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
 
     def agree(self, work: Callable[[], float]) -> Agreed:
-        """See `Peers`."""
+        """See `RankConsensus`."""
         failure: Exception | None = None
         value = 0.0
         try:
@@ -84,7 +84,7 @@ class GroupPeers:
         reasons = self._reasons(failure)
         first = min(reasons)
         if failure is None or distributed.get_rank() != first:
-            raise PeerFailed(f"rank {first} failed: {reasons[first]}") from failure
+            raise OtherRankFailed(f"rank {first} failed: {reasons[first]}") from failure
         ranks = ", ".join(map(str, distributed.get_process_group_ranks(self._group)))
         failure.add_note(f"This was rank {first}; ranks {ranks} stay together.")
         raise failure
@@ -96,7 +96,7 @@ class GroupPeers:
 
     def _reasons(self, failure: Exception | None) -> dict[int, str]:
         """Return why ranks failed by themselves, by rank of the whole job."""
-        reason = None if failure is None or isinstance(failure, PeerFailed) else named(failure)
+        reason = None if failure is None or isinstance(failure, OtherRankFailed) else named(failure)
         own = (distributed.get_rank(), reason)
         found: list[Any] = [None] * distributed.get_world_size(self._group)
         distributed.all_gather_object(found, own, group=self._group)

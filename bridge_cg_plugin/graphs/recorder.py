@@ -121,7 +121,7 @@ class Recorder:
             source.sinks.prepare()
         sinks = source.sinks if mode.gradients else None
         switched = mode.training if isinstance(mode.training, bool) else None
-        side = self.executor.side_work() if self._piece.has_side_work(bucket) else None
+        side = self.executor.side_stream() if self._piece.has_side_stream(bucket) else None
         buffers = slot.buffers[bucket]
         passing = partial(self._watch.passing, switched)
         return RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing)

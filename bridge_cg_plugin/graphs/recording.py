@@ -18,7 +18,7 @@ from .gradients import GradientSinks
 from .modules import every_module
 from .parameters import ParameterAliases
 from .program import Buffers, RegionProgram
-from .side_stream import SideWork
+from .side_stream import SideStream
 from .streams import ReplayStream
 
 MAIN_STREAM = ReplayStream()
@@ -84,7 +84,7 @@ class RegionBody:
         bucket: Bucket,
         aliases: ParameterAliases,
         sinks: GradientSinks | None,
-        side: SideWork | None = None,
+        side: SideStream | None = None,
         passing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._side, self._passing = side, passing

@@ -19,7 +19,7 @@ from .executor import Executor
 from .fallback import Fallback
 from .late_recordings import LateRecordings
 from .piece import Piece, Surroundings
-from .rank_consensus import Alone
+from .rank_consensus import SingleRank
 from .recorder import Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
@@ -75,7 +75,7 @@ class Region:
         self.evaluation = piece.evaluation
         self.statistics = RegionStatistics()
         self._before_replay, self._reduction = around.before_replay, around.reduction
-        self._offloading, self._peers, self._strict = piece.offloading, around.peers, strict
+        self._offloading, self._consensus, self._strict = piece.offloading, around.consensus, strict
         self._watch, self._given_watch = watch, watch
         self._made: _Made | None = None
         self._slots: list[Slot] = []
@@ -111,7 +111,7 @@ class Region:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
             sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
             recorder = Recorder(self._piece, self.executor, self.statistics, self._watch)
-            late = LateRecordings(recorder, sources, slots, self._peers, self._strict)
+            late = LateRecordings(recorder, sources, slots, self._consensus, self._strict)
             self._made = _Made(sources, late)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)
@@ -265,7 +265,7 @@ class Region:
             warn(text)
 
     def _is_alone(self) -> bool:
-        return isinstance(self._peers, Alone)
+        return isinstance(self._consensus, SingleRank)
 
     def _is_idle(self) -> bool:
         return self.free_slots() == len(self._slots)

@@ -54,7 +54,7 @@ class Branch:
         return of_others if of_start is None else of_others + of_start
 
 
-class SideWork:
+class SideStream:
     """The side stream of one recording, forked from the main stream and joined to it by events.
 
     What is dropped on the host the allocator may hand out again at once, to work of the stream that it was made on. So
@@ -232,24 +232,24 @@ class SideWork:
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.
-_current: SideWork | None = None
+_current: SideStream | None = None
 
 
-def current_side_work() -> SideWork | None:
+def current_side_work() -> SideStream | None:
     """Return the side stream of the work that is recorded now; None where everything runs on one stream."""
     return _current
 
 
 def beside[T](work: Callable[[], T], *reads: Tensor) -> T:
-    """Run work whose result only other side work reads before the recording's end; see `SideWork.run`."""
+    """Run work whose result only other side work reads before the recording's end; see `SideStream.run`."""
     return work() if _current is None else _current.run(work, *reads)
 
 
 def ahead[T](work: Callable[[], T], *reads: Tensor) -> Started[T]:
-    """Run work whose result is asked for later; see `SideWork.start`."""
+    """Run work whose result is asked for later; see `SideStream.start`."""
     return Started(work()) if _current is None else _current.start(work, *reads)
 
 
 def branch(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `work(x)`, an output of the region that nothing else in it reads; see `SideWork.branch`."""
+    """Return `work(x)`, an output of the region that nothing else in it reads; see `SideStream.branch`."""
     return work(x) if _current is None else _current.branch(work, x)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .executor import Executor
 from .fallback import Fallback
 from .piece import Piece
-from .rank_consensus import Peers
+from .rank_consensus import RankConsensus
 from .region import Region
 from .statistics import RegionStatistics
 
@@ -44,8 +44,8 @@ class Manager(Protocol):
         slots: Microbatches between forward and backward at once.
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
-        peers: Ranks that are on graphs together with this one or not at all.
-        twins: Those of them that share the module's layers, and so its buckets.
+        consensus: Ranks that are on graphs together with this one or not at all.
+        tensor_consensus: Those of them that share the module's layers, and so its buckets.
     """
 
     model: nn.Module
@@ -53,8 +53,8 @@ class Manager(Protocol):
     slots: int
     failure: str | None
     step_number: int
-    peers: Peers
-    twins: Peers
+    consensus: RankConsensus
+    tensor_consensus: RankConsensus
 
     @property
     def captured(self) -> bool:

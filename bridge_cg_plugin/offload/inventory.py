@@ -13,7 +13,7 @@ class Seen:
     Attributes:
         nbytes: Its size.
         scope: The part of the model that saved it first.
-        kind: How it can be made again to the bit, None where it cannot.
+        kind: How it can be recomputed to the bit, None where it cannot.
         sources: Storages, by place, that this reads.
     """
 

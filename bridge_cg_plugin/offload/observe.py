@@ -1,4 +1,4 @@
-"""Looks at one forward and backward of a region: what they save, use, and how that can be made again."""
+"""Looks at one forward and backward of a region: what they save, use, and how that can be recomputed."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from .registry import Recipe, Record
 from .storage_views import raw_bytes
 from .store import Packing, SavedStorage, rebuilt, usable_recipe
 
-# Times that a storage is made again to be timed.
+# Times that a storage is recomputed to be timed.
 TIMED = 4
 # Cycles that a GPU waits meanwhile, about 5 ms: the host needs less to submit the work.
 SUBMISSION_CYCLES = 10_000_000
@@ -26,7 +26,7 @@ class Observed:
     Attributes:
         inventory: Storages and the moments of the backward.
         rebuild_ms: Time to make a storage of each group again, over its bytes, in ms.
-        refused: Kinds that were not made again to the bit, with how many storages.
+        refused: Kinds that were not recomputed to the bit, with how many storages.
         others: Most bytes on the device in the backward that are no saved storages: gradients, workspaces.
     """
 

@@ -32,9 +32,9 @@ class Policy:
     """What is asked for.
 
     Attributes:
-        allowed: What may be offloaded and made again.
+        allowed: What may be offloaded and recomputed.
         offload_above_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
-        least_bytes: Smallest storage that is offloaded or made again.
+        least_bytes: Smallest storage that is offloaded or recomputed.
         host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
         fields: Option -> the name that users know it by, for messages.
     """
@@ -150,7 +150,7 @@ class RegionOffloading:
             executor.observe(body, observer)
             observed = observer.observed()
             for kind, count in observed.refused.items():
-                announce(f"{count} tensors of kind {kind} are not made again: that does not give them back to the bit")
+                announce(f"{count} tensors of kind {kind} are not recomputed: that does not give them back to the bit")
             self._looked[body.bucket] = observed, None
         return self._looked[body.bucket][0]
 
@@ -206,7 +206,7 @@ class RegionOffloading:
 
 
 def describe(inventory: Inventory, plan: Plan) -> str:
-    """Return in words how many bytes are kept, offloaded and made again."""
+    """Return in words how many bytes are kept, offloaded and recomputed."""
     parts = []
     for fate, words in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "offloaded"), (Fate.REBUILD, "recomputed")):
         size = sum(inventory.seen[place].nbytes for place in plan.places(fate))

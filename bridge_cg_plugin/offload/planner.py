@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from .inventory import Event, Group, Inventory
 from .schedule import Fate, Plan, Schedule
 
-# Steps in which the parts of a region that are offloaded and made again are varied.
+# Steps in which the parts of a region that are offloaded and recomputed are varied.
 STEPS = 54
 REBUILT_STEPS = 9
 # What copies take from kernels that run beside them, over the copies' time: measured on an H200.
@@ -114,7 +114,7 @@ class Allowed:
 
     Attributes:
         scopes: Parts of the model whose storages may be offloaded.
-        kinds: What may be made again.
+        kinds: What may be recomputed.
     """
 
     scopes: frozenset[str]
@@ -231,11 +231,11 @@ def _order(found: Forecast) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What is made again, and what of the rest may be offloaded, from the first storage on.
+    """What is recomputed, and what of the rest may be offloaded, from the first storage on.
 
     Attributes:
         inventory: All storages.
-        rebuilt: Places of those that are made again.
+        rebuilt: Places of those that are recomputed.
         left: Places of the rest that may be offloaded, in their order.
     """
 
@@ -268,7 +268,7 @@ class _Choice:
 
 
 def _choices(inventory: Inventory, costs: Costs, allowed: Allowed) -> Iterator[_Choice]:
-    """Yield what may be made again: cheap groups all through, the next one as far as a number of steps from the first.
+    """Yield what may be recomputed: cheap groups all through, the next one as far as a number of steps from the first.
 
     What is left can be offloaded where its scope is allowed.
     """

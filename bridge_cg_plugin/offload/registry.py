@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(slots=True)
 class Recipe:
-    """How a storage is made again.
+    """How a storage is recomputed.
 
     Attributes:
         kind: What is done, for options and costs.

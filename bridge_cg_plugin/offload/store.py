@@ -146,7 +146,7 @@ def check_unchanged(watched: Sequence[tuple[Tensor, int]]) -> None:
 
 
 def usable_recipe(record: Record, tensor: Tensor) -> Recipe | None:
-    """Return how a storage is made again, None where that is unknown or it was written to since."""
+    """Return how a storage is recomputed, None where that is unknown or it was written to since."""
     recipe = record.recipe
     return recipe if recipe is not None and recipe.version == tensor._version else None
 
@@ -231,7 +231,7 @@ class ActivationStore(Packing):
         if self._plan.fates[saved.place] is Fate.REBUILD:
             saved.recipe = usable_recipe(record, tensor)
             if saved.recipe is None:
-                raise CaptureError(f"storage {saved.place} cannot be made again as in the pass before")
+                raise CaptureError(f"storage {saved.place} cannot be recomputed as in the pass before")
             saved.sources = tuple(self._source(part) for part in saved.recipe.sources)
             saved.storage = None
         self._under_way().saved(saved.place)
@@ -240,7 +240,7 @@ class ActivationStore(Packing):
     def _source(part: Source) -> SavedStorage | None:
         saved: SavedStorage | None = part.saved()
         if saved is None and part.record is not None:
-            raise CaptureError("a tensor that another is made again from was not saved, other than in the pass before")
+            raise CaptureError("a tensor that another is recomputed from was not saved, other than in the pass before")
         return saved
 
     def _used(self, saved: SavedStorage) -> None:
@@ -281,6 +281,6 @@ class ActivationStore(Packing):
         """See `Mover`."""
         saved = self._saved[place]
         if saved.recipe is None:
-            raise CaptureError(f"storage {place} was made again before")
+            raise CaptureError(f"storage {place} was recomputed before")
         saved.storage = rebuilt(saved.recipe, saved.sources)
         saved.recipe, saved.sources = None, ()

@@ -21,7 +21,7 @@ class ActivationOptions(Protocol):
 
     @property
     def recompute(self) -> tuple[str, ...] | None:
-        """What the backward makes again."""
+        """What the backward recomputes."""
 
     @property
     def offload_above_gb(self) -> float | None:
@@ -48,12 +48,12 @@ def offload_option(details: str = "") -> Any:
 
 
 def recompute_option(details: str = "") -> Any:
-    """Declare what the backward's graph makes again instead of keeping it."""
+    """Declare what the backward's graph recomputes instead of keeping it."""
     return option(
         None,
         some_of(RECOMPUTE),
         "LIST",
-        f"what the backward makes again: {', '.join(RECOMPUTE)}; all or none",
+        f"what the backward recomputes: {', '.join(RECOMPUTE)}; all or none",
         details,
     )
 
@@ -70,8 +70,8 @@ def offload_above_option(details: str = "") -> Any:
 
 
 def offload_min_bytes_option() -> Any:
-    """Declare the smallest activation that is offloaded or made again."""
-    return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or made again", tuning=True)
+    """Declare the smallest activation that is offloaded or recomputed."""
+    return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or recomputed", tuning=True)
 
 
 def offload_host_option() -> Any:
@@ -87,7 +87,7 @@ def offload_host_option() -> Any:
 
 
 def moves_activations(options: ActivationOptions) -> bool:
-    """Whether activations are offloaded or made again."""
+    """Whether activations are offloaded or recomputed."""
     return bool(options.offload or options.recompute) or options.offload_above_gb is not None
 
 

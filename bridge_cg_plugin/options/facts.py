@@ -55,7 +55,7 @@ class Facts:
         sequence_parallel: Whether tensor-parallel ranks are told to divide sequences; with experts they do anyway.
         deepstack: Whether layers of the language model take features of the vision encoder.
         encoder_trained: Whether anything of the vision encoder and its mergers is trained.
-        by_hand: Fields that a person wrote.
+        explicit: Fields that a person wrote.
     """
 
     te_rng_tracker: bool | None = None
@@ -88,7 +88,7 @@ class Facts:
     sequence_parallel: bool | None = None
     deepstack: bool | None = None
     encoder_trained: bool | None = None
-    by_hand: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
 
 def facts_of(written: Written) -> Facts:
@@ -135,7 +135,7 @@ def facts_of(written: Written) -> Facts:
         sequence_parallel=_flag(settings, "sequence_parallel"),
         deepstack=_deepstack(written.model),
         encoder_trained=_encoder_trained(settings),
-        by_hand=written.by_hand,
+        explicit=written.explicit,
     )
 
 

@@ -112,20 +112,20 @@ def check_deprecated_beside_new(
 
 
 def language_model_options(
-    fields: Mapping[str, Any], by_hand: frozenset[str] = frozenset()
+    fields: Mapping[str, Any], explicit: frozenset[str] = frozenset()
 ) -> tuple[LanguageModelGraphOptions, tuple[str, ...]]:
     """Return the options that fields of any release say, and what to tell the user about them.
 
     Args:
         fields: Old and new field names with what was written; absent and None is not given.
-        by_hand: Fields that a person wrote. Another field may hold a config object's default, so it cannot disagree.
+        explicit: Fields that a person wrote. Another field may hold a config object's default, so it cannot disagree.
 
     Raises:
         OptionError: A value is none that exists, or a deprecated and a new one disagree.
     """
     warnings: list[str] = []
-    impl = _implementation(fields, by_hand, warnings)
-    found = _modules(fields, by_hand, warnings)
+    impl = _implementation(fields, explicit, warnings)
+    found = _modules(fields, explicit, warnings)
     given = fields.get(INFERENCE)
     scope = None if is_unset(given) else normalize_inference_cuda_graph_scope(given, "none")
     check_deprecated_beside_new(found.deprecated, impl, scope)
@@ -143,7 +143,7 @@ def language_model_options(
     return options, tuple(warnings)
 
 
-def _implementation(fields: Mapping[str, Any], by_hand: frozenset[str], warnings: list[str]) -> Implementation | None:
+def _implementation(fields: Mapping[str, Any], explicit: frozenset[str], warnings: list[str]) -> Implementation | None:
     given = fields.get(IMPL)
     impl = None if is_unset(given) else normalize_implementation(given)
     on = [name for name in SWITCHES if not is_unset(fields.get(name)) and parse_flag(name, fields[name])]
@@ -151,7 +151,7 @@ def _implementation(fields: Mapping[str, Any], by_hand: frozenset[str], warnings
         raise OptionError(on[0], True, f"one of {' and '.join(on)}", f"Set {IMPL} and remove both.")
     for name in on:
         target = SWITCHES[name]
-        disagrees = impl not in (None, target) and (impl != "none" or IMPL in by_hand)
+        disagrees = impl not in (None, target) and (impl != "none" or IMPL in explicit)
         if disagrees:
             raise OptionError(
                 name, True, f"{IMPL}={target} beside it, got {IMPL}={impl}", f"Keep {IMPL} and remove {name}."
@@ -161,19 +161,19 @@ def _implementation(fields: Mapping[str, Any], by_hand: frozenset[str], warnings
     return impl
 
 
-def _modules(fields: Mapping[str, Any], by_hand: frozenset[str], warnings: list[str]) -> NormalizedModules:
+def _modules(fields: Mapping[str, Any], explicit: frozenset[str], warnings: list[str]) -> NormalizedModules:
     new = normalize_cuda_graph_modules(fields.get(MODULES), MODULES)
     if is_unset(fields.get(SCOPE)):
-        if new.full and MODULES in by_hand:
+        if new.full and MODULES in explicit:
             warnings.append(_FULL.warning)
         return new
     old = normalize_cuda_graph_modules(fields[SCOPE], SCOPE)
     empty = not (new.modules or new.deprecated)
-    if is_unset(fields.get(MODULES)) or (empty and MODULES not in by_hand):
+    if is_unset(fields.get(MODULES)) or (empty and MODULES not in explicit):
         if old.modules and not old.deprecated:
             names = ",".join(module.name for module in old.modules)
             warnings.append(Migration(f"{SCOPE}={names}", "", f"{MODULES}={names}").warning)
-        elif old.full and SCOPE in by_hand:
+        elif old.full and SCOPE in explicit:
             warnings.append(Migration(f"{SCOPE}=full", "", f"{MODULES}=[]").warning)
         return old
     if set(old.modules) != set(new.modules) or old.deprecated != new.deprecated:

@@ -59,7 +59,7 @@ def options_of(written: Written) -> GraphOptions:
     Raises:
         OptionError: A value is none that exists, or a deprecated and a new one disagree.
     """
-    language_model, warnings = language_model_options(written.fields, written.by_hand)
+    language_model, warnings = language_model_options(written.fields, written.explicit)
     vision = vision_options(written.fields, *_unit(written))
     if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
         names = ",".join(vision.modules)

@@ -67,7 +67,7 @@ class PackedOptions:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations are offloaded or made again."""
+        """Whether activations are offloaded or recomputed."""
         return moves_activations(self)
 
 

@@ -50,8 +50,8 @@ def _implementation(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dict[str, Any]:
     """An implementation was written: a recipe's modules and old words that cannot stand beside it are dropped."""
-    chosen = _implementation({name: value for name, value in written.fields.items() if name in written.by_hand})
-    if chosen is None or not written.by_hand.isdisjoint((MODULES, SCOPE)):
+    chosen = _implementation({name: value for name, value in written.fields.items() if name in written.explicit})
+    if chosen is None or not written.explicit.isdisjoint((MODULES, SCOPE)):
         return {}
     cause, impl = chosen
     changes: dict[str, Any] = {}
@@ -70,30 +70,30 @@ def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dic
 
 def _implementation_beside_a_scope(written: Written, lines: list[str]) -> dict[str, Any]:
     """A word of the old scope that chooses an implementation was written: a recipe's implementation is dropped."""
-    if not written.by_hand.isdisjoint((IMPL, *SWITCHES)):
+    if not written.explicit.isdisjoint((IMPL, *SWITCHES)):
         return {}
     for name in (MODULES, SCOPE):
-        if name not in written.by_hand:
+        if name not in written.explicit:
             continue
         for word in normalize_cuda_graph_modules(written.fields.get(name), name).deprecated:
             held = _implementation(written.fields)
             if held is not None and held[1] not in DEPRECATED_SCOPES[word].beside:
                 lines.append(_line(held[0], f"{name}={word}", "chooses another implementation"))
-            idle = () if INFERENCE in written.by_hand else (INFERENCE,)
+            idle = () if INFERENCE in written.explicit else (INFERENCE,)
             return dict.fromkeys((IMPL, *SWITCHES, *idle))
     return {}
 
 
 def _vision_capacities(written: Written, lines: list[str]) -> dict[str, Any]:
     """Buckets were written, or the longest: a recipe's value of the other is dropped where it does not fit."""
-    by_hand = written.by_hand.intersection((BUCKETS, LONGEST))
+    explicit = written.explicit.intersection((BUCKETS, LONGEST))
     given = [written.fields.get(name) for name in (BUCKETS, LONGEST)]
-    if len(by_hand) != 1 or any(map(is_unset, given)):
+    if len(explicit) != 1 or any(map(is_unset, given)):
         return {}
     buckets, longest = parse_capacities(BUCKETS, given[0]), whole_number(1)(LONGEST, given[1])
     if isinstance(buckets, str) or buckets[-1] <= longest:
         return {}
-    if BUCKETS in by_hand:
+    if BUCKETS in explicit:
         cause = f"{BUCKETS}={','.join(map(str, buckets))}"
         lines.append(_line(f"{LONGEST}={longest}", cause, "reaches beyond it"))
         return {LONGEST: None}

@@ -73,7 +73,7 @@ def _core(
     offload: OffloadOptions, modules: tuple[str, ...], language_model: LanguageModelGraphOptions, facts: Facts
 ) -> OffloadOptions:
     """Return megatron-core's options as the shared one says them; they may have been set from it before."""
-    written = [name for name in ("enabled", "modules", "min_tensor_size") if CORE_FIELDS[name] in facts.by_hand]
+    written = [name for name in ("enabled", "modules", "min_tensor_size") if CORE_FIELDS[name] in facts.explicit]
     of_parts = {module for part in offload.parts or () for module in CORE_MODULES.get(part, ())}
     stranger = bool(offload.modules) and not (offload.enabled and set(offload.modules) <= of_parts)
     if written or stranger:

@@ -78,25 +78,25 @@ class Written:
 
     Attributes:
         fields: Field of a model's configuration -> value.
-        by_hand: Fields that a person wrote; the others are those of a config object, defaults included.
+        explicit: Fields that a person wrote; the others are those of a config object, defaults included.
         settings: Other settings that combinations depend on.
         model: The config object of the model, if there is one.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
-    by_hand: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
     settings: dict[str, Any] = field(default_factory=dict)
     model: Any = None
 
     def then(self, later: "Written") -> "Written":
         """Return both, the later one winning."""
         gone = {name for group in _GROUPS if not later.fields.keys().isdisjoint(group) for name in group}
-        if IMPL in gone and INFERENCE not in self.by_hand:
+        if IMPL in gone and INFERENCE not in self.explicit:
             gone.add(INFERENCE)  # derived from the implementation that is replaced
         kept = {name: value for name, value in self.fields.items() if name not in gone}
         return Written(
             {**kept, **later.fields},
-            (self.by_hand - gone) | later.by_hand,
+            (self.explicit - gone) | later.explicit,
             {**self.settings, **later.settings},
             self.model if later.model is None else later.model,
         )
@@ -192,7 +192,7 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
         elif leaf in SETTINGS:
             settings[leaf] = value
     found = _from_leaves(leaves)
-    return Written(found.fields, found.by_hand, {**found.settings, **settings})
+    return Written(found.fields, found.explicit, {**found.settings, **settings})
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Written:
@@ -205,7 +205,7 @@ def _from_mapping(source: Mapping[str, Any]) -> Written:
             settings[name] = value
     found = _from_leaves(leaves, check=not saved)
     settings = {**found.settings, **settings}
-    return Written(found.fields, frozenset() if saved else found.by_hand, settings)
+    return Written(found.fields, frozenset() if saved else found.explicit, settings)
 
 
 def _walk(

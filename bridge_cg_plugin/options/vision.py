@@ -273,7 +273,7 @@ class VisionGraphOptions:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations are offloaded or made again."""
+        """Whether activations are offloaded or recomputed."""
         return moves_activations(self)
 
 

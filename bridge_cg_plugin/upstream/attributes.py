@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a module or object; what it was, absent included, comes back."""
     namespace = vars(owner)
     absent, before = name not in namespace, namespace.get(name)

@@ -8,7 +8,7 @@ from ..options import OptionError
 from .seams.registry.engine import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
-STALL_MINUTES = "BRIDGE_CG_STALL_MINUTES"
+WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 
 
 def check_process() -> None:
@@ -18,7 +18,7 @@ def check_process() -> None:
         OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
             variable of the plugin has an invalid value.
     """
-    stall_minutes()
+    watchdog_minutes()
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if (
         "expandable_segments:true" in allocator.replace(" ", "").lower()
@@ -49,13 +49,13 @@ def check_offloading() -> None:
         )
 
 
-def stall_minutes() -> float | None:
+def watchdog_minutes() -> float | None:
     """Return after how many minutes a replay that has not ended ends the process; 0 is never, None says nothing.
 
     Raises:
         OptionError: The variable holds something else.
     """
-    value = os.environ.get(STALL_MINUTES, "").strip()
+    value = os.environ.get(WATCHDOG_MINUTES, "").strip()
     if not value:
         return None
     try:
@@ -64,7 +64,7 @@ def stall_minutes() -> float | None:
         minutes = -1.0
     if not (math.isfinite(minutes) and minutes >= 0):
         raise OptionError(
-            STALL_MINUTES,
+            WATCHDOG_MINUTES,
             value,
             "minutes that a replay may wait for another rank, or 0 to keep the process",
             "Correct it, or unset it for the run's dist.distributed_timeout_minutes.",

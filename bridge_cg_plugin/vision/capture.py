@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..announce import announce
-from ..attention_bounds import SIDE_WORK_UP_TO
+from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Piece
@@ -57,13 +57,13 @@ class EncoderCapture:
         Raises:
             CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
         """
-        limit = manager.peers.agree(partial(self._prepare, manager)).smallest
-        manager.twins.agree(float)  # a communicator that was never used cannot be captured
+        limit = manager.consensus.agree(partial(self._prepare, manager)).smallest
+        manager.tensor_consensus.agree(float)  # a communicator that was never used cannot be captured
         if self.plan.may_reach_further() and self._record_with_headroom(manager, limit):
             return
         for _ in range(LIMIT_ATTEMPTS):
-            excess = manager.peers.agree(partial(self._record, manager, limit)).largest
-            manager.peers.agree(partial(self._check_twins, manager))
+            excess = manager.consensus.agree(partial(self._record, manager, limit)).largest
+            manager.consensus.agree(partial(self._check_tensor_ranks, manager))
             if excess <= 1:
                 return
             limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
@@ -84,8 +84,8 @@ class EncoderCapture:
         self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
         return self._excess(manager.slots)
 
-    def _check_twins(self, manager: Manager) -> float:
-        if not manager.twins.agree(partial(self._digest, manager.slots)).same:
+    def _check_tensor_ranks(self, manager: Manager) -> float:
+        if not manager.tensor_consensus.agree(partial(self._digest, manager.slots)).same:
             raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
         return 0.0
 
@@ -95,9 +95,9 @@ class EncoderCapture:
 
     def _record_with_headroom(self, manager: Manager, limit: float) -> bool:
         """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
-        fits = bool(manager.peers.agree(partial(self._fits_with_headroom, manager, limit)).smallest)
+        fits = bool(manager.consensus.agree(partial(self._fits_with_headroom, manager, limit)).smallest)
         if fits:
-            manager.peers.agree(partial(self._check_twins, manager))
+            manager.consensus.agree(partial(self._check_tensor_ranks, manager))
             return True
         announce(f"vision CUDA graphs: no memory for vision_cuda_graph_tuning.headroom={self._options.headroom:g}")
         return False
@@ -166,15 +166,15 @@ class EncoderCapture:
             site=site,
             evaluation=self._options.evaluation,
             offloading=self._offloading(manager),
-            has_side_work=self.has_side_work,
+            has_side_stream=self.has_side_stream,
         )
 
-    def has_side_work(self, bucket: Bucket) -> bool:
+    def has_side_stream(self, bucket: Bucket) -> bool:
         """Whether a bucket's recordings are on two streams."""
         options = self._options
         if options.streams != "auto":
             return options.streams == 2
-        return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_WORK_UP_TO
+        return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
 
     def _offloading(self, manager: Manager) -> RegionOffloading | None:
         """Return what keeps a region's activations, None where they stay in the graphs' memory."""

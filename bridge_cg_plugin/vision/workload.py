@@ -102,7 +102,7 @@ class VisionWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
-        self.manager.peers.agree(self._tell)
+        self.manager.consensus.agree(self._tell)
 
     def _tell(self) -> float:
         if self.exchange is not None:

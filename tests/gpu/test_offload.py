@@ -88,9 +88,9 @@ def test_direct_attention_with_offloading_is_eagers_forward(tower_module, model,
     assert not helper.graphs.statistics().fallbacks
 
 
-def test_everything_that_is_known_is_made_again_to_the_bit(tower_module, model, grads, graphs_of, capsys):
+def test_everything_that_is_known_is_recomputed_to_the_bit(tower_module, model, grads, graphs_of, capsys):
     helper = graphs_of(buckets=(1856,), max_frames=2, **POLICIES["both"])
-    assert "not made again" not in capsys.readouterr().out
+    assert "not recomputed" not in capsys.readouterr().out
     planned = next(iter(helper.graphs._regions[0]._offloading._plans.values()))
     layers = len(model.decoder.layers)
     groups = [planned.inventory.seen[place].group for place in planned.plan.places(Fate.REBUILD)]

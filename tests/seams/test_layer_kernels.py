@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
-from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels, fused_layernorm_backward, replaced
+from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels, fused_layernorm_backward, overridden
 from tests.scripts import interpreted
 from tests.unit.towers import new_tower
 
@@ -19,7 +19,7 @@ from tests.unit.towers import new_tower
 @pytest.mark.parametrize("before", [{}, {"name": 1}, {"name": None}])
 def test_a_replaced_attribute_comes_back(before):
     owner = SimpleNamespace(**before)
-    with pytest.raises(KeyError), replaced(owner, "name", 2):
+    with pytest.raises(KeyError), overridden(owner, "name", 2):
         assert owner.name == 2
         raise KeyError
     assert vars(owner) == before

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge_cg_plugin.graphs.side_stream import SideWork
+from bridge_cg_plugin.graphs.side_stream import SideStream
 from bridge_cg_plugin.upstream.encoders.side_branches import side_mergers
 from tests.unit.towers import assert_close, draw, graphs_on, new_tower, results
 
@@ -14,7 +14,7 @@ def mergers_of(tower):
 def test_mergers_branch_while_work_with_a_side_stream_is_recorded():
     tower = new_tower()
     before = [dict(vars(merger)) for merger in mergers_of(tower)]
-    side = SideWork(None)
+    side = SideStream(None)
     side.begin()
     with side.active(), side_mergers([tower]):
         assert all("forward" in vars(merger) for merger in mergers_of(tower))
@@ -31,7 +31,7 @@ def test_without_a_side_stream_mergers_stay_upstreams():
 
 def test_mergers_that_reduce_over_ranks_stay_on_the_main_stream():
     tower = new_tower()
-    side = SideWork(None)
+    side = SideStream(None)
     mergers_of(tower)[0].config.tensor_model_parallel_size = 2
     with side.active(), side_mergers([tower]):
         assert not any("forward" in vars(merger) for merger in mergers_of(tower))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.gradients import SMALL
-from bridge_cg_plugin.graphs.side_stream import SideWork
+from bridge_cg_plugin.graphs.side_stream import SideStream
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import fused_kernels
 from bridge_cg_plugin.upstream.kernels import side_products
 from bridge_cg_plugin.upstream.kernels.side_products import side_weight_gradients, side_workspace
@@ -17,7 +17,7 @@ pytest.importorskip("transformer_engine.pytorch")
 GEMM, *OWNERS = (importlib.import_module(name) for name in (TE_GEMM, TE_LINEAR, TE_LAYERNORM_LINEAR))
 
 
-class Recorder(SideWork):
+class Recorder(SideStream):
     """A side stream that notes what ran on it, and what it was told that work reads."""
 
     def __init__(self):

@@ -12,7 +12,7 @@ from torch import distributed
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision.balance import exchange
-from bridge_cg_plugin.vision.balance import exchange_costs as moving_costs
+from bridge_cg_plugin.vision.balance import exchange_costs as exchange_costs
 from bridge_cg_plugin.vision.balance.assignment import plan_moves
 from bridge_cg_plugin.vision.host_grids import token_count
 from tests.ranks import run_ranks
@@ -154,8 +154,8 @@ def test_reduced_gradients_and_losses_are_what_they_were(tmp_path, world, overla
 def priced(ns_per_patch, exchange_ms):
     """Replace what this rank measures by given times, of each rank's own."""
     rank = distributed.get_rank()
-    moving_costs.EncodingTimes.ns_per_patch = lambda self: ns_per_patch[rank]
-    exchange.measured_cost = lambda *unused: moving_costs.ExchangeCost(exchange_ms[rank], 0.0)
+    exchange_costs.EncodingTimes.ns_per_patch = lambda self: ns_per_patch[rank]
+    exchange.measured_cost = lambda *unused: exchange_costs.ExchangeCost(exchange_ms[rank], 0.0)
 
 
 def train_at_prices(ns_per_patch, exchange_ms):
@@ -180,7 +180,7 @@ SAVED_NS = 48 * 10_000
     ids=["pays", "costs too much", "costs too much on another rank", "one rank knows", "nobody knows"],
 )
 def test_images_move_where_measured_times_say_that_it_pays(tmp_path, ns_per_patch, exchange_ms, pays):
-    assert moving_costs.PAYS * moving_costs.EXCHANGES == 4.5
+    assert exchange_costs.PAYS * exchange_costs.EXCHANGES == 4.5
     for apart, auto in run_ranks(2, train_at_prices, tmp_path, ns_per_patch, exchange_ms):
         assert auto[0] == pytest.approx(apart[0], rel=1e-5)
         assert_close(auto[1], apart[1], 1e-4)
@@ -234,7 +234,7 @@ def encoded(times, tokens, backward=True):
 
 def test_the_time_by_the_patch_is_the_slope_of_the_smallest_times():
     clock = Script(0, 1, 2, 4, 0, 1, 1, 2, 10, 20, 20, 21, 0, 1, 1, 9, 0, 0, 1, 2)
-    times = moving_costs.EncodingTimes(clock)
+    times = exchange_costs.EncodingTimes(clock)
     assert times.ns_per_patch() == 0
     encoded(times, 100)  # 1 + 2 ms
     encoded(times, 100)  # 1 + 1 ms
@@ -253,7 +253,7 @@ def test_the_time_by_the_patch_is_the_slope_of_the_smallest_times():
 
 def test_an_encoding_under_way_is_taken_over_when_it_has_ended():
     clock = Script(0, 1, 2, 3, 0, 1, 2, "later")
-    times = moving_costs.EncodingTimes(clock)
+    times = exchange_costs.EncodingTimes(clock)
     encoded(times, 100)
     encoded(times, 200)
     assert times.ns_per_patch() == 0
@@ -262,7 +262,7 @@ def test_an_encoding_under_way_is_taken_over_when_it_has_ended():
 
 
 def test_larger_batches_that_take_no_longer_make_no_move_pay():
-    times = moving_costs.EncodingTimes(Script(0, 9, 9, 10, 0, 1, 1, 2))
+    times = exchange_costs.EncodingTimes(Script(0, 9, 9, 10, 0, 1, 1, 2))
     encoded(times, 100)
     encoded(times, 400)
     assert times.ns_per_patch() == 0
@@ -275,11 +275,11 @@ def test_an_exchange_takes_a_part_for_each_microbatch_and_one_for_each_byte():
         rows.append(count)
         return count * 1000
 
-    few, many = moving_costs.ROWS
+    few, many = exchange_costs.ROWS
     ends = [[0, 3, 0, 2, 0, 4, 0, 3], [0, 12, 0, 10, 0, 11, 0, 13]]
-    cost = moving_costs.measured_cost(Script(*ends[0], *ends[1]), exchange, lambda: None)
+    cost = exchange_costs.measured_cost(Script(*ends[0], *ends[1]), exchange, lambda: None)
     assert rows == [few] * 5 + [many] * 5
-    assert cost == moving_costs.ExchangeCost(2.0, 8.0 / (1000 * (many - few)))
+    assert cost == exchange_costs.ExchangeCost(2.0, 8.0 / (1000 * (many - few)))
     assert cost.of(100, 50) == pytest.approx(3 * 2.0 + 5000 * cost.ms_per_byte)
 
 

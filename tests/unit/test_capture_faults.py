@@ -28,7 +28,7 @@ from . import packs
 from .mixes import IMAGES, MIXED
 from .towers import assert_close, graphs_on, new_tower, results
 
-METHODS = ("new_pool", "warm_up", "observe", "side_work", "record", "pool_bytes")
+METHODS = ("new_pool", "warm_up", "observe", "side_stream", "record", "pool_bytes")
 
 
 class Strange(Exception):
@@ -187,7 +187,7 @@ def fail_at(case, method, call, error):
 def test_an_error_in_any_call_of_the_executor_leaves_the_module_eager(name, method, warnings):
     case = CASES[name]
     total = calls_of(case).get(method, 0)
-    assert total or method in ("observe", "side_work")
+    assert total or method in ("observe", "side_stream")
     warnings()
     for call in sorted({0, total - 1} & set(range(total))):
         fail_at(case, method, call, Strange("made to fail"))
@@ -209,7 +209,7 @@ def test_any_error_at_any_time_leaves_the_module_eager(name, data):
 VISION = {
     RecordedKernels: ("choose_attention",),
     EncoderPlan: ("capacity_limit", "buckets"),
-    EncoderCapture: ("_peak_bytes", "_pieces", "_check_twins", "_excess"),
+    EncoderCapture: ("_peak_bytes", "_pieces", "_check_tensor_ranks", "_excess"),
     GraphManager: ("record",),
     VisionWorkload: ("captured",),
     Region: ("capture",),

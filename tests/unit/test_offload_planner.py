@@ -223,7 +223,7 @@ def test_at_16384_tokens_forty_percent_of_the_memory_cost_little():
     alone = fixed_plan(inventory, Allowed(frozenset(SCOPES), frozenset()))
     assert forecast(inventory, alone, costs).ms > 470 * 1.2
 
-    # With slower copies more is made again, with faster ones less.
+    # With slower copies more is recomputed, with faster ones less.
     def rebuilt_with(gbps):
         slow = plan_within(inventory, replace(costs, offload_gbps=gbps, load_gbps=gbps), ALL, plan.window)
         return sum(inventory.seen[place].nbytes for place in slow.places(Fate.REBUILD))

@@ -192,7 +192,7 @@ def test_a_tensor_that_was_written_to_after_it_was_saved_is_an_error():
 
 
 class Squares(nn.Module):
-    """Saves squares that can be made again, in place too, rightly or wrongly."""
+    """Saves squares that can be recomputed, in place too, rightly or wrongly."""
 
     def __init__(self, wrong: bool = False, in_place: bool = False, unnoted: bool = False) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Squares(nn.Module):
 
 @pytest.mark.reference_executor
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_can_be_made_again_is_made_again(in_place):
+def test_what_can_be_recomputed_is_made_again(in_place):
     region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())
     plan = next(iter(offloading._plans.values())).plan
     assert len(plan.places(Fate.REBUILD)) == 1
@@ -230,10 +230,10 @@ def test_what_can_be_made_again_is_made_again(in_place):
 
 
 @pytest.mark.parametrize("fault", [{"wrong": True}, {"unnoted": True}], ids=lambda fault: next(iter(fault)))
-def test_what_is_not_made_again_to_the_bit_is_not_made_again(fault, capsys):
+def test_what_is_not_recomputed_to_the_bit_is_not_made_again(fault, capsys):
     region, offloading = saver_region(program=SaverProgram(Squares(**fault)))
     assert not next(iter(offloading._plans.values())).plan.places(Fate.REBUILD)
-    assert ("not made again" in capsys.readouterr().out) == ("wrong" in fault)
+    assert ("not recomputed" in capsys.readouterr().out) == ("wrong" in fault)
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
     assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))

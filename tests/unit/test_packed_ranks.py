@@ -8,7 +8,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.parallel.process_groups import sharing_groups, without_messages
+from bridge_cg_plugin.upstream.parallel.process_groups import sharing_groups, without_collectives
 from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
@@ -24,7 +24,7 @@ ROOM = ((196, 388), (200, 400))
 
 
 def executor_of(model):
-    return ReferenceExecutor(isolated=without_messages(*sharing_groups(model.decoder)))
+    return ReferenceExecutor(isolated=without_collectives(*sharing_groups(model.decoder)))
 
 
 def rank_pack(sizes, *args, **kwargs):
@@ -131,7 +131,7 @@ def capture_failing_on_one_rank(sizes, strict):
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, sizes, strict):
     first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, sizes, strict, **sizes)
-    assert first[0].startswith("PeerFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
+    assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
     assert second[0].startswith("OutOfMemoryInCapture: made to fail")
     assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
 
@@ -141,7 +141,7 @@ def exchange_in_silence():
     ranks, rank = distributed.group.WORLD, distributed.get_rank()
     own = [distributed.new_group([each]) for each in range(2)][rank]
     mine, other, whole = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(4)
-    with without_messages(ranks)():
+    with without_collectives(ranks)():
         operations = [
             distributed.P2POp(distributed.isend, mine, 1 - rank, ranks),
             distributed.P2POp(distributed.irecv, other, 1 - rank, ranks),

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import distributed
 
-from bridge_cg_plugin.graphs.errors import CaptureError, PeerFailed
+from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.parallel.process_groups import peers_of, shared_group, tensor_group, without_messages
+from bridge_cg_plugin.upstream.parallel.process_groups import (
+    consensus_of,
+    shared_group,
+    tensor_group,
+    without_collectives,
+)
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -44,7 +49,7 @@ def replay_mixes(heads):
 
 def test_one_rank_leaves_no_reduction_out():
     original = distributed.all_reduce
-    with without_messages(None)():
+    with without_collectives(None)():
         assert distributed.all_reduce is original
 
 
@@ -152,7 +157,7 @@ def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path
     said = ranks[failing]["heard"][0]
     assert "made to fail" in said and f"This was rank {failing}; ranks 0, 1 stay together." in said
     other = ranks[1 - failing]["failure"]
-    assert other.startswith(f"PeerFailed: rank {failing} failed: OutOfMemoryInCapture: made to fail")
+    assert other.startswith(f"OtherRankFailed: rank {failing} failed: OutOfMemoryInCapture: made to fail")
     assert max(rank["seconds"] for rank in ranks) < 60
     outputs, _ = results(new_tower(), MIXED)
     for rank in ranks:
@@ -192,7 +197,7 @@ def capture_breaking_on(rank, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_of_any_type_anywhere_in_a_capture_makes_both_ranks_eager(tmp_path, place):
     first, second = run_ranks(2, capture_breaking_on, tmp_path, 1, place, **TP2)
-    assert first[1] == "PeerFailed: rank 1 failed: KeyError: 'made to fail'"
+    assert first[1] == "OtherRankFailed: rank 1 failed: KeyError: 'made to fail'"
     assert second[1] == "KeyError: 'made to fail'"
     outputs, _ = results(new_tower(), MIXED)
     for captured, _, found, patched in (first, second):
@@ -234,8 +239,8 @@ def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):
 def failures_of_peers(values):
     """Agree three times: all succeed, rank 1 fails, all succeed again."""
     rank = distributed.get_rank()
-    peers = peers_of(distributed.group.WORLD)
-    agreed = peers.agree(lambda: values[rank])
+    consensus = consensus_of(distributed.group.WORLD)
+    agreed = consensus.agree(lambda: values[rank])
 
     def fails():
         if rank == 1:
@@ -243,17 +248,17 @@ def failures_of_peers(values):
         return 0.0
 
     try:
-        peers.agree(fails)
+        consensus.agree(fails)
         caught = None
-    except (ValueError, PeerFailed) as error:
+    except (ValueError, OtherRankFailed) as error:
         caught = f"{type(error).__name__}: {error}"
-    return agreed, caught, peers.agree(float).same
+    return agreed, caught, consensus.agree(float).same
 
 
 def test_what_peers_agree_on(tmp_path):
     ranks = run_ranks(3, failures_of_peers, tmp_path, (2.0, float("inf"), -1.0))
     assert all((agreed.smallest, agreed.largest, agreed.same) == (-1.0, float("inf"), False) for agreed, _, _ in ranks)
-    told = "PeerFailed: rank 1 failed: ValueError: no buckets"
+    told = "OtherRankFailed: rank 1 failed: ValueError: no buckets"
     assert [caught for _, caught, _ in ranks] == [told, "ValueError: no buckets\nof any kind", told]
     assert all(same for _, _, same in ranks)
 

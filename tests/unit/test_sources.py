@@ -302,18 +302,18 @@ def no_memory(*unused):
 
 
 def test_a_rank_whose_memory_moved_asks_no_other():
-    peers, model = Counted(), with_main_grads(two_layers())
-    region = region_of(model, peers=peers)
+    consensus, model = Counted(), with_main_grads(two_layers())
+    region = region_of(model, consensus=consensus)
     region.run(batch())[0].sum().backward()
-    asked = peers.times
+    asked = consensus.times
     model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
     region.run(batch())[0].sum().backward()
-    assert peers.times == asked and model[0].linear.weight.main_grad.any()
+    assert consensus.times == asked and model[0].linear.weight.main_grad.any()
 
 
 def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_running_eager(monkeypatch):
     model = with_main_grads(two_layers())
-    region = region_of(model, peers=Counted())
+    region = region_of(model, consensus=Counted())
     model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
     monkeypatch.setattr(region.executor, "record", no_memory)
     with pytest.raises(CaptureError, match="memory was moved on this rank"):
@@ -322,7 +322,7 @@ def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_run
 
 def test_memory_that_moves_inside_a_step_ends_ranks_that_share_layers():
     model = with_main_grads(two_layers())
-    region = region_of(model, peers=Counted(), slots=2)
+    region = region_of(model, consensus=Counted(), slots=2)
     outputs = region.run(batch())
     model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
     with pytest.raises(CaptureError, match="move it between steps"):

@@ -26,7 +26,7 @@ def test_main_work_goes_before_the_side_work_beside_it_and_before_nothing_else(m
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(priority=priority))
     executor = CudaGraphExecutor(torch.device("cuda", 0), beside=beside)
     assert executor._stream.priority == main
-    assert executor.side_work()._stream.priority == 0  # the lowest that CUDA has
+    assert executor.side_stream()._stream.priority == 0  # the lowest that CUDA has
 
 
 def hooked(calls, fails=False):

@@ -54,7 +54,7 @@ class Source:
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
         failed: Why a bucket could not be captured in a mode.
-        recorded_by_peers: What ranks whose memory was not moved need not record again.
+        recorded_by_other_ranks: What ranks whose memory was not moved need not record again.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Source:
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         self.failed: dict[tuple[Bucket, Mode], str] = {}
-        self.recorded_by_peers: frozenset[tuple[int, Bucket, Mode]] = frozenset()
+        self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         if instead_of is not None:
-            self.recorded_by_peers = instead_of.recorded_by_peers.union(instead_of.recordings)
+            self.recorded_by_other_ranks = instead_of.recorded_by_other_ranks.union(instead_of.recordings)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
         self._reads = _Memory((*self.aliases.originals, *read))
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])

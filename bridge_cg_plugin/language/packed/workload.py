@@ -100,10 +100,10 @@ class PackedWorkload(Workload):
 
     def capture(self) -> None:
         """See `Workload`. What can fail on one rank alone is inside an agreement."""
-        peers = self.manager.peers
-        if not peers.agree(self._digest).same:
+        consensus = self.manager.consensus
+        if not consensus.agree(self._digest).same:
             raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
-        peers.agree(self._record)
+        consensus.agree(self._record)
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
@@ -167,7 +167,7 @@ class PackedWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
-        self.manager.peers.agree(self._tell)
+        self.manager.consensus.agree(self._tell)
 
     def _tell(self) -> float:
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""

@@ -42,7 +42,7 @@ def _dropout_in_recompute(options: GraphOptions, facts: Facts) -> str | None:
 
 def _modules_by_hand(options: GraphOptions, facts: Facts) -> bool:
     lm = options.language_model
-    written = IMPL in facts.by_hand and not facts.by_hand.isdisjoint((MODULES, SCOPE))
+    written = IMPL in facts.explicit and not facts.explicit.isdisjoint((MODULES, SCOPE))
     return not lm.enabled and bool(lm.modules) and written
 
 

@@ -21,7 +21,7 @@ from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
@@ -170,10 +170,10 @@ class TransformerBlockFamily:
             for layer in self._inside:  # looked at anew: the model may have changed since the last recording
                 stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
             if pack.additions:
-                stack.enter_context(replaced(self._decoder, DEEPSTACK, _add))
+                stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
                 visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
             if not self._decoder.pre_process:
-                stack.enter_context(replaced(self._decoder, "input_tensor", pack.hidden))
+                stack.enter_context(overridden(self._decoder, "input_tensor", pack.hidden))
             output = self._forward(
                 hidden_states=pack.hidden,
                 attention_mask=None,
@@ -198,7 +198,7 @@ class TransformerBlockFamily:
             stack.enter_context(accumulating(modules))
             stack.enter_context(current_parameters(modules))
             core = importlib.import_module(ROTARY.module)
-            stack.enter_context(replaced(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
+            stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if kernels_available():
                 stack.enter_context(fused_rotary(modules))
             yield

@@ -16,7 +16,7 @@ from ...language.experts.tables import Tables
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry import seam
 from .routers import REMEDY, CapturedRouter, check_fields
 
@@ -81,7 +81,7 @@ class CapturedExperts:
         def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
             return self._forward(hidden_states, used), None
 
-        return replaced(self._moe, FORWARD, forward)
+        return overridden(self._moe, FORWARD, forward)
 
     def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
         shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)

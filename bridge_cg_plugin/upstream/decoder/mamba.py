@@ -14,7 +14,7 @@ from ...language.packed.program import RecordedPack
 from ...options import OptionError
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry import seam
 from .layers import packed_params
 
@@ -78,7 +78,7 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for mixer in filter(_is_mixer, every_module(modules)):
             for held in [name for name, value in vars(mixer.cp).items() if isinstance(value, nn.Parameter)]:
-                stack.enter_context(replaced(mixer.cp, held, getattr(mixer, held.removesuffix(HELD))))
+                stack.enter_context(overridden(mixer.cp, held, getattr(mixer, held.removesuffix(HELD))))
         yield
 
 

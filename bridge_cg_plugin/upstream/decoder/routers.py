@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry import seam
 from .layers import check_router, is_pure
 
@@ -77,7 +77,7 @@ class CapturedRouter:
                 real = routing_map & ~_padding(routing_map.shape[0], used)
                 self._router.local_tokens_per_expert += real.sum(dim=0)
 
-        return replaced(self._router, BIAS, count)
+        return overridden(self._router, BIAS, count)
 
 
 def check_fields(config: Any, needed: dict[str, Any]) -> None:

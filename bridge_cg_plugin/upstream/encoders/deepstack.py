@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ...options.deepstack import ALLREDUCE
 from ...options.values import is_unset, parse_flag
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
 
@@ -52,7 +52,7 @@ def _summing(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(self, *args, **kwargs)
         owner = sys.modules[SPLIT.module]
         split = _with_sums(getattr(owner, SPLIT.target), self.pg_collection.tp)
-        with replaced(owner, SPLIT.target, split):
+        with overridden(owner, SPLIT.target, split):
             return old(self, *args, **kwargs)
 
     return forward

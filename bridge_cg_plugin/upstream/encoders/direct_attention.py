@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...attention_bounds import UNPACKED_FROM, deterministic
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..kernels.attention_choice import fused_attention_refusal
 from ..kernels.layers import is_te_attention, kernels_available
 
@@ -77,7 +77,7 @@ def _attending(modules: Sequence[nn.Module], forward: Callable[..., Tensor]) -> 
     with ExitStack() as stack:
         for module in every_module(modules):
             if is_te_attention(module):
-                stack.enter_context(replaced(module, "forward", functools.partial(forward, module, module.forward)))
+                stack.enter_context(overridden(module, "forward", functools.partial(forward, module, module.forward)))
         yield
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ...announce import warn
 from ...graphs.errors import CaptureError, named
 from ...vision.kernels.padding import clear_padding
-from ..attributes import replaced
+from ..attributes import overridden
 
 PACKAGE = "flash-attn-4"
 INTERFACE = "flash_attn.cute.interface"
@@ -67,9 +67,9 @@ def _suited(interface: ModuleType, width: int) -> Iterator[None]:
         return
     with ExitStack() as stack:
         for name in ("_bwd_preprocess", "_bwd_postprocess_convert"):
-            stack.enter_context(replaced(interface, name, _rounding(getattr(interface, name))))
+            stack.enter_context(overridden(interface, name, _rounding(getattr(interface, name))))
         sizes = interface._tile_size_bwd_sm90
-        stack.enter_context(replaced(interface, "_tile_size_bwd_sm90", _with_blocks(sizes)))
+        stack.enter_context(overridden(interface, "_tile_size_bwd_sm90", _with_blocks(sizes)))
         yield
 
 

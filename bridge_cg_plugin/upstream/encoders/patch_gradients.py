@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...graphs.modules import every_module
-from ..attributes import replaced
+from ..attributes import overridden
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             if takes_patches(module):
-                stack.enter_context(replaced(module, "forward", functools.partial(_forward, module)))
+                stack.enter_context(overridden(module, "forward", functools.partial(_forward, module)))
         yield
 
 

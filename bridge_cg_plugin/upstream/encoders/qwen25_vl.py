@@ -25,7 +25,7 @@ from ...vision.guard import images, poisoned
 from ...vision.host_grids import HostGrids, token_count
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
-from ..attributes import replaced
+from ..attributes import overridden
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
 from .patch_gradients import patch_gradients
@@ -149,7 +149,7 @@ def packed_window_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             if type(module).__name__ == WINDOW_ATTENTION:
-                stack.enter_context(replaced(module, "forward", partial(_packed_forward, module)))
+                stack.enter_context(overridden(module, "forward", partial(_packed_forward, module)))
         yield
 
 
@@ -176,7 +176,7 @@ def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             if type(module) is nn.Linear and is_misaligned(module):
-                stack.enter_context(replaced(module, "forward", partial(_aligned_forward, module)))
+                stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
         yield
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...graphs.modules import every_module
 from ...graphs.side_stream import branch, current_side_work
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry import seam
 
 _, MERGERS = seam("vision_block_parts").attributes
@@ -24,7 +24,7 @@ def side_mergers(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module in every_module(modules) if current_side_work() is not None else ():
             for merger in getattr(module, MERGERS, ()):
                 if (getattr(merger.config, "tensor_model_parallel_size", None) or 1) == 1:
-                    stack.enter_context(replaced(merger, "forward", functools.partial(_beside, merger.forward)))
+                    stack.enter_context(overridden(merger, "forward", functools.partial(_beside, merger.forward)))
         yield
 
 

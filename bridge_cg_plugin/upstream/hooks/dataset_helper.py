@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..attributes import replaced
+from ..attributes import overridden
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def helper_as_shipped() -> Iterator[None]:
     if any((Path(folder) / "Makefile").exists() for folder in datasets.__path__) or not _is_compiled():
         yield
         return
-    with replaced(initialize, "compile_helpers", lambda: None):
+    with overridden(initialize, "compile_helpers", lambda: None):
         yield
 
 

@@ -18,7 +18,7 @@ from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
 from ...language.whole_model.workload import LanguageModelWorkload
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..decoder.attention_statistics import refuse_statistics
 from ..environment import check_process
 from ..exempt import EXEMPT
@@ -118,7 +118,7 @@ def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterat
     refuse_statistics(modules)
     forget_attention_selection()
     with ExitStack() as stack:
-        stack.enter_context(replaced(language_model.decoder, DEEPSTACK, _add_dense))
+        stack.enter_context(overridden(language_model.decoder, DEEPSTACK, _add_dense))
         stack.enter_context(fused_accumulation(modules))
         yield
 

@@ -14,7 +14,7 @@ from ...graphs.manager import GraphManager
 from ...options import PROVIDER_FIELDS
 from ..parallel.failures import named_failure
 from ..parallel.reduction_order import ReductionOrder
-from ..parallel.watchdog import STALLS
+from ..parallel.watchdog import WATCHDOG
 from ..seams.activation import before_deactivation
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
@@ -39,7 +39,7 @@ class GraphHelper:
         if self.graphs is not None:
             if self._in_flight is not None:
                 self.graphs.slots = self._in_flight()
-            with named_failure("capture"), STALLS.during("capture"):
+            with named_failure("capture"), WATCHDOG.during("capture"):
                 self.graphs.capture()
 
     def graphs_created(self) -> bool:
@@ -117,7 +117,7 @@ def default_executor(
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
-    launched = STALLS.launched if shared else None
+    launched = WATCHDOG.launched if shared else None
     return CudaGraphExecutor(generators=generators, isolated=isolated, launched=launched, beside=beside)
 
 

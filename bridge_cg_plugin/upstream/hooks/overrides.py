@@ -111,8 +111,8 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
     in_words = frozenset(map(_leaf, graph_words(words)))
     said = in_file | in_words
     fields = {name: value for name, value in fields_of(model).items() if not said.isdisjoint((name, tuning_of(name)))}
-    by_hand = in_words if "_target_" in in_file else said
-    chosen = frozenset(name for name in fields if not by_hand.isdisjoint((name, tuning_of(name))))
+    explicit = in_words if "_target_" in in_file else said
+    chosen = frozenset(name for name in fields if not explicit.isdisjoint((name, tuning_of(name))))
     return Written(fields, chosen, _settings_written(config, loaded, words))
 
 

@@ -19,7 +19,7 @@ from ..decoder.block import TransformerBlockFamily
 from ..environment import check_process
 from ..exempt import EXEMPT
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
-from ..parallel.process_groups import peers_of, shared_group, sharing_groups, without_messages
+from ..parallel.process_groups import consensus_of, shared_group, sharing_groups, without_collectives
 from ..parallel.schedules import microbatches_in_flight
 from ..random_states import random_states
 from ..seams.patches import Patch
@@ -124,7 +124,7 @@ class DecoderHelper(GraphHelper):
             before_replay=parameter_gather(chunks, decoder),
             reduction=gradient_reduction(chunks, decoder, order),
             exempt=EXEMPT,
-            peers=peers_of(shared_group(decoder)),
+            consensus=consensus_of(shared_group(decoder)),
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS)
         counted = in_flight if options.slots == "auto" else None
@@ -147,7 +147,7 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
 def _executor(decoder: nn.Module) -> Executor:
     """Return what records a decoder, whose layers ranks may share."""
     groups = sharing_groups(decoder)
-    return default_executor(random_states, without_messages(*groups), shared=bool(groups))
+    return default_executor(random_states, without_collectives(*groups), shared=bool(groups))
 
 
 def _microbatches() -> int:

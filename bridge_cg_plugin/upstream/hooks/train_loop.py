@@ -8,7 +8,7 @@ from typing import Any
 
 from ...graphs.report import metrics_of_ranks
 from ..parallel.failures import named_failure, several_ranks
-from ..parallel.watchdog import STALLS, timeout_s
+from ..parallel.watchdog import WATCHDOG, timeout_s
 from ..seams.call_arguments import arguments_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
@@ -41,7 +41,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
             if several_ranks() and asks_for_graphs(state.cfg.model):
                 doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
                 stack.enter_context(named_failure(doing))
-                stack.enter_context(STALLS.during(doing, timeout_s(state.cfg)))
+                stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             for graphs in active_graphs():
                 stack.enter_context(graphs.step())
             return old(*args, **kwargs)

@@ -17,7 +17,7 @@ from ..environment import check_process
 from ..exempt import EXEMPT
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ..parallel.image_groups import image_exchange
-from ..parallel.process_groups import peers_of, shared_group, tensor_group, without_messages
+from ..parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ..parallel.schedules import microbatches_in_flight
 from .graph_helper import GraphHelper, default_executor, release_module
 from .text_only import ImagelessMicrobatches
@@ -86,8 +86,8 @@ class VisionTECudaGraphHelper(GraphHelper):
                 before_replay=gather,
                 reduction=reduction if self.options.gradient_hooks == "awaited" else None,
                 exempt=EXEMPT,
-                peers=peers_of(shared_group(vision_model)),
-                twins=peers_of(tensor),
+                consensus=consensus_of(shared_group(vision_model)),
+                tensor_consensus=consensus_of(tensor),
             ),
         )
         if exchange is not None or gather is not None:
@@ -98,7 +98,7 @@ class VisionTECudaGraphHelper(GraphHelper):
     def _default_executor(self, tensor: Any) -> Executor:
         """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
         beside = self.options.streams != 1
-        return default_executor(isolated=without_messages(tensor), shared=tensor is not None, beside=beside)
+        return default_executor(isolated=without_collectives(tensor), shared=tensor is not None, beside=beside)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

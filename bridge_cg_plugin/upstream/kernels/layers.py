@@ -15,7 +15,7 @@ from ...attention_bounds import UNPACKED_FROM, deterministic
 from ...graphs.modules import every_module
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .attention_choice import fused_attention_refusal
 
@@ -39,7 +39,7 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     kernel = _layernorm_backward(extension.layernorm_bwd)
     with residual_stream() as stream, ExitStack() as stack:
         for owner in (extension, importlib.import_module(TE_LAYERNORM)):
-            stack.enter_context(replaced(owner, "layernorm_bwd", kernel))
+            stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
         for module in every_module(modules):
             if _begins_with_layernorm(module):
                 stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
@@ -77,11 +77,11 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
                 if callable(getattr(module, name, None)) and name in vars(module):
-                    stack.enter_context(replaced(module, name, _bias_residual(vars(module)[name])))
+                    stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
-                stack.enter_context(replaced(module, "forward", functools.partial(_attention_forward, module)))
+                stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
             if _adds_bias_before_gelu(module):
-                stack.enter_context(replaced(module, "forward", functools.partial(_mlp_forward, module)))
+                stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
         yield
 
 

@@ -12,7 +12,7 @@ from ...graphs.modules import every_module
 from ...offload import never_offload
 from ...offload.registry import rewrite
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION
 
@@ -28,12 +28,12 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
         return
     rotation = _Rotation(getattr(attention, ROTARY))
     with ExitStack() as stack:
-        stack.enter_context(replaced(attention, ROTARY, rotation.rotated))
+        stack.enter_context(overridden(attention, ROTARY, rotation.rotated))
         for module in every_module(modules):
             if type(module) is attention.Qwen3VLSelfAttention and _splits_by_head(module):
                 projected = functools.partial(rotation.projected, module)
-                stack.enter_context(replaced(module, "forward", functools.partial(rotation.attention, module)))
-                stack.enter_context(replaced(module, "get_query_key_value_tensors", projected))
+                stack.enter_context(overridden(module, "forward", functools.partial(rotation.attention, module)))
+                stack.enter_context(overridden(module, "get_query_key_value_tensors", projected))
         yield
 
 

@@ -1,4 +1,4 @@
-"""What a layer's saved tensors are: the part of the model that they belong to, and how they are made again."""
+"""What a layer's saved tensors are: the part of the model that they belong to, and how they are recomputed."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...graphs.modules import every_module
 from ...offload.registry import current_registry, derive, scoped
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry.engine import TE_LAYERNORM_LINEAR, TE_LINEAR
 
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.
@@ -40,10 +40,10 @@ def known_activations(modules: Sequence[nn.Module]) -> Iterator[None]:
         for name in (TE_LAYERNORM_LINEAR, TE_LINEAR):
             owner = sys.modules.get(name)
             if owner is not None:
-                stack.enter_context(replaced(owner, "general_gemm", _noting_product(owner.general_gemm)))
+                stack.enter_context(overridden(owner, "general_gemm", _noting_product(owner.general_gemm)))
         owner = sys.modules.get(TE_LAYERNORM_LINEAR)
         if owner is not None:
-            stack.enter_context(replaced(owner, "apply_normalization", _noting_norm(owner.apply_normalization)))
+            stack.enter_context(overridden(owner, "apply_normalization", _noting_norm(owner.apply_normalization)))
         yield
 
 
@@ -60,7 +60,7 @@ def _scopes(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _noting_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note of every normalization without quantization how its output is made again."""
+    """Note of every normalization without quantization how its output is recomputed."""
 
     def apply_normalization(x: Tensor, out: Any, weight: Tensor, bias: Tensor | None, *settings: Any) -> Any:
         made = original(x, out, weight, bias, *settings)
@@ -77,7 +77,7 @@ def _noting_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_product(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note of every matrix product of a forward, without quantization or communication, how it is made again."""
+    """Note of every matrix product of a forward, without quantization or communication, how it is recomputed."""
 
     def general_gemm(weight: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(weight, x, *args, **kwargs)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import SideWork, current_side_work
-from ..attributes import replaced
+from ...graphs.side_stream import SideStream, current_side_work
+from ..attributes import overridden
 from ..seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 
@@ -31,7 +31,7 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     products = _Products(side, modules)
     with ExitStack() as stack:
         for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
-            stack.enter_context(replaced(owner, "general_gemm", products.routed(owner.general_gemm)))
+            stack.enter_context(overridden(owner, "general_gemm", products.routed(owner.general_gemm)))
         yield
 
 
@@ -43,7 +43,7 @@ def side_workspace() -> Iterator[None]:
         yield
         return
     workspace = _own_workspace(side, gemm.get_cublas_workspace, gemm.get_cublas_workspace_size_bytes)
-    with replaced(gemm, "get_cublas_workspace", workspace):
+    with overridden(gemm, "get_cublas_workspace", workspace):
         yield
 
 
@@ -55,7 +55,7 @@ class _Products:
         modules: Roots of the modules whose products these are.
     """
 
-    def __init__(self, side: SideWork, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, side: SideStream, modules: Sequence[nn.Module]) -> None:
         parameters = [p for module in every_module(modules) for p in module._parameters.values() if p is not None]
         places = Counter(p.data_ptr() for p in parameters)
         # One stream alone may touch a gradient: that of a weight which several modules have stays on the main stream.
@@ -101,7 +101,7 @@ def _cast(made: Sequence[Any], bias: Tensor | None) -> tuple[Any, ...]:
 
 
 def _own_workspace(
-    side: SideWork, original: Callable[..., Any], size: Callable[[], int]
+    side: SideStream, original: Callable[..., Any], size: Callable[[], int]
 ) -> Callable[[int, bool, bool], Any]:
     """Return what stands in for Transformer Engine's `get_cublas_workspace`."""
 

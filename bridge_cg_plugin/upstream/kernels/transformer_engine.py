@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.registry.engine import TE_ATTENTION
 
 
@@ -48,7 +48,7 @@ def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             if getattr(module, "fuse_wgrad_accumulation", False) and hasattr(module, "is_first_microbatch"):
-                stack.enter_context(replaced(module, "is_first_microbatch", False))
+                stack.enter_context(overridden(module, "is_first_microbatch", False))
         yield
 
 
@@ -65,7 +65,7 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
             fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
             if not fusable or getattr(weight, "main_grad", None) is None:
                 continue
-            stack.enter_context(replaced(module, "fuse_wgrad_accumulation", True))
+            stack.enter_context(overridden(module, "fuse_wgrad_accumulation", True))
             # A first microbatch overwrites main_grad; a recording serves every microbatch.
-            stack.enter_context(replaced(module, "is_first_microbatch", False))
+            stack.enter_context(overridden(module, "is_first_microbatch", False))
         yield

@@ -11,9 +11,9 @@ import torch
 from torch import distributed, nn
 
 from ...graphs.executor import Isolated
-from ...graphs.rank_consensus import Alone, GroupPeers, Peers
+from ...graphs.rank_consensus import GroupConsensus, RankConsensus, SingleRank
 from ...upstream_types import UpstreamModule
-from ..attributes import replaced
+from ..attributes import overridden
 
 # What layers exchange tensors by, besides batches of sends and receives.
 EXCHANGES = (
@@ -52,15 +52,15 @@ def _several(group: Any) -> distributed.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
-def peers_of(group: distributed.ProcessGroup | None) -> Peers:
+def consensus_of(group: distributed.ProcessGroup | None) -> RankConsensus:
     """Return how the ranks of a group agree."""
     if group is None:
-        return Alone()
+        return SingleRank()
     on_gpu = distributed.get_backend(group) == "nccl"
-    return GroupPeers(group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    return GroupConsensus(group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
 
 
-def without_messages(*groups: distributed.ProcessGroup | None) -> Isolated:
+def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     """Return a context in which exchanges inside groups are left out: each rank goes on with its own part.
 
     A pass whose values nobody reads then waits for no other rank, so a rank that fails in it keeps none waiting.
@@ -77,7 +77,7 @@ def without_messages(*groups: distributed.ProcessGroup | None) -> Isolated:
         made["batch_isend_irecv"] = _batch_left_out(distributed.batch_isend_irecv)
         with ExitStack() as stack:
             for name, standin in made.items():
-                stack.enter_context(replaced(distributed, name, standin))
+                stack.enter_context(overridden(distributed, name, standin))
             yield
 
     return isolated

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from ..attributes import replaced
+from ..attributes import overridden
 from ..seams.call_arguments import arguments_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
@@ -33,7 +33,7 @@ def _tells_stage(entry: Seam) -> Callable[[Callable[..., Any]], Callable[..., An
                 return old(*args, **kwargs)
             owner = sys.modules[entry.module]
             model = getattr(owner, MODEL_OF_PROVIDER)
-            with replaced(owner, MODEL_OF_PROVIDER, functools.partial(model, **{STAGE: stage})):
+            with overridden(owner, MODEL_OF_PROVIDER, functools.partial(model, **{STAGE: stage})):
                 return old(*args, **kwargs)
 
         return provide

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..environment import stall_minutes
+from ..environment import watchdog_minutes
 from .watchdog_exit import Stall, act, warn_beside
 
 # Part of the time-out after which a rank says that it may be waiting, before NCCL ends it.
@@ -60,11 +60,11 @@ def replay_limit_s(timeout_s: float) -> float:
     Raises:
         OptionError: The time in the environment is invalid.
     """
-    minutes = stall_minutes()
+    minutes = watchdog_minutes()
     return 60.0 * minutes if minutes else timeout_s
 
 
-class StallWatch:
+class Watchdog:
     """Watches, from a thread of its own, a rank's steps and the replays that hold collectives.
 
     A launch makes a mark of its own and puts it in place together with its name, so a look that overlaps with launches
@@ -176,7 +176,7 @@ class StallWatch:
             self.look()
 
 
-STALLS = StallWatch(act)
+WATCHDOG = Watchdog(act)
 
 
 def timeout_s(config: Any) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...announce import warn
-from ..environment import STALL_MINUTES, stall_minutes
+from ..environment import WATCHDOG_MINUTES, watchdog_minutes
 
 # Exit status of a process that was ended here, the one by which `timeout` reports a time-out.
 STALLED = 124
@@ -56,8 +56,8 @@ def act(stall: Stall, grace_s: float = GRACE_S) -> None:
         stall: What waits.
         grace_s: Seconds until a process that does not end by itself is ended.
     """
-    if stall_minutes() == 0:
-        _beside(lambda: _report(f"this rank waits in {stall}. {STALL_MINUTES}=0 keeps the process"))
+    if watchdog_minutes() == 0:
+        _beside(lambda: _report(f"this rank waits in {stall}. {WATCHDOG_MINUTES}=0 keeps the process"))
         return
     _kill_after(2 * grace_s)
     _beside(lambda: _end_in_order(stall))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from bridge_cg_plugin.upstream.attributes import replaced
+from bridge_cg_plugin.upstream.attributes import overridden
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def compiled_side_by_side() -> Iterator[None]:
     """Inside, a kernel's tilings are compiled by as many threads as there are cores before they are timed."""
     from triton.runtime.autotuner import Autotuner
 
-    with replaced(Autotuner, "prune_configs", _compiling(Autotuner.prune_configs)):
+    with overridden(Autotuner, "prune_configs", _compiling(Autotuner.prune_configs)):
         yield
 
 

@@ -171,7 +171,7 @@ def compared(
 
 
 def rebuilding(helper: Any) -> dict[str, Any]:
-    """Return the ms that a GiB of each kind takes to be made again, where a memory target had it measured."""
+    """Return the ms that a GiB of each kind takes to be recomputed, where a memory target had it measured."""
     (region,) = helper.graphs._regions
     costs = {} if region._offloading is None else region._offloading.rebuild_ms
     return {"rebuild_ms_per_gb": {"/".join(group): ms * GIB for group, ms in costs.items()}} if costs else {}

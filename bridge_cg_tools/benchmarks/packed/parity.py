@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge_cg_plugin.upstream.attributes import replaced
+from bridge_cg_plugin.upstream.attributes import overridden
 from bridge_cg_tools.benchmarks.models.language_model import draw
 from bridge_cg_tools.benchmarks.models.tower import largest_relative, relative, relatives
 
@@ -43,7 +43,7 @@ def deterministic(model: nn.Module | None = None) -> Iterator[None]:
         with ExitStack() as stack:
             for module in modules:
                 if isinstance(getattr(module, "deterministic", None), bool):
-                    stack.enter_context(replaced(module, "deterministic", True))
+                    stack.enter_context(overridden(module, "deterministic", True))
             yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fills
@@ -63,7 +63,7 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
         for owner, attribute in graphs.replaced:
             upstreams = getattr(type(owner), attribute).__get__(owner)
             parts = graphs.workload.family.shards * graphs.workload.family.ranks
-            stack.enter_context(replaced(owner, attribute, _at_rows(upstreams, rows, parts)))
+            stack.enter_context(overridden(owner, attribute, _at_rows(upstreams, rows, parts)))
         yield
 
 

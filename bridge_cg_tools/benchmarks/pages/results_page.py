@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bridge_cg_plugin.attention_bounds import SIDE_WORK_UP_TO
+from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, origin, over_eager, table
@@ -24,7 +24,7 @@ def speed(records: Records) -> str:
     eager, fast, streams, found = (
         by_case(records, mode) for mode in ("eager", "plugin_fast", "plugin_streams", "plugin")
     )
-    default = fast | {case: r for case, r in streams.items() if r["tokens"] <= SIDE_WORK_UP_TO}
+    default = fast | {case: r for case, r in streams.items() if r["tokens"] <= SIDE_STREAM_UP_TO}
     rows = []
     for r in (found[case] for case in CASES if case in found and case in eager):
         memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""

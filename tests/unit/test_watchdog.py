@@ -15,9 +15,9 @@ from bridge_cg_plugin.announce import warn
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recording import ToldRecording
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.environment import STALL_MINUTES, check_process
+from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
 from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
-from bridge_cg_plugin.upstream.parallel.watchdog import StallWatch, replay_limit_s
+from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog, replay_limit_s
 
 from .mixes import IMAGES
 from .towers import draw, graphs_on, new_tower, results
@@ -56,10 +56,10 @@ class Rank:
     """A watch with a clock and a device of the test's own; its thread is the test, which looks as often."""
 
     def __init__(self, monkeypatch, **settings):
-        monkeypatch.setattr(StallWatch, "_watch", lambda self: None)
+        monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
         self.now, self.device, self.ended = 0.0, Device(), []
         self.meanwhile = []  # what the training thread does while the watch reads the clock
-        self.watch = StallWatch(self.ended.append, self.clock, self.device.mark, tell=warn, **settings)
+        self.watch = Watchdog(self.ended.append, self.clock, self.device.mark, tell=warn, **settings)
 
     def clock(self):
         if self.meanwhile:
@@ -240,7 +240,7 @@ def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog)
 
 def test_its_thread_looks_by_itself():
     ended, device = [], Device()
-    watch = StallWatch(ended.append, mark=device.mark)
+    watch = Watchdog(ended.append, mark=device.mark)
     with watch.during("step 1", 0.2):
         watch.launched("replay")
         end = time.monotonic() + 10
@@ -274,9 +274,9 @@ import functools, logging, sys, threading, time
 from types import SimpleNamespace
 logging.basicConfig(stream=sys.stderr)
 from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
-from bridge_cg_plugin.upstream.parallel.watchdog import StallWatch
+from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog
 never = SimpleNamespace(record=lambda: None, query=lambda: False)
-watch = StallWatch(functools.partial(stall_end.act, grace_s=GRACE), mark=lambda: never)
+watch = Watchdog(functools.partial(stall_end.act, grace_s=GRACE), mark=lambda: never)
 def other_threads_work():
     time.sleep(60)
 threading.Thread(target=other_threads_work, daemon=True).start()
@@ -342,25 +342,25 @@ def test_a_process_that_hangs_while_python_ends_is_ended_too():
 
 def test_a_user_can_keep_the_process():
     wait = "time.sleep(3); sys.exit(7)"
-    done = ends(wait, **{STALL_MINUTES: "0"})
+    done = ends(wait, **{WATCHDOG_MINUTES: "0"})
     assert done.returncode == 7 and "training cleaned up" in done.stdout
-    assert done.stderr.count("this rank waits in step 3") == 1 and f"{STALL_MINUTES}=0" in done.stderr
+    assert done.stderr.count("this rank waits in step 3") == 1 and f"{WATCHDOG_MINUTES}=0" in done.stderr
     assert "in wait_for_the_device" in done.stderr
 
 
 @pytest.mark.parametrize("value, limit", [(None, 600.0), ("", 600.0), ("0", 600.0), ("2.5", 150.0), ("60", 3600.0)])
 def test_the_time_can_be_changed(monkeypatch, value, limit):
     if value is None:
-        monkeypatch.delenv(STALL_MINUTES, raising=False)
+        monkeypatch.delenv(WATCHDOG_MINUTES, raising=False)
     else:
-        monkeypatch.setenv(STALL_MINUTES, value)
+        monkeypatch.setenv(WATCHDOG_MINUTES, value)
     assert replay_limit_s(600.0) == limit
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
 def test_a_time_that_is_none_is_refused_before_training(monkeypatch, value):
-    monkeypatch.setenv(STALL_MINUTES, value)
-    with pytest.raises(OptionError, match=f"{STALL_MINUTES}.*{value}"):
+    monkeypatch.setenv(WATCHDOG_MINUTES, value)
+    with pytest.raises(OptionError, match=f"{WATCHDOG_MINUTES}.*{value}"):
         check_process()
 
 

@@ -96,7 +96,7 @@ def test_mixes_replayed_on_two_streams(tower_module, model, grads, graphs_of):
     check_mixes(tower_module, model, grads, helper)
 
 
-def test_activations_leave_the_device_beside_side_work(tower_module, repeatable_model):
+def test_activations_leave_the_device_beside_side_stream(tower_module, repeatable_model):
     grads = tower_module.MainGrads(repeatable_model)
     batch = tower_module.make_batch(ONE, repeatable_model)
     found = {}
@@ -124,9 +124,9 @@ def test_kernels_run_beside_one_another(tower_module, model, grads, graphs_of):
 def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
     tower_module, model, grads, graphs_of, monkeypatch
 ):
-    from bridge_cg_plugin.graphs.side_stream import SideWork
+    from bridge_cg_plugin.graphs.side_stream import SideStream
 
-    turn = SideWork._turn
+    turn = SideStream._turn
 
     def fails(side):
         if torch.cuda.is_current_stream_capturing():
@@ -134,10 +134,10 @@ def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
         turn(side)
 
     helper = graphs_of(buckets=(1024,), streams=2, strict=False, capture=False)
-    monkeypatch.setattr(SideWork, "_turn", fails)
+    monkeypatch.setattr(SideStream, "_turn", fails)
     helper.create_cudagraphs()
     assert not helper.graphs_created() and "made to fail" in helper.graphs.failure
-    monkeypatch.setattr(SideWork, "_turn", turn)
+    monkeypatch.setattr(SideStream, "_turn", turn)
     batch = tower_module.make_batch(ONE, model)
     expected, first = run(tower_module, model, grads, batch)
     helper.create_cudagraphs()

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs import side_stream as side_work
+from bridge_cg_plugin.graphs import side_stream as side_stream
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideWork, ahead, beside, branch, current_side_work
+from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideStream, ahead, beside, branch, current_side_work
 
 from ..regions import new_region
 from .test_region import assert_equals_eager
@@ -44,8 +44,8 @@ class Machine:
     def __init__(self, monkeypatch) -> None:
         self.main, self.side, self.count = Stream(), Stream(), 0
         self.current = self.main
-        monkeypatch.setattr(side_work.torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(side_work.torch.cuda, "stream", self.on)
+        monkeypatch.setattr(side_stream.torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(side_stream.torch.cuda, "stream", self.on)
 
     @contextmanager
     def on(self, stream):
@@ -65,7 +65,7 @@ def machine(monkeypatch):
 
 
 def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     with side.active():
         first = machine.submit()
         made = beside(machine.submit)
@@ -75,7 +75,7 @@ def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
 
 
 def test_what_is_asked_for_is_waited_for(machine):
-    with SideWork(machine.side).active():
+    with SideStream(machine.side).active():
         early, late = ahead(machine.submit), ahead(machine.submit)
         made = early.result()
         assert made in machine.main.done
@@ -84,14 +84,14 @@ def test_what_is_asked_for_is_waited_for(machine):
 
 
 def test_work_inside_work_stays_in_its_place(machine):
-    with SideWork(machine.side).active():
+    with SideStream(machine.side).active():
         made = beside(lambda: (beside(machine.submit), ahead(machine.submit).result()))
     assert set(made) <= machine.side.done
 
 
 @pytest.mark.parametrize("pieces", [1, TOGETHER, 5 * TOGETHER + 3])
 def test_what_side_work_reads_is_kept_until_the_main_stream_has_waited(machine, pieces):
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     with side.active():
         for _ in range(pieces):
             beside(machine.submit, torch.zeros(1))
@@ -105,7 +105,7 @@ def test_what_side_work_reads_is_kept_until_the_main_stream_has_waited(machine, 
 def test_nothing_is_dropped_that_may_still_be_read(steps):
     with pytest.MonkeyPatch.context() as patched:
         machine = Machine(patched)
-        side, begun, kept = SideWork(machine.side), [], {}
+        side, begun, kept = SideStream(machine.side), [], {}
         with side.active():
             for step in steps:
                 if step == "main":
@@ -126,7 +126,7 @@ def test_nothing_is_dropped_that_may_still_be_read(steps):
 
 
 def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     with pytest.raises(KeyError, match="first"), side.active():
         made = beside(machine.submit)
         raise KeyError("first")
@@ -135,7 +135,7 @@ def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
 
 
 def test_an_error_inside_work_leaves_the_next_work_beside(machine):
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     with side.active():
         with pytest.raises(ZeroDivisionError):
             beside(lambda: 1 // 0)
@@ -145,7 +145,7 @@ def test_an_error_inside_work_leaves_the_next_work_beside(machine):
 
 def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
     machine.side.done.add(99)  # in a capture it would be another stream's work
-    with SideWork(machine.side).active():
+    with SideStream(machine.side).active():
         machine.submit()
     assert 99 not in machine.main.done
 
@@ -157,7 +157,7 @@ def test_without_a_side_stream_work_runs_in_its_place(machine):
 
 
 def test_a_tensor_that_is_used_twice_in_a_forward_is_told_apart():
-    side, once, twice = SideWork(None), torch.zeros(1), torch.zeros(1)
+    side, once, twice = SideStream(None), torch.zeros(1), torch.zeros(1)
     side.begin()
     for used in (once, twice, twice):
         side.note_use(used)
@@ -185,7 +185,9 @@ class BesideProgram(ToyProgram):
 
 def beside_region():
     """Return a region of `BesideProgram` that is not captured yet."""
-    return new_region(BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True)
+    return new_region(
+        BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
+    )
 
 
 def test_a_region_with_side_work_equals_eager():
@@ -228,7 +230,7 @@ def branching_region(frozen=()):
     for name in frozen:
         getattr(model, name).requires_grad_(False)
     return new_region(
-        BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_work=lambda bucket: True
+        BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
     )
 
 
@@ -257,7 +259,7 @@ def test_branches_equal_eager(frozen, requires_grad):
 
 def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machine):
     x, order = torch.ones(2, requires_grad=True), []
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     side.begin()
     with side.active():
         hidden = x * 2
@@ -278,7 +280,7 @@ def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machi
 def test_what_a_branch_begins_with_is_kept_until_its_backward_is_waited_for(machine, trained_before):
     """Where nothing before it is trained, only the branch saved it: submitted, it is dropped."""
     x, weight = torch.ones(2, requires_grad=trained_before), torch.ones(2, requires_grad=True)
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     side.begin()
     with side.active():
         out = branch(lambda h: h * weight, x)
@@ -295,7 +297,7 @@ def test_a_branch_that_is_changed_on_its_way_out_is_an_error():
 
 
 def test_nothing_branches_where_activations_leave_the_device():
-    side, x = SideWork(None), torch.ones(2, requires_grad=True)
+    side, x = SideStream(None), torch.ones(2, requires_grad=True)
     side.begin(branching=False)
     with side.active():
         out = branch(lambda h: h * 3, x * 2)
@@ -303,7 +305,7 @@ def test_nothing_branches_where_activations_leave_the_device():
 
 
 def test_without_gradients_a_branch_is_work_beside(machine):
-    side = SideWork(machine.side)
+    side = SideStream(machine.side)
     side.begin()
     with side.active(), torch.no_grad():
         made = branch(lambda h: machine.submit(), torch.ones(1))
@@ -323,7 +325,7 @@ def test_a_capture_that_fails_leaves_no_side_work_behind():
 
 def test_a_region_asks_for_each_bucket():
     asked = []
-    toy_region(has_side_work=lambda bucket: asked.append(bucket.tokens) or False)
+    toy_region(has_side_stream=lambda bucket: asked.append(bucket.tokens) or False)
     assert set(asked) == {4, 8, 16}
 
 
@@ -337,7 +339,7 @@ def test_a_tower_computes_the_same_on_any_number_of_streams(streams):
         assert not graphs.statistics().fallbacks
 
 
-def test_activations_that_leave_the_device_beside_side_work():
+def test_activations_that_leave_the_device_beside_side_stream():
     rows, model = [[1, 4, 6], [2, 4, 4]], new_tower()
     expected = [*itertools.chain(*results(model, rows))]
     with graphs_on(model, streams=2, offload=("attention", "mlp", "merger", "other"), offload_min_bytes=1) as graphs:
@@ -347,7 +349,7 @@ def test_activations_that_leave_the_device_beside_side_work():
 
 def test_sums_of_two_streams_share_no_memory():
     reduction = pytest.importorskip("bridge_cg_plugin.vision.kernels.reduction")
-    side, sums, kind = SideWork(None), reduction.DeferredSums([]), (2, 4, torch.float32, torch.device("cpu"))
+    side, sums, kind = SideStream(None), reduction.DeferredSums([]), (2, 4, torch.float32, torch.device("cpu"))
     with side.active():
         found = [*sums.place(*kind), *sums.place(*kind), *beside(lambda: sums.place(*kind))]
     main, again, other = (found[i].untyped_storage().data_ptr() for i in (0, 2, 4))
@@ -370,4 +372,4 @@ def test_sums_of_two_streams_share_no_memory():
 )
 def test_buckets_that_have_side_work(choices, tokens, expected):
     with graphs_on(new_tower(), capture=False, **choices) as graphs:
-        assert graphs.workload.planned.has_side_work(Bucket(tokens)) is expected
+        assert graphs.workload.planned.has_side_stream(Bucket(tokens)) is expected
