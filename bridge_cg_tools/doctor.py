@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bridge_cg_plugin
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES
 
@@ -96,7 +97,7 @@ def diagnose(wants_gpu: bool = True) -> Diagnosis:
     found.versions = {name: _version(name) for name in PACKAGES}
     found.environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     found.entry_points = [
-        entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == __package__
+        entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == bridge_cg_plugin.__name__
     ]
     missing = [name for name in ("torch", "megatron-core", "megatron-bridge") if found.versions[name] is None]
     if missing:
