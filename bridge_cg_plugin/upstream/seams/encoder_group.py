@@ -1,5 +1,7 @@
 """Encoders of other packages: the entry points that name them. Imports neither torch nor those packages."""
 
+import os
+import sys
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -10,5 +12,30 @@ GROUP = "bridge_cg_plugin.encoders"
 @cache
 def other_providers() -> tuple[tuple[str, str], ...]:
     """Return module and class of the providers that entry points name."""
+    if not any(map(_may_declare, sys.path)):
+        return ()
     paths = (point.name.rpartition(".") for point in entry_points(group=GROUP))
     return tuple((module, provider) for module, _, provider in paths if module)
+
+
+def _may_declare(place: str) -> bool:
+    """Whether a distribution at a place of `sys.path` may name the group.
+
+    The plugin is loaded in every process that imports PyTorch, where `entry_points` would take most of its time.
+    """
+    try:
+        with os.scandir(place or os.curdir) as found:
+            folders = [entry.path for entry in found if entry.name.endswith((".dist-info", ".egg-info"))]
+    except FileNotFoundError:
+        return False
+    except OSError:  # an archive, say: only importlib looks into it
+        return True
+    return any(map(_names_the_group, folders))
+
+
+def _names_the_group(folder: str) -> bool:
+    try:
+        with open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
+            return GROUP in file.read()
+    except OSError:
+        return False
