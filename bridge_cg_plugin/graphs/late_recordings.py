@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -32,6 +32,7 @@ class LateRecordings:
         slots: The region's, all made.
         consensus: Ranks that record together with this one or not at all.
         strict: Whether a recording that fails raises.
+        before_replay: Called before a recording, too, which reads parameters; see `Surroundings`.
 
     Attributes:
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
@@ -44,9 +45,10 @@ class LateRecordings:
         slots: Sequence[Slot],
         consensus: RankConsensus,
         strict: bool,
+        before_replay: Callable[[], None] | None,
     ) -> None:
         self._recorder, self._sources, self._slots = recorder, sources, slots
-        self._consensus, self._strict = consensus, strict
+        self._consensus, self._strict, self._before_replay = consensus, strict, before_replay
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
         self._asked: Counter[Hashable] = Counter()
@@ -124,6 +126,8 @@ class LateRecordings:
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
+        if self._before_replay is not None:
+            self._before_replay()
         started = time.perf_counter()
         others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
         alone = others_have_it and not isinstance(self._consensus, SingleRank)

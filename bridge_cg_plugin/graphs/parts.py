@@ -54,6 +54,8 @@ class Parts:
         """Put back what was called before."""
         for method in reversed(self._methods):
             method.restore()
+        # What stood in for the attributes holds this object: regions are given back now, not by a collection.
+        self._methods, self._regions, self.followers = [], [], []
 
     def common_slot(self, batch: Any) -> int | Fallback:
         """Return a slot in which every part can replay the batch; without one, the first part's reason."""

@@ -111,7 +111,7 @@ class Region:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
             sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
             recorder = Recorder(self._piece, self.executor, self.statistics, self._watch)
-            late = LateRecordings(recorder, sources, slots, self._consensus, self._strict)
+            late = LateRecordings(recorder, sources, slots, self._consensus, self._strict, self._before_replay)
             self._made = _Made(sources, late)
             for index in range(self.slot_count):
                 modes = partial(self._planned_modes, index == 0)

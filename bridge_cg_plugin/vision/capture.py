@@ -75,11 +75,12 @@ class EncoderCapture:
         """Choose attention; returns the most tokens that a bucket may have on this rank."""
         self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         self.kernels.choose_attention()
-        return self.plan.capacity_limit(manager.executor, self.encoder_program(), self.kernels.attends_directly)
+        return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
     def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:
         """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
+        self._regions = []
         self.buckets = self.plan.buckets(limit, headroom)
         self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
         return self._excess(manager.slots)

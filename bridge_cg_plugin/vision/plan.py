@@ -1,6 +1,7 @@
 """Which sizes an encoder is captured for: what warm-up steps showed, what options say, what memory allows."""
 
 import math
+from collections.abc import Callable
 
 from ..attention_bounds import deterministic
 from ..graphs.buckets import BucketPlan, plan_buckets
@@ -81,19 +82,19 @@ class EncoderPlan:
         wanted = 2 * self._frames
         return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
 
-    def capacity_limit(self, executor: Executor, program: RegionProgram, directly: bool) -> float:
+    def capacity_limit(self, executor: Executor, program: Callable[[], RegionProgram], directly: bool) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it.
 
         Args:
             executor: Measures memory.
-            program: The whole encoder.
+            program: Returns the whole encoder.
             directly: Whether cuDNN's attention is called directly.
         """
         options, adapter = self._options, self._adapter
         limits = [adapter.deterministic_tokens] if deterministic() else []
         if options.buckets_max_gb is not None and executor.device.type == "cuda":
             memory = measure_memory(
-                executor, program, adapter.unit, lambda tokens: adapter.bounds(tokens, 1, directly)[0]
+                executor, program(), adapter.unit, lambda tokens: adapter.bounds(tokens, 1, directly)[0]
             )
             limits.append(memory.tokens_within(options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)

@@ -1,5 +1,6 @@
 """A vision encoder as the graph manager sees it: calls as images, what is observed, results, notes."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,12 +126,7 @@ class VisionWorkload(Workload):
         Raises:
             BatchError: The pixels do not fit what describes them, or the encoder, and eager refuses them.
         """
-        try:
-            return self.runs.eager(call, eager)
-        except Exception as error:
-            if call.misfit is None or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise BatchError(call.misfit) from error
+        return self.runs.eager(call, partial(_explained, call, eager))
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Any:
         """See `Workload`."""
@@ -153,3 +149,13 @@ class VisionWorkload(Workload):
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes
+
+
+def _explained(call: Call, eager: Eager) -> Any:
+    """Run a call eager; an error over pixels that do not fit is a `BatchError` that says so."""
+    try:
+        return eager()
+    except Exception as error:
+        if call.misfit is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise BatchError(call.misfit) from error

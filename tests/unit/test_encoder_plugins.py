@@ -1,5 +1,6 @@
 """An encoder of another package, registered by its entry point, on graphs like one of this package's."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoder_group
 
-from .mean_encoder import PATCHES, WIDTH, MeanTower
+from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanTower
 from .towers import graphs_on, new_tower, poison
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,19 @@ def test_a_package_that_cannot_be_used_is_told_and_left_out(installed, value, ca
     assert registry.find_encoder(new_tower()) is not None
     (said,) = [record.getMessage() for record in caplog.records]
     assert value in said and "bridge_cg_plugin.encoders" in said
+
+
+def test_one_that_fails_in_a_model_is_told_once_and_found_nowhere(monkeypatch, caplog):
+    def fails(holder):
+        raise AttributeError("no such part")
+
+    broken = dataclasses.replace(ENCODER, name="broken", find=fails)
+    monkeypatch.setattr(registry, "encoders", lambda: (broken, *registry.ENCODERS))
+    monkeypatch.setattr(registry, "_failed", set())
+    assert registry.find_encoder([MeanModel(), MeanModel()]) is None
+    assert registry.find_encoder(new_tower()) is not None
+    (said,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+    assert "no such part" in said
 
 
 PROVIDER_SCRIPT = """

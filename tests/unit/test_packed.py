@@ -1,6 +1,7 @@
 """A GPT model's decoder on graphs of packed documents, against eager, through the reference executor."""
 
 import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -390,6 +391,17 @@ def test_without_a_pack_in_warm_up_nothing_is_captured(bare):
         assert graphs.statistics().fallbacks == {"capture_failed": 1}
     with pytest.raises(CaptureError, match="no packed microbatch"), graphs_on(bare):
         pass
+
+
+def test_regions_of_parts_are_given_back_without_a_collection(model):
+    with graphs_on(model, pack(WARMUP), cuda_graph_modules=["attn"]) as graphs:
+        regions = [weakref.ref(region) for region in graphs._regions]
+        gc.disable()
+        try:
+            graphs.reset()
+            assert [region for region in regions if region() is not None] == []
+        finally:
+            gc.enable()
 
 
 def test_detaching_leaves_the_decoder_as_it_was(model):

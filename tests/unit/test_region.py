@@ -462,6 +462,18 @@ def test_before_replay_runs_once_for_each_replay_only():
     assert len(calls) == 2
 
 
+def test_a_recording_that_a_batch_asks_for_waits_for_parameters_first(monkeypatch):
+    order = []
+    region = toy_region(before_replay=lambda: order.append("wait"))
+    record = region.executor.record
+    monkeypatch.setattr(region.executor, "record", lambda *args: (order.append("record"), record(*args))[1])
+    region.program.model.eval()
+    region.run(toy_batch())
+    assert order == [], "the mode may not last"
+    region.run(toy_batch())
+    assert order == ["wait", "record", "wait"]
+
+
 def test_an_error_while_loading_gives_the_slot_back():
     region, batch = toy_region(), toy_batch((2, 4))
     broken = type(batch)(batch.x[:, :3], batch.offsets)

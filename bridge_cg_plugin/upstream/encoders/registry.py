@@ -17,6 +17,7 @@ from .qwen25_vl import QWEN25_VL
 from .siglip import SIGLIP
 
 ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP)
+_failed: set[str] = set()
 
 
 class FoundEncoder(NamedTuple):
@@ -57,10 +58,23 @@ def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None
     """Return the encoder of a model under any wrapper, None on a stage without one that graphs know."""
     for family in encoders():
         for holder in holders(chunks):
-            model = family.find(holder)
+            model = _find(family, holder)
             if model is not None:
                 return FoundEncoder(model, holder, family)
     return None
+
+
+def _find(family: EncoderFamily, holder: nn.Module) -> nn.Module | None:
+    """Return what a family finds; one of another package that fails has nothing there."""
+    try:
+        return family.find(holder)
+    except Exception as error:
+        if family in ENCODERS:
+            raise
+        if family.name not in _failed:
+            _failed.add(family.name)
+            warn(f"the encoder {family.name} of another package cannot be looked for in a model: {error!r}")
+        return None
 
 
 def check_modules(options: VisionGraphOptions, family: EncoderFamily) -> None:
