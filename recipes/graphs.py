@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import status
+from ..announce import announce
 from ..options import PACKED_FIELDS, PROVIDER_FIELDS, OptionError, facts_of, normalize
 from ..options.deepstack import ALLREDUCE, splits_deepstack
 from .gpus import GPUS, Gpu
@@ -118,6 +119,10 @@ def set_vision_fields(config: Any, gpu: Gpu) -> None:
     }
     for option, value in values.items():
         setattr(model, PROVIDER_FIELDS[option], value)
+    buckets: Any = getattr(model, PROVIDER_FIELDS["buckets"], "auto")
+    if not isinstance(buckets, str):
+        fitting = [tokens for tokens in buckets if tokens <= gpu.max_seq_length]
+        setattr(model, PROVIDER_FIELDS["buckets"], fitting or "auto")
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
     if splits_deepstack(facts_of(normalize(config)[1])):
         setattr(model, ALLREDUCE, True)
@@ -127,6 +132,8 @@ def set_vision_fields(config: Any, gpu: Gpu) -> None:
 
 def _recompute_experts_only(model: Any) -> None:
     # Full recompute reaches the vision encoder, which graphs refuse; the encoder has no experts.
+    if not getattr(model, "num_moe_experts", None):
+        announce("vision CUDA graphs: full recompute is off, of the language model too, which then takes more memory")
     model.recompute_granularity, model.recompute_modules = "selective", ["moe"]
     model.recompute_method = model.recompute_num_layers = None
 

@@ -235,7 +235,7 @@ class SideStream:
 _current: SideStream | None = None
 
 
-def current_side_work() -> SideStream | None:
+def current_side_stream() -> SideStream | None:
     """Return the side stream of the work that is recorded now; None where everything runs on one stream."""
     return _current
 

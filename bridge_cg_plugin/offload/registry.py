@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -194,8 +193,3 @@ def scoped(scope: str) -> tuple[Callable[..., None], Callable[..., None]]:
             _current.leave()
 
     return enter, leave
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's storage."""
-    return tensor.untyped_storage().nbytes()

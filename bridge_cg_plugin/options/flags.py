@@ -8,7 +8,7 @@ from typing import Any
 
 from .declaration import Group, Option
 from .errors import OptionError
-from .groups import GROUPS, split_name, tuning_of
+from .groups import GROUPS, TUNING, split_name, tuning_of
 from .offload import CORE_FIELDS
 from .values import words
 
@@ -84,7 +84,8 @@ def add_flags(parser: argparse.ArgumentParser, replace: bool = False) -> None:
     parser.conflict_handler = "resolve" if replace else before
     group = parser.add_argument_group("CUDA graphs")
     for flag in FLAGS:
-        group.add_argument(*flag.spellings, dest=flag.name, metavar=flag.value, help=flag.meaning)
+        action = "append" if flag.field in TUNING else "store"
+        group.add_argument(*flag.spellings, dest=flag.name, metavar=flag.value, help=flag.meaning, action=action)
     parser.conflict_handler = before
 
 
@@ -94,6 +95,7 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     for flag in FLAGS:
         value = getattr(arguments, flag.name, None)
         if value is not None:
+            value = ",".join(value) if isinstance(value, list) else value  # of a mapping that was given in parts
             found.update(_offload_fields(value) if flag.name == OFFLOAD else {flag.field: value})
     return found
 
@@ -115,8 +117,11 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise OptionError(
             str(error.argument_name), " ".join(tokens), "a flag and its value", f"{error.message}."
         ) from None
-    tuning = {token: found for token in rest if (found := _tuning_word(token))}
-    return dict(tuning.values()) | given_flags(arguments), [token for token in rest if token not in tuning]
+    tuning = {token: word for token in rest if (word := _tuning_word(token))}
+    found = given_flags(arguments)
+    for field, value in tuning.values():
+        found[field] = f"{found[field]},{value}" if field in TUNING and field in found else value
+    return found, [token for token in rest if token not in tuning]
 
 
 def _tuning_word(token: str) -> tuple[str, str] | None:

@@ -185,6 +185,8 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
     leaves, settings = [], {}
     for name, value in pairs:
         path, leaf = split_name(name.replace("-", "_"))
+        for part in path:
+            _refuse_section(part, name, value)
         if not path or path[-1] in MODEL_SECTIONS:
             leaves.append((leaf, value))
         elif leaf in FIELDS:
@@ -234,6 +236,15 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
         elif check:
             _refuse_lookalike(name, value)
     return Written(fields, frozenset(fields), settings)
+
+
+def _refuse_section(part: str, name: str, value: Any) -> None:
+    """Refuse a word whose section is a misspelt mapping of options, or a key under one of its keys."""
+    if part in TUNING:
+        raise OptionError(name, value, f"{part}.NAME=VALUE", "A tuning value has no parts.")
+    if "cuda_graph" in part:
+        near = difflib.get_close_matches(part, TUNING, n=1)
+        raise OptionError(name, value, f"{near[0] if near else 'model'}.NAME=VALUE", "There is no such section.")
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:

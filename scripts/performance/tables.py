@@ -3,6 +3,7 @@
 python scripts/performance/tables.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,4 +13,5 @@ sys.path.insert(0, str(ROOT))
 from bridge_cg_tools.benchmarks.pages.results_page import write_pages
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     write_pages()

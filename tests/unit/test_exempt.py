@@ -6,7 +6,7 @@ import pytest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 
 from bridge_cg_plugin.upstream.exempt import own_hook
-from bridge_cg_plugin.upstream.hooks.text_only import ImagelessMicrobatches
+from bridge_cg_plugin.upstream.hooks.text_only import TextOnlyMicrobatches
 
 
 def gathers():
@@ -14,7 +14,7 @@ def gathers():
     return DistributedDataParallel._make_forward_pre_hook(object.__new__(DistributedDataParallel))
 
 
-@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), ImagelessMicrobatches._before_embedding])
+@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), TextOnlyMicrobatches._before_embedding])
 def test_hooks_of_upstream_and_of_the_plugin_are_their_own(hook):
     assert own_hook(hook)
 

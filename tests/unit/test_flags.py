@@ -1,4 +1,5 @@
 import argparse
+import re
 
 import pytest
 
@@ -89,3 +90,27 @@ def test_cleared_flags_are_those_of_a_copy():
 
 def test_an_unknown_flag_names_the_nearest():
     assert "--vision_cuda_graph_impl" in str(unknown_flag("--vision-cuda-graph-imp=x", ["--vision_cuda_graph_impl"]))
+
+
+def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
+    tuning = "vision_cuda_graph_tuning"
+    words = ["--vision-cuda-graph-tuning", "slots=2", "--vision_cuda_graph_tuning", "kernels=exact"]
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert given_flags(parser.parse_args(words)) == {tuning: "slots=2,kernels=exact"}
+    found, rest = take_flags([*words, f"model.{tuning}.slots=4", f"{tuning}=streams=2", "train.train_iters=5"])
+    options = normalize(found)[0].vision
+    assert (options.slots, options.kernels, options.streams) == (4, "exact", 2) and rest == ["train.train_iters=5"]
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("vision_cuda_graph_tunning.slots=2", "allowed is vision_cuda_graph_tuning.NAME=VALUE"),
+        ("cuda_graph_tuning.slots=2", "_tuning.NAME=VALUE"),
+        ("vision_cuda_graph_tuning.slots.x=2", "has no parts"),
+    ],
+)
+def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
+    with pytest.raises(OptionError, match=re.escape(said)):
+        normalize([word])

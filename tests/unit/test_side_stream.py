@@ -13,7 +13,7 @@ from torch import nn
 from bridge_cg_plugin.graphs import side_stream as side_stream
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideStream, ahead, beside, branch, current_side_work
+from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideStream, ahead, beside, branch, current_side_stream
 
 from ..regions import new_region
 from .test_region import assert_equals_eager
@@ -131,7 +131,7 @@ def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
         made = beside(machine.submit)
         raise KeyError("first")
     assert made in machine.main.done
-    assert current_side_work() is None and side.held == 0
+    assert current_side_stream() is None and side.held == 0
 
 
 def test_an_error_inside_work_leaves_the_next_work_beside(machine):
@@ -151,7 +151,7 @@ def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
 
 
 def test_without_a_side_stream_work_runs_in_its_place(machine):
-    assert current_side_work() is None
+    assert current_side_stream() is None
     assert beside(machine.submit) == 1 and ahead(machine.submit).result() == 2
     assert machine.main.done == {1, 2} and not machine.side.done
 
@@ -172,7 +172,7 @@ class BesideProgram(ToyProgram):
     fails = False
 
     def forward(self, buffers, bucket):
-        assert current_side_work() is not None
+        assert current_side_stream() is not None
         outputs = super().forward(buffers, bucket)
         seen = ahead(lambda: [o.detach().sum() for o in outputs])
         if outputs[0].requires_grad:
@@ -194,7 +194,7 @@ def test_a_region_with_side_work_equals_eager():
     region, batch = beside_region(), toy_batch()
     region.capture()
     assert_equals_eager(region, batch)
-    assert current_side_work() is None
+    assert current_side_stream() is None
 
 
 class Branching(nn.Module):
@@ -317,7 +317,7 @@ def test_a_capture_that_fails_leaves_no_side_work_behind():
     region.program.fails = True
     with pytest.raises(CaptureError, match="made to fail"):
         region.capture()
-    assert current_side_work() is None
+    assert current_side_stream() is None
     region.program.fails = False
     region.capture()
     assert region.captured

@@ -16,7 +16,7 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recording import ToldRecording
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
-from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
+from bridge_cg_plugin.upstream.parallel import watchdog_exit
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog, replay_limit_s
 
 from .mixes import IMAGES
@@ -273,10 +273,10 @@ SCRIPT = """
 import functools, logging, sys, threading, time
 from types import SimpleNamespace
 logging.basicConfig(stream=sys.stderr)
-from bridge_cg_plugin.upstream.parallel import watchdog_exit as stall_end
+from bridge_cg_plugin.upstream.parallel import watchdog_exit
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog
 never = SimpleNamespace(record=lambda: None, query=lambda: False)
-watch = Watchdog(functools.partial(stall_end.act, grace_s=GRACE), mark=lambda: never)
+watch = Watchdog(functools.partial(watchdog_exit.act, grace_s=GRACE), mark=lambda: never)
 def other_threads_work():
     time.sleep(60)
 threading.Thread(target=other_threads_work, daemon=True).start()
@@ -321,7 +321,7 @@ def test_training_that_can_still_raise_ends_in_order():
 def test_a_process_that_is_still_there_after_the_grace_is_ended():
     begun = time.monotonic()
     done = ends(BLOCKED, grace="1")
-    assert done.returncode == stall_end.STALLED == 124
+    assert done.returncode == watchdog_exit.STALLED == 124
     assert "in wait_for_the_device" in done.stderr and "this rank ends in step 3" in done.stderr
     assert "training cleaned up" not in done.stdout and time.monotonic() - begun < 60
 
@@ -329,7 +329,7 @@ def test_a_process_that_is_still_there_after_the_grace_is_ended():
 def test_a_process_whose_logger_is_locked_is_ended_too():
     """Whoever holds a logger's lock waits for the device: the message cannot be written, the end must come."""
     done = ends(f"logging.getLogger().handlers[0].acquire(); {BLOCKED}", grace="1")
-    assert done.returncode == stall_end.STALLED
+    assert done.returncode == watchdog_exit.STALLED
     assert "in wait_for_the_device" in done.stderr
 
 

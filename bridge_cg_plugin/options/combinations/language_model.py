@@ -40,7 +40,7 @@ def _dropout_in_recompute(options: GraphOptions, facts: Facts) -> str | None:
     return None
 
 
-def _modules_by_hand(options: GraphOptions, facts: Facts) -> bool:
+def _explicit_modules(options: GraphOptions, facts: Facts) -> bool:
     lm = options.language_model
     written = IMPL in facts.explicit and not facts.explicit.isdisjoint((MODULES, SCOPE))
     return not lm.enabled and bool(lm.modules) and written
@@ -64,7 +64,7 @@ LANGUAGE_MODEL = (
     Combination(
         "modules with `cuda_graph_impl=none`",
         "Without an implementation nothing is captured",
-        _modules_by_hand,
+        _explicit_modules,
         lambda o, f: (MODULES, _names(o), f"empty with {_LM}", f"Set {IMPL}=transformer_engine or remove the modules."),
         harmless=True,
     ),

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
-from ...graphs.side_stream import branch, current_side_work
+from ...graphs.side_stream import branch, current_side_stream
 from ..attributes import overridden
 from ..seams.registry import seam
 
@@ -21,7 +21,7 @@ def side_mergers(modules: Sequence[nn.Module]) -> Iterator[None]:
     Mergers of tensor-parallel ranks reduce sums, which stay in the order of all others on the main stream.
     """
     with ExitStack() as stack:
-        for module in every_module(modules) if current_side_work() is not None else ():
+        for module in every_module(modules) if current_side_stream() is not None else ():
             for merger in getattr(module, MERGERS, ()):
                 if (getattr(merger.config, "tensor_model_parallel_size", None) or 1) == 1:
                     stack.enter_context(overridden(merger, "forward", functools.partial(_beside, merger.forward)))

@@ -135,7 +135,14 @@ def resolved_words(config: Any, words: Sequence[str]) -> Written:
     """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
     mine = graph_words(words)
     plain = [word for word in mine if "${" not in word]
-    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
+    return collect(plain, {name: _held(config.model, name) for name in map(_leaf, set(mine) - set(plain))})
+
+
+def _held(model: Any, name: str) -> Any:
+    """Return the value of a model's field, or of one key of a field that is a mapping."""
+    field, _, key = name.partition(".")
+    value = getattr(model, field, None)
+    return (value or {}).get(key) if key else value
 
 
 def _apply(options: GraphOptions, config: Any) -> GraphOptions:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class ImagelessMicrobatches:
+class TextOnlyMicrobatches:
     """Lets a model do in microbatches without an image what other ranks do for the encoder, at the same point.
 
     The token embedding, which every microbatch calls after the encoder, is where it shows that there was no image.

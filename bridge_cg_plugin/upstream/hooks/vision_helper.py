@@ -20,7 +20,7 @@ from ..parallel.image_groups import image_exchange
 from ..parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ..parallel.schedules import microbatches_in_flight
 from .graph_helper import GraphHelper, default_executor, release_module
-from .text_only import ImagelessMicrobatches
+from .text_only import TextOnlyMicrobatches
 
 GRIDS = HostGrids()
 
@@ -42,7 +42,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         OptionError: An option cannot work.
     """
 
-    _imageless: ImagelessMicrobatches | None = None
+    _text_only: TextOnlyMicrobatches | None = None
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         )
         if exchange is not None or gather is not None:
             take_part = None if workload.balanced is None else workload.balanced.without_images
-            self._imageless = ImagelessMicrobatches(holder, vision_model, gather, take_part)
+            self._text_only = TextOnlyMicrobatches(holder, vision_model, gather, take_part)
         self._take(graphs, in_flight if slots == "auto" else None, order)
 
     def _default_executor(self, tensor: Any) -> Executor:
@@ -102,9 +102,9 @@ class VisionTECudaGraphHelper(GraphHelper):
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""
-        if self._imageless is not None:
-            self._imageless.remove()
-            self._imageless = None
+        if self._text_only is not None:
+            self._text_only.remove()
+            self._text_only = None
         super().delete_cuda_graphs()
 
 

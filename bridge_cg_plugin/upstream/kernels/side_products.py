@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import SideStream, current_side_work
+from ...graphs.side_stream import SideStream, current_side_stream
 from ..attributes import overridden
 from ..seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
 
@@ -24,7 +24,7 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     Nothing else in a backward reads `main_grad`. The bias gradient that such a product may compute as well waits for
     the end of the backward with other small ones. Without a side stream all products stay where they are.
     """
-    side = current_side_work()
+    side = current_side_stream()
     if side is None:
         yield
         return
@@ -38,7 +38,7 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def side_workspace() -> Iterator[None]:
     """Give products of the side stream, whatever they compute, a workspace that the main stream's do not write to."""
-    side, gemm = current_side_work(), sys.modules.get(TE_GEMM)
+    side, gemm = current_side_stream(), sys.modules.get(TE_GEMM)
     if side is None or gemm is None:
         yield
         return

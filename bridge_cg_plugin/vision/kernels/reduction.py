@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import beside, current_side_work
+from ...graphs.side_stream import beside, current_side_stream
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
@@ -115,7 +115,7 @@ class DeferredSums:
 
     def place(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where partial sums `[parts, columns]` go, in fp32, and the sum `[columns]` that `add` will fill."""
-        side = current_side_work()
+        side = current_side_stream()
         # Memory of one stream is not for kernels of another.
         key = (parts, columns, dtype, device, side is not None and side.runs_now)
         block = self._blocks.get(key)
