@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_tools.benchmarks.runs.processes import free_port
 
 from ..regions import new_region
 
@@ -131,7 +132,11 @@ def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs
 
 
 def test_another_allocator_is_refused_and_training_goes_on_eager():
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    environment = {
+        **os.environ,
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "MASTER_PORT": str(free_port()),
+    }
     words = [sys.executable, "-m", "tests.gpu.other_allocator"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
