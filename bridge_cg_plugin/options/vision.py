@@ -30,6 +30,9 @@ from .values import (
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 STREAMS = ("auto", "1", "2")
+# Offsets of frames are 32-bit integers.
+MOST_TOKENS = 2**31 - 1
+_OFFSETS = "Offsets of tokens are 32-bit integers."
 # Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
 SCOPE_FIELD = "vision_cuda_graph_scope"
 
@@ -314,6 +317,9 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
 def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:
     field, multiples = PROVIDER_FIELDS["buckets"], f"{merge_unit}, the patches of {unit}"
     longest, longest_field = options.max_seq_length, PROVIDER_FIELDS["max_seq_length"]
+    most = max(longest or 0, 0 if options.buckets == "auto" else options.buckets[-1])
+    if most > MOST_TOKENS:
+        raise OptionError(longest_field if most == longest else field, most, f"at most {MOST_TOKENS}", _OFFSETS)
     if longest is not None and (longest < merge_unit or longest % merge_unit):
         raise OptionError(longest_field, longest, f"a multiple of {multiples}", "Round it up.")
     if options.buckets == "auto":
