@@ -1,10 +1,15 @@
 """The command `bridge-cg`."""
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NoReturn
+
+from bridge_cg_plugin import __version__
 
 from .answers import Tell, answer_alone
 from .explain import command as explained
@@ -12,12 +17,23 @@ from .planner import command as planner
 from .report import command as reports
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest of the choices that a word is none of."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with what cannot be used, and the nearest word that can."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
+        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
     """
-    parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
     doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
@@ -41,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if rest and args.command != "explain":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        known = re.findall(r"--[\w-]+", commands.choices[args.command].format_help())
+        near = difflib.get_close_matches(rest[0], known, n=1)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:
         return _run(args, arguments, tell)

@@ -80,7 +80,7 @@ def explain(words: Sequence[str], gpu: str | None = None) -> GraphOptions:
     """
     recipe = [word for word in words[:1] if not is_word(word)]
     if gpu is not None and not recipe:
-        raise OptionError("graphs", gpu, "left out without a recipe", "Write a recipe's name first.")
+        raise OptionError.because("graphs", "Cannot use --graphs without a recipe. Write a recipe's name first.")
     flags, others = take_flags(_in_pairs(words[len(recipe) :]))
     if not recipe:
         return _of_words(flags, others)
@@ -131,8 +131,8 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> GraphOptions:
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: str | None) -> GraphOptions:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        allowed = "left out where megatron-bridge is not installed"
-        raise OptionError("recipe", name, allowed, "Install it (docs/getting_started.md), or write options alone.")
+        why = "megatron-bridge is not installed. Install it (docs/getting_started.md), or write options alone."
+        raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}")
     bridge_cg_plugin.activate()
     unknown = _without_imports()
     config = _built(name, unknown is not None)
@@ -153,8 +153,8 @@ def _built(name: str, stands_in: bool) -> Any:
     except OptionError as error:
         if not stands_in or error.__cause__ is None:
             raise
-        why = "It asks its model for more than its name tells. run_recipe.py --dry-run builds it as training does."
-        raise OptionError("recipe", name, "a recipe that builds without Bridge's imports", why) from error
+        advice = "run_recipe.py --dry-run imports Bridge and builds it as training does."
+        raise OptionError.because("recipe", f"{error} It was read without Bridge's imports. {advice}") from error
 
 
 def _without_imports() -> list[str] | None:
@@ -182,14 +182,15 @@ def _check_name(word: str) -> None:
     Raises:
         OptionError: Names the nearest.
     """
-    name, assigned, value = word.lstrip("+-").partition("=")
+    name, assigned, _ = word.lstrip("+-").partition("=")
     if not assigned or _means_something(name.replace("-", "_")):
         return
     section, dot, field = name.rpartition(".")
     known = sorted(SECTIONS) if dot and section not in SECTIONS else (*FIELDS, *SETTINGS)
     wrong = section if dot and section not in SECTIONS else field
     near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.4)
-    raise OptionError(name, value, near[0] if near else "a graph option of docs/options.md", "There is no such field.")
+    what = "section" if wrong == section else "option in docs/options.md"
+    raise OptionError.unknown(name, what, near[0] if near else "")
 
 
 def _means_something(name: str) -> bool:

@@ -36,7 +36,7 @@ def _parsed(name: str, value: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise OptionError(name, value, "what Hydra's grammar accepts", f"{error}.") from None
+        raise OptionError.because(name, f"Cannot use {name}={value}: it does not parse. {error}.") from None
 
 
 def _set(owner: Any, field: str, value: Any) -> None:

@@ -27,9 +27,8 @@ def read_records(path: Path) -> list[Run]:
     found = [_parse(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
     runs = [_run(record) for record in found if "losses" in record or "error" in record]
     if not runs:
-        raise OptionError(
-            "run", str(path), "records with losses", "Give what examples.photographs, bench_step or compare.py wrote."
-        )
+        writers = "examples.photographs, bench_step and compare.py"
+        raise OptionError.because("run", f"Cannot report {path}: it has no training runs. {writers} write them.")
     return _apart(runs)
 
 
@@ -51,9 +50,7 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _refused(path: Path, number: int, why: str) -> OptionError:
-    return OptionError(
-        "run", f"{path}:{number}", "one benchmark record a line", f"{why[0].upper()}{why[1:]}. Write the file again."
-    )
+    return OptionError.because("run", f"Cannot read {path}:{number} as a benchmark record: {why}.")
 
 
 def _run(record: Mapping[str, Any]) -> Run:

@@ -205,7 +205,7 @@ def test_what_cannot_be_recorded_is_refused(changes, message):
 def test_settings_that_experts_inside_the_graph_do_not_have(name):
     model = new_model(**EXPERTS)
     setattr(model.decoder.layers[0].mlp.config, name, 2)
-    with pytest.raises(OptionError, match=f"{name}=2: allowed is .*Set cuda_graph_modules=attn,moe_router"):
+    with pytest.raises(OptionError, match=f"{name}=2: it must be .*Set cuda_graph_modules=attn,moe_router"):
         TransformerBlockFamily(model.decoder).parts(())
 
 

@@ -209,7 +209,7 @@ def test_event_files_without_a_loss_are_refused(tmp_path):
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("batch-size", 4, 1)
     writer.close()
-    with pytest.raises(OptionError, match=r"have a loss.*tensorboard_dir"):
+    with pytest.raises(OptionError, match=r"have no loss.*tensorboard_dir"):
         read_runs([str(tmp_path)])
 
 
@@ -240,8 +240,8 @@ def test_a_folder_of_records_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", r"runs\.jsonl:2.*It is no JSON"),
-        ("[]", "It is no JSON object"),
+        ("{", r"runs\.jsonl:2 as a benchmark record: it is no JSON"),
+        ("[]", "it is no JSON object"),
         ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
         ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
     ],
@@ -254,7 +254,7 @@ def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
 
 
 def test_records_of_no_training_run_are_refused():
-    with pytest.raises(OptionError, match="records with losses"):
+    with pytest.raises(OptionError, match="it has no training runs"):
         read_runs([str(ROOT / "docs/benchmarks/autoload.jsonl")])
 
 
@@ -277,11 +277,11 @@ def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere.log"], r"run='nowhere.log': allowed is a path that exists"),
-        ([str(LOG), str(LOG)], "every mode of a case once.*eager1=a.log"),
-        ([f"plugin={PRETRAIN}"], "PATH alone for a file of several runs"),
+        (["nowhere.log"], "Cannot read nowhere.log: it does not exist"),
+        ([str(LOG), str(LOG)], "two runs that are both named .*eager1=a.log"),
+        ([f"plugin={PRETRAIN}"], f"the file has {len(RECORDS)} runs. Write PATH alone"),
         ([str(ROOT / "docs/benchmarks/format.md")], "iteration N"),
-        ([str(ROOT / "recipes")], "TensorBoard event files or .jsonl"),
+        ([str(ROOT / "recipes")], "no TensorBoard event files and no .jsonl"),
     ],
 )
 def test_inputs_that_cannot_be_read_are_refused(words, says):
@@ -485,9 +485,9 @@ def test_the_command_prints_json_alone(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "allowed is a path that exists"),
-        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: allowed is a number above 0"),
-        ([str(LOG), "--markdown", str(LOG / "below")], "a place that can be written"),
+        (["nowhere"], "Cannot read nowhere: it does not exist"),
+        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: it must be a number above 0"),
+        ([str(LOG), "--markdown", str(LOG / "below")], "Cannot write "),
     ],
 )
 def test_refused_input_is_status_2_and_one_line(words, says, capsys):

@@ -198,7 +198,7 @@ def check_word(config: Any, word: str) -> None:
     """
     match = _WORD.fullmatch(word)
     if match is None or (match["value"] is None and match["how"] != "~"):
-        raise OptionError("argument", word, "section.name=value", "Correct or remove it.")
+        raise OptionError.because("argument", f"Cannot use {word!r}: it must be section.name=value.")
     owner, path = config, match["name"].split(".")
     for depth, part in enumerate(path):
         if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra knows what is allowed there
@@ -207,15 +207,16 @@ def check_word(config: Any, word: str) -> None:
         if part not in names:
             section = ".".join(path[:depth])
             names |= set() if section else set(ATTRIBUTES)
-            raise OptionError(match["name"], match["value"], *_nearest(part, names, section))
+            raise OptionError.unknown(
+                match["name"], f"field of {section or 'the configuration'}", _nearest(part, names, section)
+            )
         owner = getattr(owner, part, None)
 
 
-def _nearest(part: str, names: set[str], section: str) -> tuple[str, str]:
+def _nearest(part: str, names: set[str], section: str) -> str:
     near = difflib.get_close_matches(part, [n for n in names if not n.startswith("_")], n=1, cutoff=0.5)
     where = f"{section}." if section else ""
-    allowed = f"{where}{near[0]}" if near else f"a field of {section or 'the configuration'}"
-    return allowed, f"{section or 'The configuration'} has no field {part!r}."
+    return f"{where}{near[0]}" if near else ""
 
 
 def graph_words(words: Sequence[str]) -> list[str]:
@@ -241,7 +242,7 @@ def _apply_words(config: Any, words: Sequence[str]) -> None:
     try:
         process_config_with_overrides(config, cli_overrides=list(words))
     except OverridesError as error:
-        raise OptionError("overrides", " ".join(words), "what Hydra's grammar accepts", f"{error}.") from None
+        raise OptionError.because("overrides", f"Cannot use {' '.join(words)}: Hydra refuses it. {error}.") from None
 
 
 def _follow_dataset(config: Any, words: Sequence[str]) -> None:

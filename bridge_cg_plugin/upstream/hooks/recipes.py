@@ -25,8 +25,7 @@ def build_recipe(name: str) -> Any:
             return _built(name, found)
         known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    allowed = f"a recipe's name, such as {near[0]}" if near else "a recipe's name, a YAML file or name=value"
-    raise OptionError("recipe", name, allowed, "Correct it.")
+    raise OptionError.unknown(name, "recipe", near[0] if near else "")
 
 
 def is_benchmark(name: str) -> bool:
@@ -39,9 +38,8 @@ def _built(name: str, recipe: Callable[[], Any]) -> Any:
     try:
         return recipe()
     except Exception as error:
-        raise OptionError(
-            "recipe", name, "a recipe that builds on this machine", f"It stopped with {type(error).__name__}: {error}."
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        raise OptionError.because("recipe", f"Cannot build recipe {name}: it stopped with {said}.") from error
 
 
 def _modules() -> Iterator[Any]:

@@ -116,7 +116,7 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or [f"run_recipe.py ended with status {done.returncode}"]
-    return next((line for line in lines if ": allowed is " in line), lines[-1])
+    return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
 
 
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:

@@ -81,4 +81,4 @@ def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise OptionError("gpu", None, "an NVIDIA GPU that PyTorch sees", "Train where there is one, or add --dry-run.")
+        raise OptionError.because("gpu", "PyTorch sees no NVIDIA GPU. Train where there is one, or add --dry-run.")
