@@ -11,6 +11,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
+from .capture import capture_option
 from .declaration import Group, option
 from .errors import OptionError
 from .values import capacities, flag, whole_number
@@ -44,6 +45,7 @@ class PackedOptions:
         "None is all that a bucket holds",
         tuning=True,
     )
+    capture: Literal["at_once", "on_demand"] = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),

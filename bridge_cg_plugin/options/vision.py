@@ -12,6 +12,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
+from .capture import capture_option
 from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
@@ -79,13 +80,14 @@ class VisionGraphOptions:
         "`auto` chooses them from what warm-up steps saw. With a list, `max_vision_cuda_graph_seq_length` is added to "
         "it if it is set",
     )
+    capture: Literal["at_once", "on_demand"] = capture_option()
     headroom: float = option(
         1.25,
         factor,
         "FACTOR",
         "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
-        "Used without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch instead, with one line in the "
-        "log, where warm-up steps have left no memory for more",
+        "Used with `capture=at_once` and without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch "
+        "instead, with one line in the log, where warm-up steps have left no memory for more",
         tuning=True,
     )
     max_seq_length: int | None = option(

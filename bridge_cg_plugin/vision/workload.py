@@ -109,8 +109,14 @@ class VisionWorkload(Workload):
         if self.exchange is not None:
             self.exchange.forget_times()
         frames = self.planned.plan.max_frames()
-        announce(f"{self.title}: {self.buckets}; {self.manager.slots} slot(s), up to {frames} frames")
+        later = "" if self.planned.demand is None else ", others as microbatches ask for them"
+        announce(f"{self.title}: {self.buckets}{later}; {self.manager.slots} slot(s), up to {frames} frames")
         return 0.0
+
+    def grown(self) -> None:
+        """See `Workload`."""
+        self.planned.note_buckets()
+        self.runs.grown()
 
     def forget(self) -> None:
         """See `Workload`."""

@@ -3,17 +3,20 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...announce import announce
+from ...attention_bounds import replay_cost
 from ...graphs.buckets import EXACT_BELOW, BucketPlan
+from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.inputs import want_gradients
-from ...graphs.piece import Piece
+from ...graphs.piece import Growth, Piece
 from ...graphs.rank_consensus import digest
 from ...graphs.slot import SharedInputs
 from ...graphs.workload import Call, Workload
@@ -67,6 +70,7 @@ class PackedWorkload(Workload):
         self.host = host or HostCopies()
         self.plan = PackPlan(options, family)
         self.buckets: BucketPlan | None = None
+        self._demand: Demand | None = None
         self._parts = 0
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
@@ -81,7 +85,7 @@ class PackedWorkload(Workload):
         if want_gradients((call.angles,)):
             return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
         batch = self._batch(call)
-        return Call(batch, None, batch.tokens)
+        return Call(batch, None, batch.tokens, note=None if self._demand is None else batch.shape)
 
     def _batch(self, call: DecoderCall) -> PackedBatch:
         family = self.family
@@ -108,10 +112,32 @@ class PackedWorkload(Workload):
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
         self.buckets = self.plan.capacities()
+        if self.options.capture == "on_demand":
+            self._demand = self._begin()
+            self._note_buckets(self._demand)
+            return digest(self.manager.slots, self.plan.kind(), *map(str, self._demand.buckets))
         return digest(self.manager.slots, self.plan.kind(), *map(str, self.plan.buckets(self.buckets)))
 
+    def _begin(self) -> Demand:
+        """Return what packs have asked for, with the buckets to begin with."""
+        demand = Demand(self.plan.menu(self._program(self.family.parts(self.modules)[0])))
+        for seen in self.plan.observed[-WINDOW:]:
+            demand.saw(seen.shape)
+        demand.begin(BEGIN_WITH)
+        return demand
+
+    def _note_buckets(self, demand: Demand) -> None:
+        self.buckets = BucketPlan(tuple(sorted({bucket.tokens for bucket in demand.buckets})), 0.0, 0)
+
+    def grown(self) -> None:
+        """See `Workload`."""
+        if self._demand is not None:
+            self._note_buckets(self._demand)
+
     def _record(self) -> float:
-        buckets = self.plan.buckets(self.buckets or self.plan.capacities())
+        demand = self._demand
+        buckets = demand.buckets if demand else self.plan.buckets(self.buckets or self.plan.capacities())
+        growth = Growth(replay_cost, partial(_missed, demand)) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         regions = self.manager.record(
@@ -124,9 +150,11 @@ class PackedWorkload(Workload):
                     shared=None if part.site is None else shared,
                     offloading=self._offloading(),
                     around=self.family.statistics_kept,
+                    growth=growth,
                 )
                 for part in parts
-            ]
+            ],
+            demand,
         )
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
@@ -177,7 +205,7 @@ class PackedWorkload(Workload):
 
     def forget(self) -> None:
         """See `Workload`."""
-        self._parts = 0
+        self._parts, self._demand = 0, None
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
         """See `Workload`: the hidden states."""
@@ -196,3 +224,7 @@ class PackedWorkload(Workload):
         if self.host.device_reads:
             notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
         return notes
+
+
+def _missed(demand: Demand, batch: PackedBatch) -> bool:
+    return demand.missed(batch.shape)

@@ -119,12 +119,14 @@ class DecoderHelper(GraphHelper):
         order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
+        consensus = consensus_of(shared_group(decoder))
         surroundings = Surroundings(
             slots=in_flight() if options.slots == "auto" else options.slots,
             before_replay=parameter_gather(chunks, decoder),
             reduction=gradient_reduction(chunks, decoder, order),
             exempt=EXEMPT,
-            consensus=consensus_of(shared_group(decoder)),
+            consensus=consensus,
+            bucket_consensus=consensus,
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS)
         counted = in_flight if options.slots == "auto" else None

@@ -87,7 +87,7 @@ class VisionTECudaGraphHelper(GraphHelper):
                 reduction=reduction if self.options.gradient_hooks == "awaited" else None,
                 exempt=EXEMPT,
                 consensus=consensus_of(shared_group(vision_model)),
-                tensor_consensus=consensus_of(tensor),
+                bucket_consensus=consensus_of(tensor),
             ),
         )
         if exchange is not None or gather is not None:
