@@ -99,6 +99,7 @@ class Demand:
     def refuse(self, bucket: Bucket) -> None:
         """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
         self._refused.add(bucket)
+        self.buckets = [each for each in self.buckets if each != bucket]  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._limit = bucket.tokens - 1
 

@@ -131,7 +131,7 @@ class LateRecordings:
         if wish in source.recordings:
             return
         try:
-            self._add(source, self._slots[index], bucket, mode)
+            self._add(source, self._every_slot()[index], bucket, mode)
         except CaptureError as error:
             source.failed[bucket, mode] = named(error)
             raise

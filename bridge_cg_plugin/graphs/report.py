@@ -16,6 +16,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     for part in parts:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
+        total.longest_capture = max(total.longest_capture, part.longest_capture)
         total.static_bytes += part.static_bytes
         total.gradient_bytes += part.gradient_bytes
         total.pinned_bytes += part.pinned_bytes

@@ -45,7 +45,7 @@ class PackedOptions:
         "None is all that a bucket holds",
         tuning=True,
     )
-    capture: Literal["at_once", "on_demand"] = capture_option()
+    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),

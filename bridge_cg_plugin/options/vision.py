@@ -80,13 +80,13 @@ class VisionGraphOptions:
         "`auto` chooses them from what warm-up steps saw. With a list, `max_vision_cuda_graph_seq_length` is added to "
         "it if it is set",
     )
-    capture: Literal["at_once", "on_demand"] = capture_option()
+    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     headroom: float = option(
         1.25,
         factor,
         "FACTOR",
         "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
-        "Used with `capture=at_once` and without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch "
+        "Used with `capture_mode=at_once` and without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch "
         "instead, with one line in the log, where warm-up steps have left no memory for more",
         tuning=True,
     )
