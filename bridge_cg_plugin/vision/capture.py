@@ -17,7 +17,7 @@ from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.workload import Manager
-from ..offload.offloading import RegionOffloading, policy_of
+from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderFamily
 from .plan import MEMORY_MARGIN, EncoderPlan
@@ -166,7 +166,7 @@ class EncoderCapture:
             buckets=buckets,
             site=site,
             evaluation=self._options.evaluation,
-            offloading=self._offloading(manager),
+            offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
         )
 
@@ -176,9 +176,3 @@ class EncoderCapture:
         if options.streams != "auto":
             return options.streams == 2
         return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
-
-    def _offloading(self, manager: Manager) -> RegionOffloading | None:
-        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        if not self._options.moves_activations:
-            return None
-        return RegionOffloading(policy_of(self._options, PROVIDER_FIELDS), manager.slots, manager.executor.device)
