@@ -1,12 +1,11 @@
 """Switching the plugin on and off. Imports neither torch nor Megatron."""
 
-import logging
 import os
 
+from .announce import LOGGER
 from .upstream.seams.activation import activate, deactivate, status
 
 __all__ = ["SWITCH", "activate", "autoload", "deactivate", "status"]
-LOGGER = logging.getLogger("bridge_cg_plugin")
 SWITCH = "BRIDGE_CG_PLUGIN"
 
 

@@ -3,29 +3,27 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..announce import announce
-from ..attention_bounds import SIDE_STREAM_UP_TO, replay_cost
+from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
-from ..graphs.demand import BEGIN_WITH, Demand, Menu
+from ..graphs.demand import BEGIN_WITH, Demand
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
-from ..graphs.fallback import Fallback
 from ..graphs.piece import CallSite, Growth, Piece
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.workload import Manager
-from ..offload.offloading import RegionOffloading, policy_of
+from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderFamily, LayerPart
+from .on_demand import growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
-from .shape import Shape, Sized, shape_of, shape_of_rows
 
 LIMIT_ATTEMPTS = 4
 
@@ -98,7 +96,8 @@ class EncoderCapture:
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program = self.encoder_program()
-        self.demand = Demand(self._menu(program), min(limit, self.plan.largest))
+        menu = menu_of(self._options, self._adapter, program, self.plan.max_frames(), self.kernels.attends_directly)
+        self.demand = Demand(menu, min(limit, self.plan.largest))
         for rows in self.plan.last:
             self.demand.saw(rows)
         self.demand.begin(BEGIN_WITH)
@@ -111,42 +110,13 @@ class EncoderCapture:
             capacities = sorted({bucket.tokens for bucket in self.demand.buckets})
             self.buckets = BucketPlan(tuple(capacities), 0.0, 0)
 
-    def _menu(self, program: RegionProgram) -> Menu:
-        options, frames = self._options, self.plan.max_frames()
-        named = () if options.buckets == "auto" else options.buckets
-        if not options.whole_encoder:
-            return Menu(
-                buckets_of=lambda capacity: [Bucket(capacity)],
-                refuse=partial(_refuse_frames, frames, options.exact_below),
-                shape=shape_of_rows,
-                cost=replay_cost,
-                unit=self._adapter.unit,
-                exact_below=options.exact_below,
-                capacities=named,
-            )
-        directly = self.kernels.attends_directly
-        return Menu(
-            buckets_of=lambda capacity: [Bucket(capacity, b) for b in self._adapter.bounds(capacity, frames, directly)],
-            refuse=program.refuse,
-            shape=shape_of_rows,
-            cost=replay_cost,
-            unit=self._adapter.unit,
-            exact_below=options.exact_below,
-            capacities=named,
-        )
-
     def _growing_pieces(self, manager: Manager, program: RegionProgram, demand: Demand) -> list[Piece]:
         """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
         if self._options.whole_encoder:
-            growth = Growth(replay_cost, partial(_missed, demand))
-            return [self._piece(manager, program, demand.buckets, growth=growth)]
+            return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
         frames, pieces = self.plan.max_frames(), []
         for part in self._parts():
-            growth = Growth(
-                replay_cost,
-                partial(_part_missed, demand, part.program),
-                partial(_with_limits, part.limits(frames)),
-            )
+            growth = growth_of_part(demand, part, frames)
             buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
             pieces.append(self._piece(manager, part.program, buckets, part.site, growth))
         return pieces
@@ -243,7 +213,7 @@ class EncoderCapture:
             buckets=buckets,
             site=site,
             evaluation=self._options.evaluation,
-            offloading=self._offloading(manager),
+            offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
             growth=growth,
         )
@@ -254,29 +224,3 @@ class EncoderCapture:
         if options.streams != "auto":
             return options.streams == 2
         return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
-
-    def _offloading(self, manager: Manager) -> RegionOffloading | None:
-        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        if not self._options.moves_activations:
-            return None
-        return RegionOffloading(policy_of(self._options, PROVIDER_FIELDS), manager.slots, manager.executor.device)
-
-
-def _with_limits(limits: tuple[int, ...], bucket: Bucket) -> Bucket:
-    return Bucket(bucket.tokens, limits)
-
-
-def _missed(demand: Demand, batch: Sized) -> bool:
-    return demand.missed(shape_of(batch))
-
-
-def _part_missed(demand: Demand, program: RegionProgram, batch: Any) -> bool:
-    tokens = program.size(batch)
-    return demand.missed(Shape(tokens, 1, tokens))
-
-
-def _refuse_frames(most: int, exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
-    """Return why parts of layers do not take a shape, or None if they do."""
-    if shape.frames > most:
-        return Fallback.TOO_MANY_FRAMES
-    return Fallback.TOO_FEW_TOKENS if shape.tokens <= exact_below and shape.tokens != bucket.tokens else None

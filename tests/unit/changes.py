@@ -20,6 +20,7 @@ from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 class Scaled(nn.Module):
@@ -167,6 +168,12 @@ def graphs_of(model: Model, parts: bool, grows: bool = False) -> GraphManager:
     return GraphManager(model, ModelWorkload(model, parts, grows), Pools(), Surroundings(slots=SLOTS))
 
 
+def are_close(actual: Tensor, expected: Tensor) -> bool:
+    """Say what `torch.testing.assert_close` would, in a fraction of its time."""
+    alike = actual.dtype == expected.dtype and actual.shape == expected.shape
+    return alike and torch.allclose(actual, expected, **CLOSE)
+
+
 class Twins:
     """A model on graphs and its twin, changed alike by `change` and run alike by `microbatch`.
 
@@ -250,8 +257,8 @@ class Twins:
 
     def compare(self, what: str, actual: Tensor | None, expected: Tensor | None) -> None:
         assert (actual is None) == (expected is None), f"{what}: {actual} where eager has {expected}"
-        if expected is not None:
-            torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}", rtol=1e-4, atol=1e-5)
+        if expected is not None and not are_close(actual, expected):
+            torch.testing.assert_close(actual, expected, msg=lambda m: f"{what}: {m}", **CLOSE)
 
     def close(self) -> None:
         self.graphs.detach()

@@ -20,7 +20,7 @@ from ...graphs.piece import Growth, Piece
 from ...graphs.rank_consensus import digest
 from ...graphs.slot import SharedInputs
 from ...graphs.workload import Call, Workload
-from ...offload.offloading import RegionOffloading, policy_of
+from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .decoder import DecoderCall, DecoderFamily, DecoderPart
@@ -148,7 +148,7 @@ class PackedWorkload(Workload):
                     site=part.site,
                     evaluation=self.options.evaluation,
                     shared=None if part.site is None else shared,
-                    offloading=self._offloading(),
+                    offloading=offloading_of(self.options, PACKED_FIELDS, self.manager),
                     around=self.family.statistics_kept,
                     growth=growth,
                 )
@@ -185,13 +185,6 @@ class PackedWorkload(Workload):
             if self.options.moves_activations:
                 stack.enter_context(self.family.known_activations(modules))
             yield
-
-    def _offloading(self) -> RegionOffloading | None:
-        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        if not self.options.moves_activations:
-            return None
-        slots, device = self.manager.slots, self.manager.executor.device
-        return RegionOffloading(policy_of(self.options, PACKED_FIELDS), slots, device)
 
     def captured(self) -> None:
         """See `Workload`."""

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ...announce import LOGGER
 from .encoder_group import other_providers
-
-LOGGER = logging.getLogger("bridge_cg_plugin")
 
 # Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
