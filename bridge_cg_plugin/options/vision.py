@@ -80,14 +80,13 @@ class VisionGraphOptions:
         "`auto` chooses them from what warm-up steps saw. With a list, `max_vision_cuda_graph_seq_length` is added to "
         "it if it is set",
     )
-    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     headroom: float = option(
         1.25,
         factor,
         "FACTOR",
         "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
-        "Used with `capture_mode=at_once` and without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch "
-        "instead, with one line in the log, where warm-up steps have left no memory for more",
+        "Used without `max_vision_cuda_graph_seq_length`, not with `capture_mode=on_demand`. Graphs end at that "
+        "microbatch instead, with one line in the log, where warm-up steps have left no memory for more",
         tuning=True,
     )
     max_seq_length: int | None = option(
@@ -123,6 +122,7 @@ class VisionGraphOptions:
         "Automatic buckets plan for it: what a token takes is measured before capture, and a fifth of the limit is "
         "kept as margin. No effect without a GPU or in deterministic mode",
     )
+    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     exact_below: int = option(
         256,
         whole_number(0),
