@@ -10,7 +10,7 @@ from ..announce import announce
 from ..graphs.buckets import BucketPlan
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
-from ..options import VisionGraphOptions
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderFamily
 from .balance.calls import BalancedCalls
 from .balance.exchange import ImageExchange
@@ -147,6 +147,9 @@ class VisionWorkload(Workload):
         notes = {}
         if self.buckets is not None:
             notes["plan"] = str(self.buckets)
+        if self.planned.demand is not None and self.buckets is not None:
+            named = ",".join(map(str, self.buckets.capacities))
+            notes["again"] = f"{PROVIDER_FIELDS['buckets']}={named} names the same buckets for the next run"
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"

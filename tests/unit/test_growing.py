@@ -209,6 +209,30 @@ def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
 
 
+@pytest.mark.parametrize("target", [None, 0.006])
+def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
+    kept = {"offload_above_gb": target} if target else {"offload": ("attention", "mlp"), "recompute": ()}
+    graphs, stack = grown(tower, SMALL, offload_min_bytes=1, **kept)
+    with stack:
+        for seed in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        assert graphs.statistics().pinned_bytes > 0
+        assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
+
+
+def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        for _ in range(2):
+            with graphs.step():
+                forward(tower, OTHER)
+        assert "s of it before or in one step" in graphs.report()
+        named = ",".join(map(str, capacities(graphs)))
+        assert f"again: vision_cuda_graph_buckets={named} names the same buckets" in graphs.report()
+
+
 @pytest.mark.parametrize("modules", MODULES)
 def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
     draw = random.Random(7)
