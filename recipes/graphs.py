@@ -140,13 +140,13 @@ def _recompute_experts_only(model: Any) -> None:
 
 def set_packed_fields(config: Any, max_packed_seqs: int) -> None:
     """Switch packed-sequence graphs of all layers on in a Bridge `ConfigContainer` whose data are packed."""
+    from ..upstream.hooks.graph_fields import pad_offline_packs
+
     model = config.model
     model.cuda_graph_impl, model.cuda_graph_modules, model.cuda_graph_scope = "transformer_engine", [], None
     setattr(model, PACKED_FIELDS["max_packed_seqs"], max_packed_seqs)
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    if (specs := getattr(config.dataset, "offline_packing_specs", None)) is not None:
-        # Bridge asks for both where graphs are on and data are packed offline.
-        config.dataset.pad_to_max_length = specs.pad_cu_seqlens = True
+    pad_offline_packs(config)
 
 
 def mock_dataset(dataset: Any) -> Any:

@@ -84,13 +84,22 @@ class PackPlan:
 
     def buckets(self, plan: BucketPlan) -> list[Bucket]:
         """Return the buckets of planned capacities."""
-        return pack_buckets(plan.capacities, self._options.max_packed_seqs or 1, self._options.max_seqlen)
+        return pack_buckets(plan.capacities, self.documents, self._options.max_seqlen)
+
+    @property
+    def documents(self) -> int:
+        """Most documents of a pack."""
+        wanted = self._options.max_packed_seqs
+        if wanted != "auto":
+            return wanted or 1
+        most = max((seen.documents for seen in self.observed), default=1)
+        return most + most // 2 + 1
 
     def menu(self, program: PackedProgram) -> Menu:
         """Return what may be recorded on demand for a program."""
-        options = self._options
+        options, documents = self._options, self.documents
         return Menu(
-            buckets_of=lambda capacity: pack_buckets([capacity], options.max_packed_seqs or 1, options.max_seqlen),
+            buckets_of=lambda capacity: pack_buckets([capacity], documents, options.max_seqlen),
             refuse=program.refuse,
             shape=lambda shape: shape,
             cost=replay_cost,

@@ -192,7 +192,7 @@ class PackedWorkload(Workload):
 
     def _tell(self) -> float:
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
-        documents = self.options.max_packed_seqs
+        documents = self.plan.documents
         announce(f"{self.title}{parts}: {self.buckets}; {self.manager.slots} slot(s), up to {documents} documents")
         return 0.0
 
