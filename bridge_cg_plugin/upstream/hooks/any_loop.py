@@ -86,7 +86,7 @@ class Loops:
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
         first = next(iter([model] if isinstance(model, nn.Module) else model), None)
-        if first is None or first in self._bridges:
+        if not isinstance(first, nn.Module) or first in self._bridges:
             return
         self._bridges.add(first)
         if (driver := self._drivers.pop(first, None)) is not None:
