@@ -133,7 +133,9 @@ class Region:
         """Return what a capture records in a slot, largest first."""
         ordered = sorted(self.buckets, reverse=True)
         if self._growth is not None:
-            return [(bucket, self._training_mode(bucket)) for bucket in ordered] if index == 0 else []
+            # Passes of a model that is not trained say by themselves what they need.
+            recorded = ordered if index == 0 and self.sources.training is not False else []
+            return [(bucket, self._training_mode(bucket)) for bucket in recorded]
         return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
 
     def _training_mode(self, bucket: Bucket) -> Mode:
