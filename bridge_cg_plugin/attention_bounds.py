@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
-from .graphs.buckets import GRANULARITY, round_up
+from .graphs.buckets import GRANULARITY, Bucket, round_up
 
 # A packed attention backward in cuDNN scans segments x largest segment, each rounded up (segments to at least 32, the
 # largest to a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for
@@ -25,6 +25,8 @@ SMALL_CAPACITY = 1024
 # segments and many, of similar size, which scan this many rows a token, and a few of any size.
 FEW_SEGMENTS, MANY_SEGMENTS, ANY_SEGMENTS = 8, 32, 16
 SCANNED_ROWS = 4
+# Rows that are scanned in the time that one token takes, forward and backward (27 layers, an H200).
+ROWS_A_TOKEN = 230
 # With deterministic algorithms, cuDNN's attention backward takes 128 bytes x heads x (tokens rounded up to a power of
 # two) squared of workspace, 32 GiB at 4096 tokens and 16 heads, and Transformer Engine drops the fused kernel from
 # frames x heads x largest frame squared = 2**30 on. Eager meets the same walls.
@@ -85,6 +87,18 @@ def scanned_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
         similar = {(n, min(round_up(-(-tokens * SCANNED_ROWS // n), GRANULARITY), tokens)) for n in (few, many)}
         bounds |= {*similar, (any_size, tokens)}
     return _cheapest_first(bounds, tokens, lambda segments, largest: segments * largest)
+
+
+def replay_cost(bucket: Bucket) -> float:
+    """Return the time of a replay in tokens: those of the bucket, and what attention scans for its limits.
+
+    Args:
+        bucket: Without limits, or with (segments, tokens of the largest).
+    """
+    if len(bucket.limits) != 2 or (bucket.limits[0] == 1 and bucket.tokens >= UNPACKED_FROM):
+        return float(bucket.tokens)
+    segments, largest = bucket.limits
+    return bucket.tokens + segments * largest / ROWS_A_TOKEN
 
 
 def _cheapest_first(

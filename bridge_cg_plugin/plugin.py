@@ -1,15 +1,33 @@
 """Switching the plugin on and off. Imports neither torch nor Megatron."""
 
-import logging
 import os
+from typing import Any
 
+from .announce import LOGGER
 from .upstream.seams.activation import activate, deactivate, status
 
-__all__ = ["SWITCH", "activate", "autoload", "deactivate", "status"]
-LOGGER = logging.getLogger("bridge_cg_plugin")
+__all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "status"]
 SWITCH = "BRIDGE_CG_PLUGIN"
 # Values of the variable that keep the plugin off.
 OFF = ("0", "false", "off")
+
+
+def enable(model: Any, *options: Any) -> None:
+    """Put a model on graphs that a training loop other than Bridge's trains, by megatron-core's schedules.
+
+    Call it once the model is built, before the loop's first step. The environment variable `BRIDGE_CG_OPTIONS` does the
+    same for every model of a process.
+
+    Args:
+        model: The model under any wrapper, or the list of its chunks on this rank.
+        options: Graph options in any spelling of `options.graph_options`, later ones winning.
+
+    Raises:
+        OptionError: The options cannot work, or the model has no config.
+    """
+    from .upstream.hooks.loop_driver import enable as enable_on
+
+    enable_on(model, *options)
 
 
 def autoload() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from .. import status
 from ..announce import announce
 from ..options import PACKED_FIELDS, PROVIDER_FIELDS, OptionError, facts_of, normalize
-from ..options.deepstack import ALLREDUCE, splits_deepstack
+from ..options.deepstack import splits_deepstack
+from ..options.normalization import warn_once
+from ..options.sources import collect
 from .gpus import GPUS, Gpu
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
@@ -108,8 +110,8 @@ def require_plugin(name: str, instead: str = "") -> None:
 def set_vision_fields(config: Any, gpu: Gpu) -> None:
     """Switch vision graphs on in a Bridge `ConfigContainer`, within a GPU's limits.
 
-    The first pipeline stage holds a microbatch per stage between forward and backward, each in a slot of its own, so
-    they share the memory.
+    Buckets of the recipe beyond the limit are dropped, with a warning that names them. The first pipeline stage holds a
+    microbatch per stage between forward and backward, each in a slot of its own, so they share the memory.
     """
     model = config.model
     values = {
@@ -117,15 +119,13 @@ def set_vision_fields(config: Any, gpu: Gpu) -> None:
         "max_seq_length": gpu.max_seq_length,
         "buckets_max_gb": round(gpu.memory_gb / model.pipeline_model_parallel_size, 2),
     }
-    for option, value in values.items():
-        setattr(model, PROVIDER_FIELDS[option], value)
-    buckets: Any = getattr(model, PROVIDER_FIELDS["buckets"], "auto")
-    if not isinstance(buckets, str):
-        fitting = [tokens for tokens in buckets if tokens <= gpu.max_seq_length]
-        setattr(model, PROVIDER_FIELDS["buckets"], fitting or "auto")
+    if splits_deepstack(facts_of(collect(config))):
+        values["deepstack_gradient_allreduce"] = True
+    options, written = normalize(config, {PROVIDER_FIELDS[option]: value for option, value in values.items()})
+    for option in (*values, "buckets"):
+        setattr(model, PROVIDER_FIELDS[option], written.fields.get(PROVIDER_FIELDS[option], "auto"))
+    warn_once(options)
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    if splits_deepstack(facts_of(normalize(config)[1])):
-        setattr(model, ALLREDUCE, True)
     if model.recompute_granularity == "full":
         _recompute_experts_only(model)
 
@@ -140,13 +140,13 @@ def _recompute_experts_only(model: Any) -> None:
 
 def set_packed_fields(config: Any, max_packed_seqs: int) -> None:
     """Switch packed-sequence graphs of all layers on in a Bridge `ConfigContainer` whose data are packed."""
+    from ..upstream.hooks.graph_fields import pad_offline_packs
+
     model = config.model
     model.cuda_graph_impl, model.cuda_graph_modules, model.cuda_graph_scope = "transformer_engine", [], None
     setattr(model, PACKED_FIELDS["max_packed_seqs"], max_packed_seqs)
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    if (specs := getattr(config.dataset, "offline_packing_specs", None)) is not None:
-        # Bridge asks for both where graphs are on and data are packed offline.
-        config.dataset.pad_to_max_length = specs.pad_cu_seqlens = True
+    pad_offline_packs(config)
 
 
 def mock_dataset(dataset: Any) -> Any:

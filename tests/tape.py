@@ -5,15 +5,33 @@ runs in a replay, so whatever a program reads outside of its buffers stays as it
 program again and cannot show that. Memory that a tensor has left is noticed before it is touched.
 """
 
+from functools import cache
+
 from torch import Tensor, no_grad
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 
 
 class MemoryMoved(AssertionError):
     """A replay would touch memory that a tensor has left."""
+
+
+@cache
+def results_of(func) -> tuple[bool, bool]:
+    """Return whether an operation returns views of its arguments only, and arguments that it wrote to only."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    shared = bool(aliases) and None not in aliases
+    return shared and not any(a.is_write for a in aliases), shared and all(a.is_write for a in aliases)
+
+
+def tensors(value) -> list[Tensor]:
+    """Return the tensors among what an operation takes or returns."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors(item)]
+    return tensors(tuple(value.values())) if isinstance(value, dict) else []
 
 
 class Tape(TorchDispatchMode):
@@ -26,11 +44,10 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        aliases = [result.alias_info for result in func._schema.returns]
-        if not aliases or not all(alias is not None and not alias.is_write for alias in aliases):  # no mere view
-            places = [(t, t.data_ptr()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            in_place = bool(aliases) and all(alias is not None and alias.is_write for alias in aliases)
-            self._calls.append((func, args, kwargs, [] if in_place else tree_leaves(made), places))
+        is_view, in_place = results_of(func)
+        if not is_view:
+            places = [(tensor, tensor.data_ptr()) for tensor in tensors((args, kwargs))]
+            self._calls.append((func, args, kwargs, [] if in_place else tensors(made), places))
         return made
 
     @no_grad()
@@ -41,8 +58,8 @@ class Tape(TorchDispatchMode):
                 if tensor.data_ptr() != address:
                     raise MemoryMoved(f"{func} was recorded at {address:#x}, its tensor is at {tensor.data_ptr():#x}")
             fresh = func(*args, **kwargs)
-            for old, new in zip(made, tree_leaves(fresh) if made else (), strict=True):
-                if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+            for old, new in zip(made, tensors(fresh) if made else (), strict=True):
+                if old.numel() and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 

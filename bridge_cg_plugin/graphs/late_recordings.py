@@ -1,6 +1,5 @@
 """Recordings that microbatches ask for once graphs exist: of a bucket, a mode or a state of the model that has none."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -17,9 +16,15 @@ from .gradients import NO_BACKWARD
 from .piece import SINGLE_RANK
 from .rank_consensus import RankConsensus, SingleRank
 from .recorder import Recorder
-from .recording import Mode
+from .recording import EVALUATION, Mode
 from .slot import Slot
+from .statistics import RegionStatistics
 
+# A recording of a region: the slot's number, bucket and mode.
+Wish = tuple[int, Bucket, Mode]
+
+# A part of the largest bucket's memory that smaller ones may have beside it.
+APART = 0.15
 FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
 
 
@@ -30,12 +35,15 @@ class LateRecordings:
         recorder: Makes slots and recordings.
         sources: What recordings were made from.
         slots: The region's, all made.
+        statistics: Of the region; memory and time are counted there.
         consensus: Ranks that record together with this one or not at all.
         strict: Whether a recording that fails raises.
         before_replay: Called before a recording, too, which reads parameters; see `Surroundings`.
+        grows: Whether what training steps miss is recorded between steps.
 
     Attributes:
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
+        wishes: What training steps missed, oldest first, with the source that it is to be recorded from.
     """
 
     def __init__(
@@ -43,11 +51,15 @@ class LateRecordings:
         recorder: Recorder,
         sources: Sources,
         slots: Sequence[Slot],
+        statistics: RegionStatistics,
         consensus: RankConsensus,
         strict: bool,
         before_replay: Callable[[], None] | None,
+        grows: bool = False,
     ) -> None:
         self._recorder, self._sources, self._slots = recorder, sources, slots
+        self._statistics, self._grows = statistics, grows
+        self.wishes: dict[Wish, Source] = {}
         self._consensus, self._strict, self._before_replay = consensus, strict, before_replay
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
@@ -55,11 +67,15 @@ class LateRecordings:
 
     def count_memory(self) -> None:
         """Note what slots, gradients and offloaded activations take now in the region's statistics."""
-        statistics, offloading = self._recorder.statistics, self._recorder.offloading
-        slots = [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
-        statistics.static_bytes = sum(slot.arena.nbytes for slot in slots)
+        statistics, offloading = self._statistics, self._recorder.offloading
+        statistics.static_bytes = sum(slot.arena.nbytes for slot in self._every_slot())
         statistics.gradient_bytes = sum(source.sinks.static_bytes for source in self._sources)
         statistics.pinned_bytes = 0 if offloading is None else offloading.pinned_bytes
+        for counts in statistics.buckets.values():
+            counts.memory = 0
+        for source in self._sources:
+            for (_, bucket, _), recorded in source.recordings.items():
+                statistics.buckets[bucket].memory += recorded.nbytes
 
     def find(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
@@ -77,13 +93,16 @@ class LateRecordings:
             CaptureError: A recording failed, and the region is strict.
         """
         try:
-            slot = self._free_slot(mode, index, source.lasting)
+            slot = self._free_slot(source, bucket, mode, index)
         except Exception as error:  # no memory for one more slot
             self.forward_slot, self._no_forward_slot = None, True
             return self._failed(source, bucket, mode, error)
         if slot is None:
             return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
+        if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, mode):
+            self.wishes[slot.index, bucket, mode] = source
+            return Fallback.NOT_CAPTURED_YET
         if recorded is None:
             refusal = self._record_now(source, slot, bucket, mode) if records else Fallback.NOT_CAPTURED_YET
             if refusal is not None:
@@ -91,14 +110,93 @@ class LateRecordings:
             recorded = source.recordings[slot.index, bucket, mode]
         return slot, recorded
 
-    def _free_slot(self, mode: Mode, index: int | None, lasting: bool) -> Slot | None:
-        """Return a slot that no microbatch holds."""
-        if index is not None or mode.gradients:
-            for slot in self._slots if index is None else self._slots[index : index + 1]:
-                if slot.free:
-                    return slot
-            return None
-        return self._slots[0] if self._slots[0].free else self._forward_only_slot(lasting)
+    def _awaits_a_step(self, source: Source, mode: Mode) -> bool:
+        """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
+        return self._grows and not source.lasting and (mode.gradients or mode.training is not False)
+
+    def recorded(self, source: Source, bucket: Bucket, mode: Mode) -> tuple[Slot, Recorded] | None:
+        """Return a recording in a free slot, None without one."""
+        for slot in self._slots:
+            if slot.free and (slot.index, bucket, mode) in source.recordings:
+                return slot, source.recordings[slot.index, bucket, mode]
+        return None
+
+    def record_wish(self, wish: Wish) -> None:
+        """Record what a training step missed.
+
+        Raises:
+            CaptureError: It failed, and is not tried again.
+        """
+        source, (index, bucket, mode) = self.wishes.pop(wish), wish
+        if wish in source.recordings:
+            return
+        try:
+            self._add(source, self._every_slot()[index], bucket, mode)
+        except CaptureError as error:
+            source.failed[bucket, mode] = named(error)
+            raise
+
+    def add_inputs(self, bucket: Bucket) -> None:
+        """Make one more bucket's static inputs in every slot.
+
+        Raises:
+            CaptureError: There is no memory for them.
+        """
+        for slot in self._every_slot():
+            self._recorder.add_inputs(slot, bucket)
+
+    def _every_slot(self) -> list[Slot]:
+        return [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
+
+    def drop(self, bucket: Bucket) -> None:
+        """Forget a bucket with what was recorded for it."""
+        for source in self._sources:
+            for place in [place for place in source.recordings if place[1] == bucket]:
+                del source.recordings[place]
+        for slot in self._every_slot():
+            slot.buffers.pop(bucket, None)
+        self.wishes = {wish: source for wish, source in self.wishes.items() if wish[1] != bucket}
+        self.count_memory()
+
+    def outdated(self, source: Source) -> Wish | None:
+        """Return the largest of a slot's recordings in memory that larger ones do not share, None where it is little.
+
+        Ranks that share layers find alike: what counts is tokens, not bytes.
+        """
+        for slot in self._slots:
+            held = [wish for wish in source.recordings if wish[0] == slot.index]
+            old = [wish for wish in held if source.recordings[wish].pool != slot.pool]
+            largest = max(old, key=_tokens, default=None)
+            if largest is not None and _tokens(largest) > APART * max(map(_tokens, held)):
+                return largest
+        return None
+
+    def renew(self, source: Source, wish: Wish) -> None:
+        """Make a recording again in its slot's memory of today.
+
+        Raises:
+            CaptureError: It failed; the old one stays.
+        """
+        index, bucket, mode = wish
+        self._add(source, self._slots[index], bucket, mode)
+
+    def record(self, source: Source, bucket: Bucket, mode: Mode) -> None:
+        """Record one more bucket in the first slot.
+
+        Raises:
+            CaptureError: It failed; the slot's other recordings stay.
+        """
+        self._add(source, self._slots[0], bucket, mode)
+
+    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
+        """Return a slot that no microbatch holds, one with the recording where there is one."""
+        if index is None and not mode.gradients:
+            return self._slots[0] if self._slots[0].free else self._forward_only_slot(source.lasting)
+        free = [slot for slot in (self._slots if index is None else self._slots[index : index + 1]) if slot.free]
+        for slot in free:
+            if (slot.index, bucket, mode) in source.recordings:
+                return slot
+        return free[0] if free else None
 
     def _forward_only_slot(self, lasting: bool) -> Slot | None:
         """Return a slot for passes without a backward while another microbatch holds the first one.
@@ -111,7 +209,7 @@ class LateRecordings:
         return self.forward_slot
 
     def _add_forward_only_slot(self) -> float:
-        self.forward_slot = self._recorder.slot(len(self._slots))
+        self.forward_slot = self._recorder.slot(len(self._slots), list(self._slots[0].buffers))
         return 0.0
 
     def _asked_before(self, what: Hashable) -> bool:
@@ -122,13 +220,13 @@ class LateRecordings:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
         if (bucket, mode) in source.failed:
             return Fallback.CAPTURE_FAILED
-        if not source.lasting and not self._asked_before((mode, slot is self.forward_slot)):
+        planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
+        if not (source.lasting or planned) and not self._asked_before((mode, slot is self.forward_slot)):
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
         if self._before_replay is not None:
             self._before_replay()
-        started = time.perf_counter()
         others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
         alone = others_have_it and not isinstance(self._consensus, SingleRank)
         try:
@@ -137,9 +235,6 @@ class LateRecordings:
             if alone:  # the others replay it now
                 raise CaptureError(f"{self._recorder.name}: bucket {bucket} {FAILED_ALONE}: {named(error)}") from error
             return self._failed(source, bucket, mode, error)
-        finally:
-            self._recorder.statistics.capture_seconds += time.perf_counter() - started
-            self.count_memory()
         return None
 
     def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> Fallback:
@@ -157,10 +252,24 @@ class LateRecordings:
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
-        if not any(each.uses(slot) for each in self._sources):
-            slot.pool = self._recorder.executor.new_pool()  # PyTorch takes no handle again whose graphs are all gone
-        self._recorder.add(source, slot, bucket, mode)
+        before = slot.pool
+        largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
+        if bucket.tokens > largest:
+            # Blocks of smaller buckets are too small for it. PyTorch takes no handle again whose graphs are all gone.
+            slot.pool = self._recorder.executor.new_pool()
+        try:
+            with self._statistics.recording():
+                self._recorder.fill(source, slot, [(bucket, mode)])
+        except BaseException:
+            slot.pool = before if largest else slot.pool
+            raise
+        finally:
+            self.count_memory()
         return 0.0
+
+
+def _tokens(place: Wish) -> int:
+    return place[1].tokens
 
 
 def _is_capturing() -> bool:

@@ -12,9 +12,11 @@ from torch import nn
 
 from ..announce import warn
 from .changes.model_watch import ModelWatch
+from .demand import Demand
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named
 from .executor import Executor
 from .fallback import Fallback
+from .growing import Growing
 from .instance import InstanceMethod
 from .parts import Parts
 from .piece import Piece, Surroundings
@@ -51,7 +53,7 @@ class GraphManager:
         self.model, self.workload, self.executor = model, workload, executor
         self.surroundings = surroundings or Surroundings()
         self.slots = self.surroundings.slots
-        self.consensus, self.tensor_consensus = self.surroundings.consensus, self.surroundings.tensor_consensus
+        self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
         self.step_number = 0
         self._regions: list[Region] = []
@@ -60,6 +62,7 @@ class GraphManager:
         self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._paused = 0
         self._watch: ModelWatch | None = None
+        self._growing: Growing | None = None
         workload.attach(self)
         self._instance = InstanceMethod(model, "forward", self._forward)
 
@@ -89,6 +92,8 @@ class GraphManager:
         """
         if self._step_tokens and self.model.training:
             self._step_tokens[-1] += call.tokens or 0
+        if self._growing is not None and call.note is not None and not self._paused:
+            self._growing.demand.saw(call.note)
         if not self.captured:
             self._look_on(call)
         elif self._paused:
@@ -165,18 +170,19 @@ class GraphManager:
         self.failure = None
         return True
 
-    def record(self, pieces: Sequence[Piece]) -> list[Region]:
+    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
             pieces: One whose call is the module's forward, or parts of it with call sites.
+            demand: What microbatches ask for, of pieces that grow.
 
         Returns:
             Their regions, in their order.
         """
         sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.replaced]
         watch = self._followed(sites)
-        around = replace(self.surroundings, slots=self.slots)
+        around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
         regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
         self._regions += regions
         for region in regions:
@@ -185,6 +191,9 @@ class GraphManager:
             if piece.site is not None:
                 self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0)
                 self._parts.install(region, piece.site)
+        if demand is not None:
+            grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]
+            self._growing = Growing(self.workload.title, grow, demand, self.bucket_consensus, self.workload.strict)
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
@@ -199,6 +208,7 @@ class GraphManager:
         if self._parts is not None:
             self._parts.restore()
             self._parts = None
+        self._growing = None
         for region in self._regions:
             region.reset()
         self._regions = []
@@ -250,7 +260,13 @@ class GraphManager:
         return self._paused > 0
 
     def begin_step(self) -> None:
-        """Note that a training step begins."""
+        """Note that a training step begins, and record one of the buckets that microbatches missed.
+
+        Raises:
+            CaptureError: It could not be recorded, and the user asked for a strict run.
+        """
+        if self._growing is not None and self._growing.before_step(self.model.training):
+            self.workload.grown()
         self.step_number += 1
         self._own.step = self.step_number
         for region in self._regions:

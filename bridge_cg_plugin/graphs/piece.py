@@ -78,7 +78,7 @@ class Surroundings:
         reduction: What waits for gradients; None hands every gradient over to autograd.
         exempt: What may change of the module without changing what it computes.
         consensus: Ranks that are on graphs together with this one or not at all.
-        tensor_consensus: Those of them that share the module's layers, and so its buckets.
+        bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
     """
 
     slots: int = 1
@@ -86,7 +86,22 @@ class Surroundings:
     reduction: Reduction | None = None
     exempt: Exempt = NOTHING_EXEMPT
     consensus: RankConsensus = SINGLE_RANK
-    tensor_consensus: RankConsensus = SINGLE_RANK
+    bucket_consensus: RankConsensus = SINGLE_RANK
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a region gets buckets while training runs.
+
+    Attributes:
+        cost: Returns what a replay of a bucket takes; a batch takes the cheapest bucket that accepts it.
+        missed: Notes a batch that no bucket accepts; returns whether one that does may be recorded later.
+        bucket_of: Returns the region's bucket for one of the module.
+    """
+
+    cost: Callable[[Bucket], float]
+    missed: Callable[[Any], bool]
+    bucket_of: Callable[[Bucket], Bucket] = lambda bucket: bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +110,14 @@ class Piece:
 
     Attributes:
         program: The piece of the model.
-        buckets: What to record for.
+        buckets: What to record for at once.
         site: Where a part of the module is called; None where the module's forward is the call.
         evaluation: Also record forward-only graphs.
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward.
         has_side_stream: Whether a bucket's recordings have a side stream.
         around: Entered around everything that is recorded.
+        growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
     """
 
     program: RegionProgram
@@ -112,3 +128,4 @@ class Piece:
     offloading: Offloading | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
     around: Around = nullcontext
+    growth: Growth | None = None

@@ -1,6 +1,6 @@
 """Recording a region's buckets into slots."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +16,9 @@ from .executor import Executor
 from .piece import Piece
 from .recording import Mode, RegionBody
 from .slot import Slot
-from .statistics import RegionStatistics
+
+# What is recorded in a slot.
+Place = tuple[Bucket, Mode]
 
 
 class Recorder:
@@ -25,60 +27,55 @@ class Recorder:
     Args:
         piece: What is recorded.
         executor: Makes the recordings.
-        statistics: Memory is counted there.
         watch: Follows the model; everything that is recorded is a pass of it.
 
     Attributes:
         executor: Makes the recordings.
-        statistics: Memory is counted there.
         offloading: Decides where activations are between forward and backward.
         name: Of the program.
+        evaluation: Whether forward-only graphs of evaluation are recorded.
     """
 
-    def __init__(self, piece: Piece, executor: Executor, statistics: RegionStatistics, watch: ModelWatch) -> None:
-        self.executor, self.statistics, self.name = executor, statistics, piece.program.name
+    def __init__(self, piece: Piece, executor: Executor, watch: ModelWatch) -> None:
+        self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
         self._program, self._piece, self._watch = piece.program, piece, watch
-        self._buckets = sorted(set(piece.buckets), reverse=True)
         self.offloading = piece.offloading
 
-    def slot(self, index: int) -> Slot:
-        """Return a slot with static inputs for every bucket and no recordings."""
+    def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
+        """Return a slot with static inputs for some buckets and no recordings."""
         slot = Slot(index, self.executor.device, self.executor.new_pool(), self._piece.shared)
-        with as_capture_error("static inputs"):
-            for bucket in self._buckets:
-                slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
+        for bucket in sorted(set(buckets), reverse=True):
+            self.add_inputs(slot, bucket)
         return slot
 
-    def accepted_slot(self, index: int, source: Source, modes: Callable[[Bucket], Sequence[Mode]]) -> Slot:
-        """Record every bucket in a slot, again for as long as its activations take more memory than they may.
-
-        What a pool loses between its blocks is known only once all buckets share it.
-        """
-        while True:
-            slot = self.slot(index)
-            taken = {}
-            for bucket in self._buckets:
-                before = self.executor.pool_bytes(slot.pool)
-                for mode in modes(bucket):
-                    self._record(source, slot, bucket, mode)
-                taken[bucket] = self.executor.pool_bytes(slot.pool) - before
-            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
-            if self.offloading is None or self.offloading.accepts(total):
-                for bucket, nbytes in taken.items():
-                    self.statistics.buckets[bucket].memory += nbytes
-                return slot
-            source.forget(slot)
-
-    def add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
-        """Record one more bucket in a slot that no microbatch holds.
+    def add_inputs(self, slot: Slot, bucket: Bucket) -> None:
+        """Make a bucket's static inputs in a slot.
 
         Raises:
-            CaptureError: It failed; the slot's other recordings stay.
+            CaptureError: There is no memory for them.
         """
-        before = self.executor.pool_bytes(slot.pool)
-        with torch.inference_mode(False):
-            self._record(source, slot, bucket, mode)
-        self.statistics.buckets[bucket].memory += self.executor.pool_bytes(slot.pool) - before
+        with as_capture_error("static inputs"):
+            slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
+
+    def fill(self, source: Source, slot: Slot, places: Sequence[Place]) -> None:
+        """Record in a slot that no microbatch holds; all of it anew while its activations take more than they may.
+
+        What a pool loses between its blocks is known only once all buckets share it.
+
+        Raises:
+            CaptureError: It failed; what the slot held before stays unless activations took too much.
+        """
+        while True:
+            with torch.inference_mode(False):
+                for bucket, mode in places:
+                    self._record(source, slot, bucket, mode)
+            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
+            if self.offloading is None or self.offloading.accepts(total):
+                return
+            held = [(bucket, mode) for index, bucket, mode in source.recordings if index == slot.index]
+            places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
+            source.forget(slot)
+            slot.pool = self.executor.new_pool()
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         body = self._body(source, slot, bucket, mode)
@@ -91,6 +88,7 @@ class Recorder:
             )
             return made
 
+        before = self.executor.pool_bytes(slot.pool)
         with self._piece.around(), as_capture_error(f"bucket {bucket}"):
             self._program.load_example(slot.buffers[bucket], bucket)
             self.executor.warm_up(body, output_gradients)
@@ -99,7 +97,8 @@ class Recorder:
             with self._watch.passing() as changed:
                 recording = self.executor.record(body, slot.pool)
             self._check_changed(changed)
-        source.recordings[slot.index, bucket, mode] = Recorded(recording, made)
+        nbytes = self.executor.pool_bytes(slot.pool) - before
+        source.recordings[slot.index, bucket, mode] = Recorded(recording, made, slot.pool, nbytes)
 
     def _check_changed(self, changed: Sequence[Entry]) -> None:
         """Refuse a model whose every pass leaves another plain value in an attribute, which a replay would not.

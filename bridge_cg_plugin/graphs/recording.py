@@ -45,6 +45,7 @@ class Mode(NamedTuple):
 
 
 TRAINING = Mode(gradients=True, training=True)
+EVALUATION = Mode(gradients=False, training=False)
 
 
 class Recording(Protocol):

@@ -1,7 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and says why when it cannot."""
 
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ from .changes.sources import Sources
 from .errors import CaptureError, named
 from .executor import Executor
 from .fallback import Fallback
-from .late_recordings import LateRecordings
+from .late_recordings import LateRecordings, Wish
 from .piece import Piece, Surroundings
 from .rank_consensus import SingleRank
+from .recorder import Place as Recordable
 from .recorder import Recorder
 from .recording import TRAINING, Mode
 from .replay import BackwardObserver, replay
@@ -29,6 +30,9 @@ from .statistics import BucketStatistics, RegionStatistics
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
 # follow.
 Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
+
+
+LEAST = Bucket(1)
 
 
 class _Made(NamedTuple):
@@ -45,14 +49,15 @@ class Region:
     that lasts, or memory that was moved, gets recordings when the next batch asks for them.
 
     Args:
-        piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first.
+        piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first. A piece
+            that grows gets buckets from `add`; what a training step misses is recorded by `record_wish`.
         executor: Makes the recordings.
         surroundings: What is around the model in this run.
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
         strict: Whether a recording that fails raises once graphs exist.
 
     Raises:
-        ValueError: No bucket, a bucket or `slots` below 1.
+        ValueError: No bucket of a piece that does not grow, a bucket or `slots` below 1.
     """
 
     def __init__(
@@ -64,13 +69,13 @@ class Region:
         strict: bool = False,
     ) -> None:
         around = surroundings or Surroundings()
-        if not piece.buckets or min(piece.buckets).tokens < 1:
+        if min(piece.buckets, default=LEAST).tokens < 1 or not (piece.buckets or piece.growth):
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
         if around.slots < 1:
             raise ValueError(f"slots must be at least 1, got {around.slots}")
-        self.program, self._piece = piece.program, piece
+        self.program, self._piece, self._growth = piece.program, piece, piece.growth
         self.executor = executor
-        self.buckets = tuple(dict.fromkeys(piece.buckets))
+        self.buckets = self._ordered(piece.buckets)
         self.slot_count = around.slots
         self.evaluation = piece.evaluation
         self.statistics = RegionStatistics()
@@ -93,12 +98,10 @@ class Region:
         Raises:
             RuntimeError: Nothing is captured.
         """
-        if self._made is None:
-            raise RuntimeError(f"{self.program.name} is not captured")
-        return self._made.sources
+        return self._captured().sources
 
     def capture(self) -> None:
-        """Record every bucket in every slot, largest first.
+        """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
 
         Raises:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
@@ -110,12 +113,14 @@ class Region:
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
             sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
-            recorder = Recorder(self._piece, self.executor, self.statistics, self._watch)
-            late = LateRecordings(recorder, sources, slots, self._consensus, self._strict, self._before_replay)
+            recorder, grows = Recorder(self._piece, self.executor, self._watch), self._growth is not None
+            late = LateRecordings(
+                recorder, sources, slots, self.statistics, self._consensus, self._strict, self._before_replay, grows
+            )
             self._made = _Made(sources, late)
             for index in range(self.slot_count):
-                modes = partial(self._planned_modes, index == 0)
-                slots.append(recorder.accepted_slot(index, sources.current, modes))
+                slots.append(recorder.slot(index, self.buckets))
+                recorder.fill(sources.current, slots[-1], self._planned(index))
         except BaseException:
             slots.clear()
             self.reset()
@@ -124,19 +129,98 @@ class Region:
         self._made.late.count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
 
+    def _planned(self, index: int) -> list[Recordable]:
+        """Return what a capture records in a slot, largest first."""
+        ordered = sorted(self.buckets, reverse=True)
+        if self._growth is not None:
+            # Passes of a model that is not trained say by themselves what they need.
+            recorded = ordered if index == 0 and self.sources.training is not False else []
+            return [(bucket, self._training_mode(bucket)) for bucket in recorded]
+        return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
+
+    def _training_mode(self, bucket: Bucket) -> Mode:
+        """Return the mode of a training step's microbatches."""
+        trains = bool(self.sources.current.sinks.parameters) or self._differentiable(bucket)
+        return Mode(gradients=trains, training=self.sources.training)
+
     def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
         """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
         training = self.sources.training
         frozen = not self.sources.current.sinks.parameters
-        modes = [] if frozen and not self._differentiable() else [Mode(gradients=True, training=training)]
+        modes = [] if frozen and not self._differentiable(bucket) else [Mode(gradients=True, training=training)]
         if first_slot and bucket in self._forward_only_buckets():
             if frozen and training:
                 modes.append(Mode(gradients=False, training=training))
             modes.append(Mode(gradients=False, training=False))
         return modes
 
-    def _differentiable(self) -> bool:
-        return any(spec.differentiable for spec in self.program.input_specs(self.buckets[0]).values())
+    def _differentiable(self, bucket: Bucket) -> bool:
+        return any(spec.differentiable for spec in self.program.input_specs(bucket).values())
+
+    def _ordered(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+        found = tuple(dict.fromkeys(buckets))
+        growth = self._growth
+        return found if growth is None else tuple(sorted(found, key=lambda bucket: (growth.cost(bucket), bucket)))
+
+    def add(self, bucket: Bucket, record: bool) -> None:
+        """Let batches use one more bucket of a piece that grows.
+
+        Args:
+            bucket: The bucket.
+            record: Whether to record it now, as training steps ask for it; else it is recorded when it is asked for.
+
+        Raises:
+            CaptureError: It could not be recorded; `drop` it then.
+        """
+        made = self._captured()
+        self.statistics.buckets.setdefault(bucket, BucketStatistics())
+        made.late.add_inputs(bucket)
+        source = self._source(made.sources, gradients=True) if record else None
+        if isinstance(source, Source):
+            made.late.record(source, bucket, self._training_mode(bucket))
+        self.buckets = self._ordered((*self.buckets, bucket))
+
+    def drop(self, bucket: Bucket) -> None:
+        """Forget a bucket that could not be recorded."""
+        self.buckets = tuple(each for each in self.buckets if each != bucket)
+        self._captured().late.drop(bucket)
+
+    @property
+    def wishes(self) -> list[Wish]:
+        """What training steps missed and can be recorded now, oldest first."""
+        made = self._captured()
+        if not made.late.wishes:
+            return []
+        source = self._source(made.sources, gradients=True)
+        return [wish for wish, asked in made.late.wishes.items() if asked is source]
+
+    def record_wish(self, wish: Wish) -> None:
+        """Record what a training step missed.
+
+        Raises:
+            CaptureError: It failed, and is not tried again.
+        """
+        self._captured().late.record_wish(wish)
+
+    def outdated(self) -> Wish | None:
+        """Return a recording of the model as it is now whose memory larger ones do not share, None without one."""
+        made = self._captured()
+        source = self._source(made.sources, gradients=True)
+        return made.late.outdated(source) if isinstance(source, Source) else None
+
+    def renew(self, wish: Wish) -> None:
+        """Make a recording again, in the memory of the largest.
+
+        Raises:
+            CaptureError: It failed; the old one stays.
+        """
+        made = self._captured()
+        made.late.renew(made.sources.current, wish)
+
+    def _captured(self) -> _Made:
+        if self._made is None:
+            raise RuntimeError(f"{self.program.name} is not captured")
+        return self._made
 
     def _forward_only_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that no other of the same capacity contains: limits cost a forward little."""
@@ -161,9 +245,12 @@ class Region:
 
     def _choose(self, batch: Any, size: int, mode: Mode) -> Bucket | Fallback:
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
-        if not buckets:
+        if self.buckets and not buckets:
             return Fallback.EVALUATION_NOT_CAPTURED
-        return choose(size, buckets, partial(self.program.refuse, batch))
+        found = choose(size, buckets, partial(self.program.refuse, batch))
+        if isinstance(found, Fallback) and self._growth is not None and self._growth.missed(batch):
+            return Fallback.NOT_CAPTURED_YET
+        return found
 
     def run(
         self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
@@ -237,15 +324,28 @@ class Region:
         if not isinstance(bucket, Bucket):
             return bucket
         found = self._made.late.find(source, bucket, mode, index, records)
+        if isinstance(found, Fallback) and self._growth is not None and index is None:
+            bucket, found = self._larger(source, batch, size, bucket, mode, found)  # parts in one slot share a bucket
         if isinstance(found, Fallback):
             return found
         slot, recorded = found
         return recorded, sources, source, slot, bucket, mode.gradients
 
+    def _larger(
+        self, source: Source, batch: Any, size: int, bucket: Bucket, mode: Mode, reason: Fallback
+    ) -> tuple[Bucket, tuple[Slot, Recorded] | Fallback]:
+        """Return a bucket after this one that accepts the batch and has a recording in a free slot, else the reason."""
+        for other in self.buckets[self.buckets.index(bucket) + 1 :]:
+            if size <= other.tokens and self.program.refuse(batch, other) is None:
+                found = self._captured().late.recorded(source, other, mode)
+                if found is not None:
+                    return other, found
+        return bucket, reason
+
     def _source(self, sources: Sources, gradients: bool) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
         try:
-            source = sources.find(gradients, self._is_idle)
+            source = sources.find(gradients, self.is_idle)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
             if self._strict or not (self._is_alone() or isinstance(error, CaptureError)):
@@ -267,7 +367,8 @@ class Region:
     def _is_alone(self) -> bool:
         return isinstance(self._consensus, SingleRank)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no microbatch is between its forward and its backward."""
         return self.free_slots() == len(self._slots)
 
     def _wants_gradients(self, source: Source, batch: Any) -> bool:

@@ -16,6 +16,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     for part in parts:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
+        total.longest_capture = max(total.longest_capture, part.longest_capture)
         total.static_bytes += part.static_bytes
         total.gradient_bytes += part.gradient_bytes
         total.pinned_bytes += part.pinned_bytes
@@ -126,13 +127,20 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
         *_last_fallbacks(statistics),
         f"warm-up microbatches: {statistics.warmup_microbatches}; "
         f"padding over all replays: {statistics.padding_share:.1%}",
-        f"captured in {statistics.capture_seconds:.1f} s; {statistics.memory_bytes / GIB:.2f} GiB of device memory "
+        f"captured in {statistics.capture_seconds:.1f} s{_pauses(statistics)}; "
+        f"{statistics.memory_bytes / GIB:.2f} GiB of device memory "
         f"({statistics.static_bytes / GIB:.2f} static buffers)",
     ]
     if statistics.pinned_bytes:
         lines.append(f"offloaded activations: {statistics.pinned_bytes / GIB:.2f} GiB of page-locked host memory")
     lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
     return "\n".join(lines)
+
+
+def _pauses(statistics: RegionStatistics) -> str:
+    """Return how long a step waited for a recording at most, where any did."""
+    longest = statistics.longest_capture
+    return f", at most {longest:.1f} s of it before or in one step" if longest else ""
 
 
 def _last_fallbacks(statistics: RegionStatistics) -> list[str]:

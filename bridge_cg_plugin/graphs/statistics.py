@@ -1,6 +1,9 @@
 """What a region did: replays per bucket, padding, fallbacks with their reasons, memory, capture time."""
 
+import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +42,7 @@ class BucketStatistics:
         evaluations: Forward-only replays.
         tokens: Real tokens replayed, forward-only ones included.
         padding: Padding tokens beside them.
-        memory: Device memory in bytes that the bucket added to its slots' pools.
+        memory: Device memory in bytes that the bucket's recordings added to their pools.
     """
 
     replays: int = 0
@@ -57,6 +60,8 @@ class RegionStatistics:
         fallbacks: Microbatches that ran eager, by reason.
         last_fallbacks: The last of them, oldest first.
         step: Number of the training step under way, from 1; 0 where nobody counts them.
+        capture_seconds: Time that recordings took.
+        longest_capture: The longest of those after the first capture, in seconds; other ranks may have waited for it.
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
@@ -70,10 +75,22 @@ class RegionStatistics:
     step: int = 0
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
+    longest_capture: float = 0.0
     static_bytes: int = 0
     gradient_bytes: int = 0
     pinned_bytes: int = 0
     step_tokens: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count the time inside, in which something is recorded."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.capture_seconds += seconds
+            self.longest_capture = max(self.longest_capture, seconds)
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""
@@ -123,6 +140,7 @@ class RegionStatistics:
             "warmup_microbatches": self.warmup_microbatches,
             "padding_share": self.padding_share,
             "capture_seconds": self.capture_seconds,
+            "longest_capture": self.longest_capture,
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
             "gradient_bytes": self.gradient_bytes,

@@ -1,12 +1,13 @@
 """What a module brings that runs on graphs: calls as batches, what to record, results. `GraphManager` has the rest."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from .demand import Demand
 from .executor import Executor
 from .fallback import Fallback
 from .piece import Piece
@@ -26,6 +27,7 @@ class Call(NamedTuple):
         tokens: The microbatch's size; None where it is not known.
         misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
         counts: Whether the call counts as one that a failed capture left eager.
+        note: What a `Demand` remembers of the microbatch; None where nothing is to be recorded for it.
     """
 
     batch: Any
@@ -33,6 +35,7 @@ class Call(NamedTuple):
     tokens: int | None = None
     misfit: str | None = None
     counts: bool = True
+    note: Hashable = None
 
 
 class Manager(Protocol):
@@ -45,7 +48,7 @@ class Manager(Protocol):
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         consensus: Ranks that are on graphs together with this one or not at all.
-        tensor_consensus: Those of them that share the module's layers, and so its buckets.
+        bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
     """
 
     model: nn.Module
@@ -54,7 +57,7 @@ class Manager(Protocol):
     failure: str | None
     step_number: int
     consensus: RankConsensus
-    tensor_consensus: RankConsensus
+    bucket_consensus: RankConsensus
 
     @property
     def captured(self) -> bool:
@@ -76,7 +79,7 @@ class Manager(Protocol):
     def capture(self) -> bool:
         """Have the workload plan and capture; returns whether graphs exist now."""
 
-    def record(self, pieces: Sequence[Piece]) -> list[Region]:
+    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
         """Capture pieces of the module between two steps; returns their regions."""
 
     def reset(self) -> None:
@@ -137,6 +140,10 @@ class Workload(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Forget what is known of recordings: they are gone."""
+
+    @abstractmethod
+    def grown(self) -> None:
+        """Note that a bucket was recorded between two steps; the module's regions have it."""
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""

@@ -11,7 +11,9 @@ from ..graphs.buckets import Bucket
 from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.recording import RegionBody
+from ..graphs.workload import Manager
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
+from ..options.activations import moves_activations
 from .host_memory import GIB, PinnedMemory, Plain
 from .inventory import Group, Inventory
 from .measure import measured_costs
@@ -203,6 +205,19 @@ class RegionOffloading:
         """Make sure before any capture that all slots' host memory can be had; what is held counts."""
         needed = self._slots * sum(inventory.seen[place].nbytes for place in plan.places(Fate.OFFLOAD))
         self._pinned.check(max(needed - self._pinned.nbytes, 0))
+
+
+def offloading_of(options: ActivationOptions, fields: Mapping[str, str], manager: Manager) -> RegionOffloading | None:
+    """Return what keeps a region's activations, None where they stay in the graphs' memory.
+
+    Args:
+        options: The region's.
+        fields: Option -> the name that users know it by.
+        manager: Whose executor records the region, in as many slots as it has.
+    """
+    if not moves_activations(options):
+        return None
+    return RegionOffloading(policy_of(options, fields), manager.slots, manager.executor.device)
 
 
 def describe(inventory: Inventory, plan: Plan) -> str:

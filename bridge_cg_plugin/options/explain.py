@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
+from .choice import SETTING
 from .combinations import COMBINATIONS
 from .declaration import Group, Option, plain
 from .graph_options import GraphOptions
@@ -40,6 +41,7 @@ def as_json(options: GraphOptions) -> dict[str, Any]:
         "vision": _plain(options.vision),
         "packed": _plain(options.packed),
         "offload": _plain(options.offload),
+        "chosen": [str(part) for part in options.chosen],
         "warnings": list(options.warnings),
     }
 
@@ -51,6 +53,7 @@ def _plain(part: Any) -> dict[str, Any]:
 def in_words(options: GraphOptions) -> str:
     """Return options as lines for a person."""
     lines = [
+        *(f"{SETTING}={options.choice.setting}: {part}" for part in options.chosen),
         f"language model: {_language_model(options)}",
         f"vision: {_vision(options.vision)}",
         f"packed sequences: {_packed(options.packed)}",
@@ -113,7 +116,9 @@ def _packed(options: PackedOptions) -> str:
     if not options.enabled:
         return "no graphs"
     said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
-    graphs = f"graphs of up to {options.max_packed_seqs} documents"
+    most = options.max_packed_seqs
+    documents = "documents as warm-up steps show" if most == "auto" else f"{most} documents"
+    graphs = f"graphs of up to {documents}"
     return "; ".join([graphs, _buckets(options.buckets), *_activations(options), *further(options, PACKED, said)])
 
 

@@ -1,11 +1,12 @@
 """All graph options that are declared."""
 
+from .choice import CHOICE
 from .language_model import LANGUAGE_MODEL
 from .offload import OFFLOAD
 from .packed import PACKED
 from .vision import VISION
 
-GROUPS = (LANGUAGE_MODEL, VISION, PACKED, OFFLOAD)
+GROUPS = (CHOICE, LANGUAGE_MODEL, VISION, PACKED, OFFLOAD)
 
 # Field that holds a mapping of tuning values -> its group.
 TUNING = {group.tuning: group for group in GROUPS if group.tuned}

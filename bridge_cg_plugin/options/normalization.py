@@ -4,6 +4,8 @@ import warnings as python_warnings
 from dataclasses import replace
 from typing import Any
 
+from .choice import CHOICE, ChoiceOptions
+from .choosing import choose
 from .combinations import check_options
 from .declaration import plain
 from .deepstack import deepstack_warnings
@@ -49,9 +51,10 @@ def normalize(*sources: Any) -> tuple[GraphOptions, Written]:
     if len(sources) == 1 and isinstance(sources[0], GraphOptions):
         return sources[0], Written()
     collected = collect(*(Written(as_fields(s)) if isinstance(s, GraphOptions) else s for s in sources))
-    written, dropped = settle(collected)
+    settled, dropped = settle(collected)
+    written, chosen = choose(settled, options_of)
     options = options_of(written)
-    return replace(options, warnings=(*dropped, *options.warnings)), written
+    return replace(options, warnings=(*dropped, *options.warnings), chosen=chosen), written
 
 
 def options_of(written: Written) -> GraphOptions:
@@ -70,6 +73,7 @@ def options_of(written: Written) -> GraphOptions:
     packed = packed_options(written.fields)
     warnings += _without_effect(written, vision.enabled, packed.enabled)
     options = GraphOptions(
+        choice=ChoiceOptions(**CHOICE.read(written.fields)),
         language_model=language_model,
         vision=vision,
         packed=packed,
@@ -119,7 +123,7 @@ def as_fields(options: GraphOptions) -> dict[str, Any]:
         MODULES: module_names(options.language_model.modules),
         INFERENCE: options.language_model.inference_scope.name,
     }
-    for group in (VISION, PACKED, OFFLOAD):
+    for group in (CHOICE, VISION, PACKED, OFFLOAD):
         part = getattr(options, group.name)
         found |= {one.field: plain(getattr(part, one.name)) for one in group.options}
     return found

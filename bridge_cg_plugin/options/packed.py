@@ -11,6 +11,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
+from .capture import capture_option
 from .declaration import Group, option
 from .errors import OptionError
 from .values import capacities, flag, whole_number
@@ -20,12 +21,13 @@ from .values import capacities, flag, whole_number
 class PackedOptions:
     """Packed-sequence graphs, typed. What each option means is in its declaration."""
 
-    max_packed_seqs: int | None = option(
+    max_packed_seqs: int | Literal["auto"] | None = option(
         None,
-        whole_number(1),
+        whole_number(1, "auto"),
         "N",
-        "graphs of packed sequences, of up to this many documents",
-        "Smaller scans less, larger falls back less. `bridge-cg plan packed` recommends one. None is no such graphs",
+        "graphs of packed sequences, of up to this many documents, or auto",
+        "Smaller scans less, larger falls back less. `auto` is half as many again as the packs of warm-up steps had, "
+        "and one for padding; `bridge-cg plan packed` recommends a number. None is no such graphs",
         field="cuda_graph_max_packed_seqs",
         flags=("max_packed_seqs", "cuda_graph_max_packed_seqs"),
     )
@@ -44,6 +46,7 @@ class PackedOptions:
         "None is all that a bucket holds",
         tuning=True,
     )
+    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),

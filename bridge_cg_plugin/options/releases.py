@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .choice import SETTING
 from .declaration import Group, Option, plain
 from .errors import OptionError
 from .graph_options import GraphOptions
@@ -78,6 +79,7 @@ def field_values(options: GraphOptions, release: Release) -> dict[str, Any]:
         **_language_model_values(options.language_model, release),
         **_values(VISION, options.vision, release),
         **_values(PACKED, options.packed, release),
+        **({SETTING: None} if SETTING in release.fields else {}),  # the other fields say what it came to
         **_offload_values(options.offload, release),
         **({TE_RNG: True} if options.enabled and TE_RNG in release.fields else {}),
     }

@@ -12,6 +12,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
+from .capture import capture_option
 from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
@@ -87,8 +88,8 @@ class VisionGraphOptions:
         factor,
         "FACTOR",
         "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
-        "Used without `max_vision_cuda_graph_seq_length`. Graphs end at that microbatch instead, with one line in the "
-        "log, where warm-up steps have left no memory for more",
+        "Used without `max_vision_cuda_graph_seq_length`, not with `capture_mode=on_demand`. Graphs end at that "
+        "microbatch instead, with one line in the log, where warm-up steps have left no memory for more",
         tuning=True,
     )
     max_seq_length: int | None = option(
@@ -124,6 +125,7 @@ class VisionGraphOptions:
         "Automatic buckets plan for it: what a token takes is measured before capture, and a fifth of the limit is "
         "kept as margin. No effect without a GPU or in deterministic mode",
     )
+    capture_mode: Literal["at_once", "on_demand"] = capture_option()
     exact_below: int = option(
         256,
         whole_number(0),

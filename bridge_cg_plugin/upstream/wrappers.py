@@ -1,6 +1,7 @@
 """Modules in which Megatron wraps a model."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -27,3 +28,9 @@ def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
             inner = getattr(module, "model", None)
             if isinstance(inner, nn.Module):
                 yield inner
+
+
+def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """Return the config of a model under any wrapper; None without one."""
+    first = next(iter([model] if isinstance(model, nn.Module) else model), None)
+    return None if first is None else getattr(unwrapped(first)[-1], "config", None)

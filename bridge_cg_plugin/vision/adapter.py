@@ -12,7 +12,7 @@ from ..graphs.inputs import want_gradients
 from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
-from .host_grids import HostGrids
+from .host_grids import Grid, HostGrids
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
@@ -24,6 +24,10 @@ class EncoderBatch(Protocol):
     @property
     def pixels(self) -> Tensor:
         """Patches or images."""
+
+    @property
+    def rows(self) -> Grid:
+        """Frames, height and width of each image or video, in patches."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +60,7 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None) ->
         refusal = Fallback.OTHER_BATCH
     elif want_gradients((batch.pixels,)):
         refusal = Fallback.INPUT_GRADIENTS
-    return Call(batch, refusal, batch.tokens, misfit)
+    return Call(batch, refusal, batch.tokens, misfit, True, batch.rows if refusal is None else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ class ImageBatch:
     patches: int
 
     @property
+    def rows(self) -> Grid:
+        """The images as grid rows."""
+        return ((1, 1, self.patches),) * self.frames
+
+    @property
     def tokens(self) -> int:
         """Patches."""
         return self.frames * self.patches

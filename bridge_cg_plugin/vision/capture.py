@@ -10,16 +10,18 @@ from torch import nn
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
+from ..graphs.demand import BEGIN_WITH, Demand
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
-from ..graphs.piece import CallSite, Piece
+from ..graphs.piece import CallSite, Growth, Piece
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
 from ..graphs.workload import Manager
-from ..offload.offloading import RegionOffloading, policy_of
+from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderFamily
+from .adapter import EncoderAdapter, EncoderFamily, LayerPart
+from .on_demand import growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
 
@@ -39,7 +41,10 @@ class EncoderCapture:
         plan: Observes microbatches and plans buckets.
         kernels: What recorded work calls.
         buckets: What was planned last; None before.
+        demand: What microbatches ask for; None where all that may come is captured at once.
     """
+
+    demand: Demand | None = None
 
     def __init__(
         self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, adapter: EncoderAdapter
@@ -58,7 +63,7 @@ class EncoderCapture:
             CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
         """
         limit = manager.consensus.agree(partial(self._prepare, manager)).smallest
-        manager.tensor_consensus.agree(float)  # a communicator that was never used cannot be captured
+        manager.bucket_consensus.agree(float)  # a communicator that was never used cannot be captured
         if self.plan.may_reach_further() and self._record_with_headroom(manager, limit):
             return
         for _ in range(LIMIT_ATTEMPTS):
@@ -66,7 +71,7 @@ class EncoderCapture:
             manager.consensus.agree(partial(self._check_tensor_ranks, manager))
             if excess <= 1:
                 return
-            limit = max(self._regions[0].buckets).tokens / excess * MEMORY_MARGIN
+            limit = self._largest() / excess * MEMORY_MARGIN
         raise CaptureError(
             f"graphs do not fit vision_cuda_graph_buckets_max_gb={self._options.buckets_max_gb:g} GiB a slot"
         )
@@ -81,12 +86,46 @@ class EncoderCapture:
         """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self._regions = []
-        self.buckets = self.plan.buckets(limit, headroom)
-        self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
+        if self._options.capture_mode == "on_demand":
+            self._begin(manager, limit)
+        else:
+            self.buckets = self.plan.buckets(limit, headroom)
+            self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
         return self._excess(manager.slots)
 
+    def _begin(self, manager: Manager, limit: float) -> None:
+        """Capture what microbatches have asked for most; others follow while training runs."""
+        program = self.encoder_program()
+        menu = menu_of(self._options, self._adapter, program, self.plan.max_frames(), self.kernels.attends_directly)
+        self.demand = Demand(menu, min(limit, self.plan.largest))
+        for rows in self.plan.last:
+            self.demand.saw(rows)
+        self.demand.begin(BEGIN_WITH)
+        self._regions = manager.record(self._growing_pieces(manager, program, self.demand), self.demand)
+        self.note_buckets()
+
+    def note_buckets(self) -> None:
+        """Note which buckets there are now, where they are captured on demand."""
+        if self.demand is not None:
+            capacities = sorted({bucket.tokens for bucket in self.demand.buckets})
+            self.buckets = BucketPlan(tuple(capacities), 0.0, 0)
+
+    def _growing_pieces(self, manager: Manager, program: RegionProgram, demand: Demand) -> list[Piece]:
+        """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
+        if self._options.whole_encoder:
+            return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
+        frames, pieces = self.plan.max_frames(), []
+        for part in self._parts():
+            growth = growth_of_part(demand, part, frames)
+            buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
+            pieces.append(self._piece(manager, part.program, buckets, part.site, growth))
+        return pieces
+
+    def _largest(self) -> int:
+        return max(self._regions[0].buckets).tokens
+
     def _check_tensor_ranks(self, manager: Manager) -> float:
-        if not manager.tensor_consensus.agree(partial(self._digest, manager.slots)).same:
+        if not manager.bucket_consensus.agree(partial(self._digest, manager.slots)).same:
             raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
         return 0.0
 
@@ -145,14 +184,21 @@ class EncoderCapture:
             directly = self.kernels.attends_directly
             buckets = [Bucket(c, limits) for c in capacities for limits in self._adapter.bounds(c, frames, directly)]
             return [self._piece(manager, self.encoder_program(), buckets)]
-        if self._family.layer_parts is None:
-            raise CaptureError(f"{self._family.name} has no layers whose parts could be captured")
-        (module,) = options.modules
-        parts = self._family.layer_parts(self._model, module, options.exact_below, self.kernels)
         return [
             self._piece(manager, part.program, [Bucket(c, part.limits(frames)) for c in capacities], part.site)
-            for part in parts
+            for part in self._parts()
         ]
+
+    def _parts(self) -> Sequence[LayerPart]:
+        """Return that part of every layer which the options name.
+
+        Raises:
+            CaptureError: The encoder's layers have none.
+        """
+        if self._family.layer_parts is None:
+            raise CaptureError(f"{self._family.name} has no layers whose parts could be captured")
+        (module,) = self._options.modules
+        return self._family.layer_parts(self._model, module, self._options.exact_below, self.kernels)
 
     def _piece(
         self,
@@ -160,14 +206,16 @@ class EncoderCapture:
         program: RegionProgram,
         buckets: Sequence[Bucket],
         site: CallSite | None = None,
+        growth: Growth | None = None,
     ) -> Piece:
         return Piece(
             program=program,
             buckets=buckets,
             site=site,
             evaluation=self._options.evaluation,
-            offloading=self._offloading(manager),
+            offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
+            growth=growth,
         )
 
     def has_side_stream(self, bucket: Bucket) -> bool:
@@ -176,9 +224,3 @@ class EncoderCapture:
         if options.streams != "auto":
             return options.streams == 2
         return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
-
-    def _offloading(self, manager: Manager) -> RegionOffloading | None:
-        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        if not self._options.moves_activations:
-            return None
-        return RegionOffloading(policy_of(self._options, PROVIDER_FIELDS), manager.slots, manager.executor.device)

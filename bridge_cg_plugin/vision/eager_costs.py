@@ -9,7 +9,7 @@ eager is a bound from above that is never extrapolated, and eager must win by `M
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..graphs.buckets import Bucket
 from ..graphs.recording import Gradients
 from .adapter import EncoderBatch
+from .shape import Shape, shape_of
 
 # Eager must be faster by this factor.
 MARGIN = 1.1
@@ -26,29 +27,6 @@ TIMED_REPLAYS = 3
 KEPT_SHAPES = 512
 # Answers that are remembered; a run may meet any number of shapes.
 KEPT_ANSWERS = 4096
-
-
-class Shape(NamedTuple):
-    """What eager's time grows with.
-
-    Attributes:
-        tokens: Patches.
-        frames: Images and video frames: attention segments.
-        largest: Patches of the largest frame.
-    """
-
-    tokens: int
-    frames: int
-    largest: int
-
-    def covers(self, other: "Shape") -> bool:
-        """Whether nothing here is smaller, so that eager takes at least as long."""
-        return self.tokens >= other.tokens and self.frames >= other.frames and self.largest >= other.largest
-
-
-def shape_of(batch: EncoderBatch) -> Shape:
-    """Return a batch's shape."""
-    return Shape(batch.tokens, batch.frames, batch.largest_frame)
 
 
 class Clock(Protocol):

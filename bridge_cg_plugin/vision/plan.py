@@ -1,15 +1,18 @@
 """Which sizes an encoder is captured for: what warm-up steps showed, what options say, what memory allows."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 from ..attention_bounds import deterministic
 from ..graphs.buckets import BucketPlan, plan_buckets
+from ..graphs.demand import WINDOW
 from ..graphs.executor import Executor
 from ..graphs.program import RegionProgram
 from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
+from .host_grids import Grid
 from .memory import measure_memory
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
@@ -28,16 +31,19 @@ class EncoderPlan:
 
     Attributes:
         observed: Tokens of every observed microbatch.
+        last: Grid rows of the last of them.
     """
 
     def __init__(self, options: VisionGraphOptions, adapter: EncoderAdapter) -> None:
         self._options, self._adapter = options, adapter
         self.observed: list[int] = []
+        self.last: deque[Grid] = deque(maxlen=WINDOW)
         self._frames = 0
 
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.observed.append(batch.tokens)
+        self.last.append(batch.rows)
         self._frames = max(self._frames, batch.frames)
 
     @property
@@ -70,10 +76,16 @@ class EncoderPlan:
             headroom=headroom,
         )
 
+    @property
+    def largest(self) -> float:
+        """The most tokens that the options allow a bucket, infinity where they do not say."""
+        return self._options.max_seq_length or math.inf
+
     def may_reach_further(self) -> bool:
         """Whether capacities beyond the largest size that was seen are wanted."""
         options = self._options
-        return options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
+        on_demand = options.capture_mode == "on_demand"
+        return not on_demand and options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
 
     def max_frames(self) -> int:
         """Return how many frames the most permissive bounds take."""

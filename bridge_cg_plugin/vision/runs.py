@@ -13,7 +13,8 @@ from ..graphs.workload import Call, Eager, Manager
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily
 from .check import CheckResult, ReplayCheck
-from .eager_costs import Clock, CudaClock, MeasuredCosts, Shape, remember, shape_of, watch_backward
+from .eager_costs import Clock, CudaClock, MeasuredCosts, remember, watch_backward
+from .shape import Shape, shape_of
 
 
 class EncoderRuns:
@@ -50,6 +51,10 @@ class EncoderRuns:
         self._chosen = {}
         if self.costs is not None:
             self.costs.forget_replays()
+
+    def grown(self) -> None:
+        """Forget which bucket a shape takes: there are more."""
+        self._chosen = {}
 
     def replay(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         """Replay a batch, unless eager is the faster; returns None where it is to run eager, the reason counted.

@@ -10,7 +10,7 @@ from ..announce import announce
 from ..graphs.buckets import BucketPlan
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
-from ..options import VisionGraphOptions
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderFamily
 from .balance.calls import BalancedCalls
 from .balance.exchange import ImageExchange
@@ -109,8 +109,14 @@ class VisionWorkload(Workload):
         if self.exchange is not None:
             self.exchange.forget_times()
         frames = self.planned.plan.max_frames()
-        announce(f"{self.title}: {self.buckets}; {self.manager.slots} slot(s), up to {frames} frames")
+        later = "" if self.planned.demand is None else ", others as microbatches ask for them"
+        announce(f"{self.title}: {self.buckets}{later}; {self.manager.slots} slot(s), up to {frames} frames")
         return 0.0
+
+    def grown(self) -> None:
+        """See `Workload`."""
+        self.planned.note_buckets()
+        self.runs.grown()
 
     def forget(self) -> None:
         """See `Workload`."""
@@ -141,6 +147,9 @@ class VisionWorkload(Workload):
         notes = {}
         if self.buckets is not None:
             notes["plan"] = str(self.buckets)
+        if self.planned.demand is not None and self.buckets is not None:
+            named = ",".join(map(str, self.buckets.capacities))
+            notes["again"] = f"{PROVIDER_FIELDS['buckets']}={named} names the same buckets for the next run"
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"

@@ -1,10 +1,12 @@
-"""The vision tower on images of real sizes: eager and the plugin with buckets that it planned itself.
+"""The vision tower on images of real sizes: eager, and the plugin with buckets that it chose itself.
 
     python scripts/performance/bench_sizes.py
+    python scripts/performance/bench_sizes.py --microbatches 200 --modes plugin,on_demand,each_size
 
 Microbatches of 1 to 4 images with sizes as COCO's (`workloads.coco_image` has the source and the sampling), from a
-fixed seed. The plugin sees the first ones eager, as in training's warm-up steps, plans its buckets from them, and then
-runs all. Times are from the first launch to the end of the last kernel, over all microbatches, gradients accumulated.
+fixed seed. The plugin sees the first ones eager, as in training's warm-up steps, and then runs all, each as a step of
+its own: with all buckets captured at once (plugin), as microbatches ask for them (on_demand), or one for each size that
+comes (each_size). Times are of a second run over all, from the first launch to the end of the last kernel.
 """
 
 import argparse
@@ -16,7 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record
-from bridge_cg_tools.benchmarks.vision.sizes import measure
+from bridge_cg_tools.benchmarks.vision.sizes import MODES, measure
+
+SHOWN = ("mode", "ms", "ratio", "padding_share", "eager_share", "capture_s", "longest_capture_s", "memory_gb")
 
 
 def parse() -> argparse.Namespace:
@@ -27,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=16, help="microbatches that buckets are planned from")
     parser.add_argument("--most-images", type=int, default=4, help="most images of one microbatch")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", default="plugin", help=f"comma-separated; all: {', '.join(MODES)}")
     parser.add_argument("--kernels", choices=("exact", "fast"), default="exact")
     return parser.parse_args()
 
@@ -40,13 +45,15 @@ def main() -> int:
             raise ValueError(
                 f"--warmup {args.warmup}: allowed is 1 to --microbatches={args.microbatches}; buckets come from these"
             )
+        if unknown := [mode for mode in args.modes.split(",") if mode not in MODES]:
+            raise ValueError(f"--modes {unknown[0]}: allowed are {', '.join(MODES)}")
     except ValueError as error:
         print(f"bench_sizes.py: {error}", file=sys.stderr)
         return 2
     grids = coco_microbatches(args.microbatches, args.most_images, args.seed)
-    for record in measure(grids, args.warmup, args.kernels, args.seed):
+    for record in measure(grids, args.warmup, args.kernels, args.seed, args.modes.split(",")):
         put_record(out, record)
-        print({name: record[name] for name in ("mode", "ms", "ratio", "padding_share", "fallbacks") if name in record})
+        print({name: record[name] for name in SHOWN if name in record})
     return 0
 
 

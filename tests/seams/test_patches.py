@@ -9,6 +9,7 @@ from bridge_cg_plugin.upstream.decoder import offload as language_offload
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
+    any_loop,
     batches,
     full_iteration,
     pack_indices,
@@ -42,6 +43,7 @@ GROUPS = (
     qwen3_vl_patches,
     performance,
     virtual_stages,
+    any_loop,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]
 PATCHES = [patch for patch in EVERY if is_importable(patch.seam)]

@@ -155,6 +155,39 @@ def test_further_options_win(bridge):
     assert (vision.buckets, vision.slots, vision.max_seq_length) == ((1024, 2304), 2, 8192)
 
 
+def with_buckets(bridge, buckets):
+    """Return a recipe's configuration with graphs for an H100, and the warnings of options."""
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.vision_cuda_graph_buckets = buckets
+    _warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with_graphs(config, gpu="h100")
+    return config, [str(w.message) for w in caught if issubclass(w.category, GraphOptionWarning)]
+
+
+@pytest.mark.parametrize(
+    "buckets, lost, kept",
+    [
+        ([4096, 8192, 12288, 16384], "12288,16384", (4096, 8192)),
+        ("4096,16384", "16384", (4096,)),
+        ([16384], "16384", "auto"),
+    ],
+    ids=str,
+)
+def test_buckets_beyond_the_limit_are_dropped_with_a_line(bridge, buckets, lost, kept):
+    config, lines = with_buckets(bridge, buckets)
+    cause = "max_vision_cuda_graph_seq_length=8192, as written, is smaller"
+    assert lines == [f"vision_cuda_graph_buckets={lost} of the recipe is dropped: {cause}"]
+    assert vision_options(config.model).buckets == kept
+
+
+@pytest.mark.parametrize("buckets", ["auto", [1024, 8192]], ids=str)
+def test_buckets_within_the_limit_are_the_recipes(bridge, buckets):
+    config, lines = with_buckets(bridge, buckets)
+    assert lines == [] and config.model.vision_cuda_graph_buckets == buckets
+
+
 def test_what_cannot_have_graphs_is_refused(bridge):
     with pytest.raises(OptionError, match="gpu='a100': it must be h100 or h200 or b200"):
         with_graphs("qwen3_vl_8b_sft_config", gpu="a100")

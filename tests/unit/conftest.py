@@ -8,6 +8,7 @@ from ..executors import KINDS, choose
 BOTH = (
     "test_encoder_plugins",
     "test_encoders",
+    "test_growing",
     "test_offload_store",
     "test_packed",
     "test_packed_experts",

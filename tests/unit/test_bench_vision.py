@@ -343,10 +343,12 @@ def test_a_profile_is_printed_and_recorded(tmp_path, capsys, monkeypatch):
 
 def test_images_of_real_sizes_eager_and_on_graphs(monkeypatch, capsys, tmp_path):
     grids = [[(1, 2 + 2 * (i % 3), 4)] * (1 + i % 2) for i in range(12)]
-    found = {r["mode"]: r for r in sizes.measure(grids, warmup=6, kernels="exact", seed=1)}
+    found = {r["mode"]: r for r in sizes.measure(grids, 6, "exact", 1, sizes.MODES)}
     for one in found.values():
         check_record(one)
     plugin = found["plugin"]
+    assert found["each_size"]["eager_share"] == found["each_size"]["padding_share"] == 0
+    assert found["on_demand"]["replays"] == 12 and found["on_demand"]["longest_capture_s"] > 0
     assert plugin["replays"] + sum(plugin["fallbacks"].values()) == plugin["microbatches"] == 12
     assert plugin["replays"] > 0 and 0 <= plugin["padding_share"] < 1
     assert plugin["grad_rel"] <= 1e-4

@@ -33,7 +33,7 @@ class MeanModel(torch.nn.Module):
 def forget():
     """Have entry points looked up again."""
     registry.encoders.cache_clear()
-    encoder_group.other_providers.cache_clear()
+    encoder_group.points.cache_clear()
 
 
 @pytest.fixture

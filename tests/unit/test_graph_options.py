@@ -538,7 +538,8 @@ def test_importing_the_options_imports_no_torch_and_no_megatron():
         "print([n for n in sys.modules if n.startswith('bridge_cg_plugin.') and '.options' not in n])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    switch = ["upstream", "upstream.seams", "upstream.seams.encoder_group", "upstream.seams.activation", "plugin"]
+    seams = ["upstream", "upstream.seams", "upstream.seams.encoder_group", "upstream.seams.activation"]
+    switch = ["announce", *seams, "plugin"]
     assert out.split("\n")[:2] == ["[]", str([f"bridge_cg_plugin.{name}" for name in switch])]
 
 

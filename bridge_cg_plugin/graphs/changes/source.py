@@ -28,10 +28,19 @@ State = frozenset[tuple[Hashable, Hashable]]
 
 @dataclass(slots=True)
 class Recorded:
-    """A recording and the buffers that its backward reads."""
+    """A recording.
+
+    Attributes:
+        recording: The recording.
+        output_gradients: The buffers that its backward reads.
+        pool: Memory that it was recorded in.
+        nbytes: What the pool grew by, in bytes.
+    """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
+    pool: object = None
+    nbytes: int = 0
 
 
 class Source:
@@ -88,9 +97,9 @@ class Source:
         """Return the autocast that recordings were made in: a backward runs outside of it."""
         return torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None)
 
-    def uses(self, slot: Slot) -> bool:
-        """Whether there are recordings in a slot."""
-        return any(index == slot.index for index, _, _ in self.recordings)
+    def in_slot(self, slot: Slot) -> list[tuple[int, Bucket, Mode]]:
+        """Return the recordings in a slot: number of the slot, bucket and mode."""
+        return [place for place in self.recordings if place[0] == slot.index]
 
     def forget(self, slot: Slot) -> None:
         """Drop the recordings in a slot."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class PackedBatch:
         """Which offsets the batch has."""
         return tuple(self.offsets)
 
+    @property
+    def shape(self) -> "PackShape":
+        """What buckets are chosen by."""
+        return PackShape(self.tokens, self.lengths, self.layout, self.rotated, (None,) * len(self.additions))
+
     def of_part(self, hidden: Tensor) -> "PackedBatch":
         """Return the batch of a part of a layer that is called with these hidden states."""
         return replace(self, hidden=hidden)
@@ -60,6 +66,16 @@ class PackedBatch:
     def once_loaded(self) -> "PackedBatch":
         """Return the batch for parts that come after the first."""
         return replace(self, loaded=True)
+
+
+class PackShape(NamedTuple):
+    """A pack's size and kind. Buckets refuse a shape as they refuse the pack; see `PackedBatch`."""
+
+    tokens: int
+    lengths: tuple[int, ...]
+    layout: tuple[str, ...]
+    rotated: int
+    additions: tuple[None, ...]
 
 
 def pack_batch(

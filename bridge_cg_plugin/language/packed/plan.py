@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ...attention_bounds import replay_cost
 from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, plan_buckets
+from ...graphs.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
-from .batch import PackedBatch
+from .batch import PackedBatch, PackShape
 from .decoder import DecoderFamily
 from .fit import pack_buckets
+from .program import PackedProgram
 
 MOST_EXACT_BUCKETS = 12
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
@@ -28,6 +31,7 @@ class Observed:
     width: int
     dtype: torch.dtype
     additions: int
+    shape: PackShape
 
     @property
     def kind(self) -> Kind:
@@ -57,7 +61,9 @@ class PackPlan:
     def observe(self, batch: PackedBatch) -> None:
         """Take a pack of the warm-up steps into account."""
         width, dtype, additions = batch.hidden.shape[-1], batch.hidden.dtype, len(batch.additions)
-        seen = Observed(batch.tokens, batch.documents, batch.layout, batch.rotated, width, dtype, additions)
+        seen = Observed(
+            batch.tokens, batch.documents, batch.layout, batch.rotated, width, dtype, additions, batch.shape
+        )
         self.observed.append(seen)
 
     def capacities(self) -> BucketPlan:
@@ -78,7 +84,29 @@ class PackPlan:
 
     def buckets(self, plan: BucketPlan) -> list[Bucket]:
         """Return the buckets of planned capacities."""
-        return pack_buckets(plan.capacities, self._options.max_packed_seqs or 1, self._options.max_seqlen)
+        return pack_buckets(plan.capacities, self.documents, self._options.max_seqlen)
+
+    @property
+    def documents(self) -> int:
+        """Most documents of a pack."""
+        wanted = self._options.max_packed_seqs
+        if wanted != "auto":
+            return wanted or 1
+        most = max((seen.documents for seen in self.observed), default=1)
+        return most + most // 2 + 1
+
+    def menu(self, program: PackedProgram) -> Menu:
+        """Return what may be recorded on demand for a program."""
+        options, documents = self._options, self.documents
+        return Menu(
+            buckets_of=lambda capacity: pack_buckets([capacity], documents, options.max_seqlen),
+            refuse=program.refuse,
+            shape=lambda shape: shape,
+            cost=replay_cost,
+            unit=self._unit,
+            exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
+            capacities=() if options.buckets == "auto" else options.buckets,
+        )
 
     def kind(self) -> Kind:
         """Return what the packs that were seen most often share."""

@@ -3,21 +3,24 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...announce import announce
+from ...attention_bounds import replay_cost
 from ...graphs.buckets import EXACT_BELOW, BucketPlan
+from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.inputs import want_gradients
-from ...graphs.piece import Piece
+from ...graphs.piece import Growth, Piece
 from ...graphs.rank_consensus import digest
 from ...graphs.slot import SharedInputs
 from ...graphs.workload import Call, Workload
-from ...offload.offloading import RegionOffloading, policy_of
+from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .decoder import DecoderCall, DecoderFamily, DecoderPart
@@ -67,6 +70,7 @@ class PackedWorkload(Workload):
         self.host = host or HostCopies()
         self.plan = PackPlan(options, family)
         self.buckets: BucketPlan | None = None
+        self._demand: Demand | None = None
         self._parts = 0
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
@@ -81,7 +85,7 @@ class PackedWorkload(Workload):
         if want_gradients((call.angles,)):
             return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
         batch = self._batch(call)
-        return Call(batch, None, batch.tokens)
+        return Call(batch, None, batch.tokens, note=None if self._demand is None else batch.shape)
 
     def _batch(self, call: DecoderCall) -> PackedBatch:
         family = self.family
@@ -108,10 +112,32 @@ class PackedWorkload(Workload):
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
         self.buckets = self.plan.capacities()
+        if self.options.capture_mode == "on_demand":
+            self._demand = self._begin()
+            self._note_buckets(self._demand)
+            return digest(self.manager.slots, self.plan.kind(), *map(str, self._demand.buckets))
         return digest(self.manager.slots, self.plan.kind(), *map(str, self.plan.buckets(self.buckets)))
 
+    def _begin(self) -> Demand:
+        """Return what packs have asked for, with the buckets to begin with."""
+        demand = Demand(self.plan.menu(self._program(self.family.parts(self.modules)[0])))
+        for seen in self.plan.observed[-WINDOW:]:
+            demand.saw(seen.shape)
+        demand.begin(BEGIN_WITH)
+        return demand
+
+    def _note_buckets(self, demand: Demand) -> None:
+        self.buckets = BucketPlan(tuple(sorted({bucket.tokens for bucket in demand.buckets})), 0.0, 0)
+
+    def grown(self) -> None:
+        """See `Workload`."""
+        if self._demand is not None:
+            self._note_buckets(self._demand)
+
     def _record(self) -> float:
-        buckets = self.plan.buckets(self.buckets or self.plan.capacities())
+        demand = self._demand
+        buckets = demand.buckets if demand else self.plan.buckets(self.buckets or self.plan.capacities())
+        growth = Growth(replay_cost, partial(_missed, demand)) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         regions = self.manager.record(
@@ -122,11 +148,13 @@ class PackedWorkload(Workload):
                     site=part.site,
                     evaluation=self.options.evaluation,
                     shared=None if part.site is None else shared,
-                    offloading=self._offloading(),
+                    offloading=offloading_of(self.options, PACKED_FIELDS, self.manager),
                     around=self.family.statistics_kept,
+                    growth=growth,
                 )
                 for part in parts
-            ]
+            ],
+            demand,
         )
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
@@ -158,26 +186,19 @@ class PackedWorkload(Workload):
                 stack.enter_context(self.family.known_activations(modules))
             yield
 
-    def _offloading(self) -> RegionOffloading | None:
-        """Return what keeps a region's activations, None where they stay in the graphs' memory."""
-        if not self.options.moves_activations:
-            return None
-        slots, device = self.manager.slots, self.manager.executor.device
-        return RegionOffloading(policy_of(self.options, PACKED_FIELDS), slots, device)
-
     def captured(self) -> None:
         """See `Workload`."""
         self.manager.consensus.agree(self._tell)
 
     def _tell(self) -> float:
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
-        documents = self.options.max_packed_seqs
+        documents = self.plan.documents
         announce(f"{self.title}{parts}: {self.buckets}; {self.manager.slots} slot(s), up to {documents} documents")
         return 0.0
 
     def forget(self) -> None:
         """See `Workload`."""
-        self._parts = 0
+        self._parts, self._demand = 0, None
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
         """See `Workload`: the hidden states."""
@@ -196,3 +217,7 @@ class PackedWorkload(Workload):
         if self.host.device_reads:
             notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
         return notes
+
+
+def _missed(demand: Demand, batch: PackedBatch) -> bool:
+    return demand.missed(batch.shape)

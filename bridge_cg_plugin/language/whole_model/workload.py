@@ -98,6 +98,9 @@ class LanguageModelWorkload(Workload):
         """See `Workload`."""
         self._recorded = False
 
+    def grown(self) -> None:
+        """See `Workload`; microbatches have one shape."""
+
     def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
         """See `Workload`: the losses."""
         return outputs[0]

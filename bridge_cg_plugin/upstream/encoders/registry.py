@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from ...announce import warn
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
-from ..seams.encoder_group import GROUP
+from ..seams.encoder_group import GROUP, points
 from ..wrappers import holders
 from .qwen3_vl import QWEN3_VL
 from .qwen25_vl import QWEN25_VL
@@ -37,7 +37,7 @@ class FoundEncoder(NamedTuple):
 @cache
 def encoders() -> tuple[EncoderFamily, ...]:
     """Return the encoders in the order in which they are looked for: those of other packages, then this package's."""
-    found = (_load(point) for point in entry_points(group=GROUP))
+    found = map(_load, points())
     return (*(family for family in found if family is not None), *ENCODERS)
 
 

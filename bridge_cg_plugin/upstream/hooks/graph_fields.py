@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...announce import announce
 from ...options import GraphOptions, check_options, graph_options, normalize
+from ...options.choice import SETTING
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ...options.releases import RELEASES, TE_RNG, Release, field_values
 from ...options.sources import ATTRIBUTES
@@ -53,6 +55,26 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     rng: Any = getattr(config, "rng", None)
     if options.enabled and hasattr(rng, "te_rng_tracker"):
         rng.te_rng_tracker = True
+    if options.chosen:
+        _apply_choice(options, config)
+
+
+def _apply_choice(options: GraphOptions, config: Any) -> None:
+    """Set what else of a configuration the one setting needs, and tell what it came to."""
+    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
+        config.rerun_state_machine.check_for_nan_in_loss = False
+    if options.packed.enabled:
+        pad_offline_packs(config)
+    for part in options.chosen:
+        announce(f"{SETTING}: {part}")
+
+
+def pad_offline_packs(config: Any) -> None:
+    """Have data that are packed offline padded to one length, as Bridge asks where graphs are on."""
+    dataset = getattr(config, "dataset", None)
+    specs = getattr(dataset, "offline_packing_specs", None)
+    if dataset is not None and specs is not None:
+        dataset.pad_to_max_length = specs.pad_cu_seqlens = True
 
 
 def read_options(config: Any) -> GraphOptions:

@@ -1,8 +1,9 @@
 """The helper that Bridge's train loop drives for the language model, where packed-sequence graphs are asked for."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -41,6 +42,7 @@ class PackedCudaGraphHelper:
         optimizers: Unused, for the interface.
         pg_collection: Unused, for the interface.
         num_microbatches: Microbatches of a step; None asks megatron-core.
+        capture_mode: Overrides when the options say that buckets are recorded.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
 
     Raises:
@@ -57,17 +59,19 @@ class PackedCudaGraphHelper:
         pg_collection: Any = None,
         *,
         num_microbatches: int | None = None,
+        capture_mode: Literal["at_once", "on_demand"] | None = None,
         executor: Executor | None = None,
     ) -> None:
         written = collect(config)
         options = options_of(written)
         check_options(options, facts_of(written), harmless=False)
         check_process()
+        packed = options.packed if capture_mode is None else replace(options.packed, capture_mode=capture_mode)
         count = num_microbatches if num_microbatches is not None else _microbatches()
         self.chunks = [
             DecoderHelper(
                 decoder,
-                options.packed,
+                packed,
                 module_names(options.language_model.modules),
                 list(model),
                 partial(microbatches_in_flight, config, count),
@@ -119,12 +123,14 @@ class DecoderHelper(GraphHelper):
         order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
+        consensus = consensus_of(shared_group(decoder))
         surroundings = Surroundings(
             slots=in_flight() if options.slots == "auto" else options.slots,
             before_replay=parameter_gather(chunks, decoder),
             reduction=gradient_reduction(chunks, decoder, order),
             exempt=EXEMPT,
-            consensus=consensus_of(shared_group(decoder)),
+            consensus=consensus,
+            bucket_consensus=consensus,
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS)
         counted = in_flight if options.slots == "auto" else None

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+from ...options.choice import CHOICE
 from ...options.offload import OFFLOAD
 from ...options.packed import PACKED
 from ...options.vision import VISION
@@ -18,8 +19,8 @@ from ..seams.registry.models import PROVIDERS, field_seams
 from ..seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
 from ..seams.seam import Seam
 
-# Offloading speaks for language model and encoder, so every model has its fields.
-LANGUAGE_MODEL_DEFAULTS = PACKED.added | OFFLOAD.added
+# The one setting and offloading speak for language model and encoder, so every model has their fields.
+LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added | OFFLOAD.added
 EVERY = VISION.added | LANGUAGE_MODEL_DEFAULTS
 
 Fields = Mapping[str, dataclasses.Field[Any]]

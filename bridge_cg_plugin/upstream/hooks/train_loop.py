@@ -14,6 +14,7 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.training import TRAIN
 from ..wrappers import unwrapped
+from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
 from .rank_figures import LastFigures, phase_of, statistics_of_ranks
@@ -35,7 +36,9 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         state = argument("global_state", args, kwargs)
-        OWN_LOOP.before_step(argument("model", args, kwargs), state, drives_vision_graphs())
+        model = argument("model", args, kwargs)
+        LOOPS.leave_to_bridge(model)
+        OWN_LOOP.before_step(model, state, drives_vision_graphs())
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):

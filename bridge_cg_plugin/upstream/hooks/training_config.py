@@ -15,7 +15,9 @@ from ...options import (
     OptionError,
     check_options,
     facts_of,
+    normalize,
 )
+from ...options.choice import SETTING
 from ...options.groups import tuning_of
 from ...options.language_model import IMPL
 from ...options.migration import SWITCHES
@@ -30,7 +32,7 @@ from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.releases import RELEASES
 from ..seams.seam import Feature
-from .graph_fields import describe_release
+from .graph_fields import apply_options, describe_release
 
 # Options of a region that the shared one of offloading sets.
 REGION = ("offload", "offload_min_bytes")
@@ -85,6 +87,7 @@ def check_training_config(config: Any) -> None:
         OptionError: Something cannot work; nothing was built yet.
         DriftError: The graphs need a part of the plugin that does not fit this release.
     """
+    _resolve_choice(config)
     written = _without_idle_fields(collect(config))
     options = options_of(written)
     if not (options.enabled or options.packed.enabled or options.offload.parts):
@@ -101,6 +104,12 @@ def check_training_config(config: Any) -> None:
         _share_offload(config.model, options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
+
+
+def _resolve_choice(config: Any) -> None:
+    """Set the fields that the one setting for all graphs comes to."""
+    if getattr(config.model, SETTING, None) is not None:
+        apply_options(normalize(config)[0], config)
 
 
 def _share_offload(model: Any, options: GraphOptions) -> None:

@@ -1,8 +1,9 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -35,6 +36,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
         pg_collection: Unused, for the interface.
+        capture_mode: Overrides when the options say that buckets are recorded.
         options: Options; None reads them from the model's provider.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
 
@@ -53,6 +55,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         num_microbatches: int = 1,
         pg_collection: Any = None,
         *,
+        capture_mode: Literal["at_once", "on_demand"] | None = None,
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -64,6 +67,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
         adapter = family.adapt(vision_model)
         self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
+        if capture_mode is not None:
+            self.options = replace(self.options, capture_mode=capture_mode)
         check_combinations(self.options)
         check_modules(self.options, family)
         check_process()
@@ -87,7 +92,7 @@ class VisionTECudaGraphHelper(GraphHelper):
                 reduction=reduction if self.options.gradient_hooks == "awaited" else None,
                 exempt=EXEMPT,
                 consensus=consensus_of(shared_group(vision_model)),
-                tensor_consensus=consensus_of(tensor),
+                bucket_consensus=consensus_of(tensor),
             ),
         )
         if exchange is not None or gather is not None:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ...announce import LOGGER
 from .encoder_group import other_providers
-
-LOGGER = logging.getLogger("bridge_cg_plugin")
 
 # Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
@@ -28,6 +27,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.mamba.mamba_provider": ("hooks.provider_fields",),
     "megatron.core.full_cuda_graph": ("hooks.full_iteration",),
+    "megatron.core.pipeline_parallel.schedules": ("hooks.any_loop",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),

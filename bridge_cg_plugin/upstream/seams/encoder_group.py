@@ -3,18 +3,21 @@
 import os
 import sys
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 # An entry point's name is the class of the model's provider, its value the `EncoderFamily`.
 GROUP = "bridge_cg_plugin.encoders"
 
 
 @cache
+def points() -> tuple[EntryPoint, ...]:
+    """Return the entry points of the group."""
+    return tuple(entry_points(group=GROUP)) if any(map(_may_declare, sys.path)) else ()
+
+
 def other_providers() -> tuple[tuple[str, str], ...]:
     """Return module and class of the providers that entry points name."""
-    if not any(map(_may_declare, sys.path)):
-        return ()
-    paths = (point.name.rpartition(".") for point in entry_points(group=GROUP))
+    paths = (point.name.rpartition(".") for point in points())
     return tuple((module, provider) for module, _, provider in paths if module)
 
 

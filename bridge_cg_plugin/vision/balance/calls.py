@@ -43,6 +43,6 @@ class BalancedCalls:
 
     def _encode(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
         """Encode a batch that did not come as a call of the encoder's forward."""
-        call = Call(batch, tokens=batch.tokens)
+        call = Call(batch, tokens=batch.tokens, note=batch.rows)
         eager = partial(self._adapter.run, self._manager.eager_forward, batch)
         return self._adapter.outputs(self._manager.run(call, eager))

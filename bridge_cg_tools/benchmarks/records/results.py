@@ -79,7 +79,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
     **dict.fromkeys(("fwd_ms", "host_ms", "replay_host_ms", "gpu_busy_ms"), NUMBER),
-    **dict.fromkeys(("tflop", "capture_s", "compile_s"), NUMBER),
+    **dict.fromkeys(("tflop", "capture_s", "longest_capture_s", "compile_s", "eager_share"), NUMBER),
     **dict.fromkeys(
         ("forward_rel", "forward_noise", "grad_rel", "grad_noise", "loss_rel", "added_share", "padding_share"), NUMBER
     ),

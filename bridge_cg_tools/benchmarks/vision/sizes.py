@@ -1,18 +1,29 @@
 """The vision tower on images of real sizes, eager and on graphs with planned buckets."""
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import Grid, tokens_of
 from bridge_cg_tools.benchmarks.records.results import provenance
 
 CASE = "coco"
+MODES = ("plugin", "on_demand", "each_size")
 
 
-def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dict[str, Any]]:
-    """Run all microbatches eager and on graphs; returns both records, and the limit's."""
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+def measure(
+    grids: list[Grid], warmup: int, kernels: str, seed: int, modes: Sequence[str] = MODES[:1]
+) -> Iterator[dict[str, Any]]:
+    """Run all microbatches eager and on graphs; yields a record of each, and the limit's.
+
+    Args:
+        grids: The images of each microbatch.
+        warmup: Microbatches that run eager before graphs are captured.
+        kernels: "exact" or "fast".
+        seed: Of the images' sizes.
+        modes: How buckets are chosen; see `MODES`.
+    """
     from bridge_cg_tools.benchmarks.models import tower
     from bridge_cg_tools.benchmarks.models.arithmetic import limit_ms
 
@@ -25,37 +36,63 @@ def measure(grids: list[Grid], warmup: int, kernels: str, seed: int) -> list[dic
     common = {"case": CASE, "tokens": sum(map(tokens_of, grids)), "images": sum(map(len, grids))}
     common |= {"microbatches": len(grids), **provenance(1, seed)}
     eager_ms, expected = run_all(model, batches, grads)
-    records = [{**common, "mode": "eager", "ms": eager_ms, "ratio": 1.0}]
+    yield {**common, "mode": "eager", "ms": eager_ms, "ratio": 1.0}
+    for mode in modes:
+        found = on_graphs(model, grads, batches, warmup, options_of(mode, kernels, grids), expected)
+        name = "plugin_fast" if mode == "plugin" and kernels == "fast" else mode
+        yield {**common, "mode": name, "ratio": found["ms"] / eager_ms, **found}
+    yield {**common, "mode": "limit", "ms": sum(map(limit_ms, grids))}
 
-    options = VisionGraphOptions(impl="transformer_engine", slots=1, kernels=kernels, evaluation=False, strict=True)
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+
+def options_of(mode: str, kernels: str, grids: Sequence[Grid]) -> dict[str, Any]:
+    """Return the options of a way to choose buckets."""
+    if mode == "on_demand":
+        return {"kernels": kernels, "capture_mode": "on_demand"}
+    sizes = tuple(sorted(set(map(tokens_of, grids))))
+    return {"kernels": kernels, **({"buckets": sizes} if mode == "each_size" else {})}
+
+
+def on_graphs(
+    model: Any, grads: Any, batches: list[Any], warmup: int, options: dict[str, Any], expected: list[Any]
+) -> dict[str, Any]:
+    """Run all microbatches on graphs twice, first as training meets them; returns what is measured."""
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_tools.benchmarks.models import tower
+
+    chosen = VisionGraphOptions(impl="transformer_engine", slots=1, evaluation=False, strict=True, **options)
+    helper = VisionTECudaGraphHelper(model, model.config, options=chosen)
     for batch in batches[:warmup]:
         tower.step(model, batch)
     helper.create_cudagraphs()
+    graphs = helper.graphs
+    run_all(model, batches, grads, graphs)
+    first = graphs.statistics()
+    seen = {
+        "eager_share": first.fallbacks.total() / len(batches),
+        "fallbacks": dict(first.fallbacks),
+        "padding_share": first.padding_share,
+        "replays": first.replays,
+        "capture_s": first.capture_seconds,
+        "longest_capture_s": first.longest_capture,
+        "memory_gb": first.memory_bytes / 2**30,
+        "graphs": first.as_dict(),
+    }
     ms, gradients = run_all(model, batches, grads)
-    statistics = helper.graphs.statistics()
-    print(helper.graphs.report())
-    records.append(
-        {
-            **common,
-            "mode": "plugin" if kernels == "exact" else "plugin_fast",
-            "ms": ms,
-            "ratio": ms / eager_ms,
-            "grad_rel": tower.largest_relative(gradients, expected),
-            "padding_share": statistics.padding_share,
-            "replays": statistics.replays,
-            "fallbacks": dict(statistics.fallbacks),
-            "memory_gb": statistics.memory_bytes / 2**30,
-            "capture_s": statistics.capture_seconds,
-            "graphs": statistics.as_dict(),
-        }
-    )
+    print(graphs.report())
     helper.delete_cuda_graphs()
-    return [*records, {**common, "mode": "limit", "ms": sum(map(limit_ms, grids))}]
+    return {"ms": ms, "grad_rel": tower.largest_relative(gradients, expected), **seen}
 
 
-def run_all(model: Any, batches: list[Any], grads: Any) -> tuple[float, list[Any]]:
-    """Run every microbatch, one after another as in training; returns the ms of all and the sum of their gradients."""
+def run_all(model: Any, batches: list[Any], grads: Any, graphs: Any = None) -> tuple[float, list[Any]]:
+    """Run every microbatch, one after another as in training; returns the ms of all and the sum of their gradients.
+
+    Args:
+        model: The tower.
+        batches: The microbatches.
+        grads: Where gradients are added up.
+        graphs: The tower's graphs, so that each microbatch is a training step; None is one step of all.
+    """
     from bridge_cg_tools.benchmarks.measuring import measure
     from bridge_cg_tools.benchmarks.models import tower
 
@@ -63,6 +100,7 @@ def run_all(model: Any, batches: list[Any], grads: Any) -> tuple[float, list[Any
     measure.synchronize()
     began = time.perf_counter()
     for batch in batches:
-        tower.step(model, batch)
+        with nullcontext() if graphs is None else graphs.step():
+            tower.step(model, batch)
     measure.synchronize()
     return (time.perf_counter() - began) * 1e3, grads.copy()

@@ -4,7 +4,7 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seam import Seam
-from . import engine, hugging_face, hybrid, language_model, models, packed, performance, recipes, training
+from . import engine, hugging_face, hybrid, language_model, loops, models, packed, performance, recipes, training
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
@@ -15,6 +15,7 @@ SEAMS: tuple[Seam, ...] = (
     *hybrid.SEAMS,
     *recipes.SEAMS,
     *performance.SEAMS,
+    *loops.SEAMS,
     *engine.SEAMS,
 )
 _BY_NAME = {seam.name: seam for seam in SEAMS}

@@ -1,0 +1,152 @@
+"""Which bucket is worth recording next, by what recent microbatches looked like. Imports no torch."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .buckets import GRANULARITY, Bucket, round_up
+from .fallback import Fallback
+
+# Microbatches that a choice rests on.
+WINDOW = 256
+# Costs are in tokens that replays compute in the same time. Eager takes this many times a replay's, and at least as
+# long as the host needs to launch its kernels: 27 layers on an H200, docs/performance.md.
+EAGER_FACTOR, EAGER_LEAST = 2.5, 5000.0
+# A recording takes about half a second. It has to save as much within this many microbatches.
+RECORDING, HORIZON = 65_000.0, 4096
+# Neighbours among the capacities for sizes that come seldom; sizes that come often get one of their own.
+LADDER, OFTEN = 1.125, 3
+# Buckets that are recorded right after warm-up; each later step adds one at most.
+BEGIN_WITH = 3
+# Steps between two looks at what is padded, while nothing is worth recording: doubled each time, up to this.
+LONGEST_WAIT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Menu:
+    """What may be recorded for a module.
+
+    Attributes:
+        buckets_of: Returns the buckets of a capacity, cheapest first.
+        refuse: Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
+        shape: Makes a shape, which has `tokens`, from what a call notes of its microbatch.
+        cost: Returns what a replay of a bucket takes, in tokens.
+        unit: Capacities are multiples of it.
+        exact_below: Shapes of up to this many tokens must fill a bucket exactly.
+        capacities: Those that the user named, ascending; empty where all may be recorded.
+    """
+
+    buckets_of: Callable[[int], Sequence[Bucket]]
+    refuse: Callable[[Any, Bucket], Fallback | None]
+    shape: Callable[[Any], Any]
+    cost: Callable[[Bucket], float]
+    unit: int = 1
+    exact_below: float = 0
+    capacities: tuple[int, ...] = ()
+
+    def accepts(self, shape: Any, bucket: Bucket) -> bool:
+        """Whether a shape may use a bucket."""
+        return shape.tokens <= bucket.tokens and self.refuse(shape, bucket) is None
+
+    def capacities_for(self, tokens: int, often: bool) -> list[int]:
+        """Return the capacities to consider for a size.
+
+        Args:
+            tokens: The size.
+            often: Whether it comes often enough for a capacity of its own.
+        """
+        if self.capacities:
+            return [next((c for c in self.capacities if c >= tokens), 0)]
+        if tokens <= self.exact_below:
+            return [tokens]
+        step = math.lcm(GRANULARITY, self.unit)
+        rung = math.ceil(math.log(max(tokens / step, 1.0)) / math.log(LADDER) - 1e-9)
+        found = [round_up(math.ceil(step * LADDER**rung), step)]
+        return [round_up(tokens, step), *found] if often else found
+
+
+class Demand:
+    """What a module's microbatches asked for lately, in one mode.
+
+    Ranks that see the same microbatches choose alike: only these count, no times.
+
+    Args:
+        menu: What may be recorded.
+        limit: The most tokens that a bucket may have; lower once memory was not enough.
+
+    Attributes:
+        buckets: What is recorded, to be kept up to date.
+    """
+
+    def __init__(self, menu: Menu, limit: float = math.inf) -> None:
+        self._menu, self._limit = menu, limit
+        self.buckets: list[Bucket] = []
+        self._refused: set[Bucket] = set()
+        self._seen: deque[Hashable] = deque(maxlen=WINDOW)
+        # Called for every microbatch with what its call notes: no line of Python.
+        self.saw = self._seen.append
+        self._missed = False
+        self._wait = self._waited = 0
+
+    def missed(self, shape: Any) -> bool:
+        """Note a shape that no recording takes; returns whether a bucket that does may be recorded later."""
+        found = any(self._menu.accepts(shape, bucket) for bucket in self._candidates({shape: 1}))
+        self._missed |= found
+        return found
+
+    def refuse(self, bucket: Bucket) -> None:
+        """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
+        self._refused.add(bucket)
+        self.buckets = [each for each in self.buckets if each != bucket]  # other ranks may have recorded it
+        if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
+            self._limit = bucket.tokens - 1
+
+    def begin(self, count: int) -> list[Bucket]:
+        """Return the buckets to begin with: the most useful of what was seen, the largest among them first.
+
+        Args:
+            count: Buckets at most.
+        """
+        while len(self.buckets) < count and (bucket := self.next()) is not None:
+            self.buckets.append(bucket)
+        return self.buckets
+
+    def due(self) -> bool:
+        """Whether it is time to look; called once a step."""
+        self._waited += 1
+        return self._missed or self._waited > self._wait
+
+    def next(self) -> Bucket | None:
+        """Return the bucket that saves most if the microbatches seen come again, None where none saves its price."""
+        self._missed, self._waited = False, 0
+        shapes: Counter[Any] = Counter()
+        for note, count in Counter(self._seen).items():
+            shapes[self._menu.shape(note)] += count
+        now = {shape: self._cost(shape) for shape in shapes}
+        best, most = None, RECORDING * len(self._seen) / HORIZON
+        for bucket in self._candidates(shapes):
+            if bucket in self.buckets or bucket in self._refused:
+                continue
+            cost = self._menu.cost(bucket)
+            worse = (shape for shape, price in now.items() if price > cost and self._menu.accepts(shape, bucket))
+            saved = sum(shapes[shape] * (now[shape] - cost) for shape in worse)
+            if saved > most:
+                best, most = bucket, saved
+        self._wait = min(max(2 * self._wait, 1), LONGEST_WAIT) if best is None else 0
+        return best
+
+    def _cost(self, shape: Any) -> float:
+        """Return what a shape costs now: its cheapest replay, or eager."""
+        eager: float = max(EAGER_FACTOR * shape.tokens, EAGER_LEAST)
+        replays = (self._menu.cost(bucket) for bucket in self.buckets if self._menu.accepts(shape, bucket))
+        return min((eager, *replays))
+
+    def _candidates(self, shapes: dict[Any, int]) -> list[Bucket]:
+        sizes: Counter[int] = Counter()
+        for shape, count in shapes.items():
+            sizes[shape.tokens] += count
+        menu = self._menu
+        found = {c for size, count in sizes.items() for c in menu.capacities_for(size, count >= OFTEN)}
+        return [bucket for c in sorted(found) if 0 < c <= self._limit for bucket in menu.buckets_of(c)]

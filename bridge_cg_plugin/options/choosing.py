@@ -1,0 +1,138 @@
+"""What `cuda_graphs` comes to on a model, part by part, and why."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .choice import CHOICE, SETTING, Part
+from .combinations import check_options
+from .errors import OptionError
+from .facts import Facts, facts_of
+from .graph_options import GraphOptions
+from .language_model import IMPL, MODULES, SCOPE
+from .migration import SWITCHES
+from .packed import MAX_PACKED_SEQS
+from .sources import Written
+from .values import is_unset
+from .vision import PROVIDER_FIELDS
+
+VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
+UNTRIED = "no graphs of such layers were tried on a GPU"
+TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
+# Returns the typed options of fields.
+Make = Callable[[Written], GraphOptions]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Fields that put a part on graphs, and what they do in words."""
+
+    fields: Mapping[str, Any]
+    graphs: str
+
+
+def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
+    """Return the fields with what the setting comes to, and what was chosen; unchanged without the setting.
+
+    Of each part the first candidate is taken that no combination refuses. A field that a person wrote, or that has
+    another value than its default, stays.
+
+    Args:
+        written: What was collected.
+        make: Returns the typed options of fields.
+
+    Raises:
+        OptionError: There is no such setting.
+    """
+    setting = CHOICE.read(written.fields).get("setting")
+    if setting is None:
+        return written, ()
+    if setting == "off":
+        off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
+        return replace(written, fields={**written.fields, **off}), (Part("all", "eager", f"{SETTING}=off"),)
+    parts: list[Part] = []
+    facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
+    if VISION_IMPL in written.fields or written.model is None:
+        written = _taken(written, facts, "vision encoder", _vision(setting), (VISION_IMPL,), parts, make)
+    written = _taken(
+        written, facts, "language model", _language_model(facts, written.model), (IMPL, *SWITCHES), parts, make
+    )
+    settings = dict.fromkeys(TRACKERS, True)
+    if written.fields.get(IMPL) == "full_iteration":
+        settings["check_for_nan_in_loss"] = False
+    return replace(written, settings={**written.settings, **settings}), tuple(parts)
+
+
+def _vision(setting: str) -> Iterator[_Candidate]:
+    kernels = {KERNELS: "exact"} if setting == "exact" else {}
+    yield _Candidate({VISION_IMPL: "transformer_engine", **kernels}, "the whole encoder")
+
+
+def _language_model(facts: Facts, model: Any) -> Iterator[_Candidate]:
+    """Yield what may be captured of a language model, the fastest first; all of it ran on a GPU (docs/benchmarks)."""
+    layers = not _has_linear_attention(model)
+    if facts.packed_data:
+        yield from _packed(facts) if layers else ()
+        return
+    yield _Candidate({IMPL: "full_iteration", MODULES: [], SCOPE: None}, "the whole of it")
+    if layers and not facts.mamba:
+        per_layer = {IMPL: "transformer_engine", SCOPE: None}
+        yield from () if facts.moe else [_Candidate({**per_layer, MODULES: []}, "whole layers")]
+        yield _Candidate({**per_layer, MODULES: ["attn"]}, "attention")
+
+
+def _packed(facts: Facts) -> Iterator[_Candidate]:
+    packs = {IMPL: "transformer_engine", SCOPE: None, MAX_PACKED_SEQS: "auto"}
+    yield _Candidate({**packs, MODULES: []}, "all layers as one region over packed sequences")
+    if facts.moe:
+        router = ["attn", "moe_router", *(["mamba"] if facts.mamba else [])]
+        yield _Candidate({**packs, MODULES: router}, "attention and routers over packed sequences")
+    yield _Candidate({**packs, MODULES: ["attn"]}, "attention over packed sequences")
+
+
+def _has_linear_attention(model: Any) -> bool:
+    """Whether layers of a model attend linearly, as Qwen3.5's do."""
+    return bool(getattr(model, "experimental_attention_variant", None) or getattr(model, "linear_attention_freq", None))
+
+
+def _taken(
+    written: Written,
+    facts: Facts,
+    name: str,
+    candidates: Iterator[_Candidate],
+    switches: tuple[str, ...],
+    parts: list[Part],
+    make: Make,
+) -> Written:
+    """Return the fields with the first candidate that works, and note what it is."""
+    held = [switch for switch in switches if _is_set(written, switch)]
+    if held:
+        parts.append(Part(name, f"{held[0]}={written.fields[held[0]]}", "as it was set"))
+        return written
+    why = ""
+    for candidate in candidates:
+        fields = {field: value for field, value in candidate.fields.items() if not _is_set(written, field)}
+        tried = replace(written, fields={**written.fields, **fields})
+        reason = _refusal(tried, facts, make)
+        if reason is None:
+            parts.append(Part(name, candidate.graphs, why))
+            return tried
+        why = why or reason
+    parts.append(Part(name, "eager", why or UNTRIED))
+    return written
+
+
+def _refusal(tried: Written, facts: Facts, make: Make) -> str | None:
+    try:
+        check_options(make(tried), replace(facts, explicit=tried.explicit))
+    except OptionError as error:
+        return str(error)
+    return None
+
+
+def _is_set(written: Written, field: str) -> bool:
+    """Whether a person wrote a field, or a recipe holds another value than the default."""
+    if field in written.explicit:
+        return True
+    value = written.fields.get(field)
+    return not (is_unset(value) or value in ("none", "auto", False) or not value)

@@ -1,0 +1,127 @@
+"""Graphs in a training loop that calls megatron-core's schedules itself, as those of RL post-training do.
+
+Every loop looks a schedule up when it calls it, so what stands in for the schedules meets them all. A model whose
+config asks for graphs gets helpers at its first call; each call is a step. Models that Bridge's own loop trains are
+left to it.
+"""
+
+import atexit
+import functools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...announce import announce
+from ...options import PROVIDER_FIELDS, OptionError
+from ...options.language_model import IMPL
+from ...options.packed import MAX_PACKED_SEQS
+from ..seams.activation import before_deactivation
+from ..seams.call_arguments import arguments_of
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..seams.registry.loops import SCHEDULES
+from ..wrappers import config_of
+
+if TYPE_CHECKING:
+    from .loop_driver import LoopDriver
+
+# Graph options for models of loops that have no other way to set them, as words.
+OPTIONS = "BRIDGE_CG_OPTIONS"
+
+
+def asks_for_vision_graphs(config: Any) -> bool:
+    """Whether a model's config has vision graphs on."""
+    return getattr(config, PROVIDER_FIELDS["impl"], None) not in (None, "none")
+
+
+def asks_for_packed_graphs(config: Any) -> bool:
+    """Whether a model's config has packed-sequence graphs on."""
+    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
+
+
+class Loops:
+    """The drivers of this process's models, by their first chunk."""
+
+    def __init__(self) -> None:
+        self._drivers: weakref.WeakKeyDictionary[nn.Module, LoopDriver] = weakref.WeakKeyDictionary()
+        self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
+        """Return what drives a model's graphs; None where nothing of it is on graphs, or Bridge's loop does.
+
+        Raises:
+            OptionError: An option cannot work.
+        """
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        driver = self._drivers.get(chunks[0])
+        if driver is not None or chunks[0] in self._bridges:
+            return driver
+        if os.environ.get(OPTIONS) and chunks[0] not in self._told:
+            self._tell(chunks)
+        config = config_of(chunks)
+        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)):
+            return None
+        from .loop_driver import LoopDriver
+
+        driver = self._drivers[chunks[0]] = LoopDriver(
+            chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+        )
+        return driver
+
+    def _tell(self, chunks: Sequence[nn.Module]) -> None:
+        """Set the options of the environment on a model's config, once."""
+        from .loop_driver import enable
+
+        self._told.add(chunks[0])
+        try:
+            enable(chunks, os.environ[OPTIONS])
+        except OptionError as error:
+            error.add_note(f"The environment variable {OPTIONS} says so.")
+            raise
+
+    def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Stand back from a model that Bridge's own loop trains."""
+        first = next(iter([model] if isinstance(model, nn.Module) else model), None)
+        if not isinstance(first, nn.Module) or first in self._bridges:
+            return
+        self._bridges.add(first)
+        if (driver := self._drivers.pop(first, None)) is not None:
+            driver.end()
+
+    def report(self) -> None:
+        """Print the reports of all graphs."""
+        for driver in self._drivers.values():
+            for graphs in driver.graphs:
+                announce(graphs.report())
+
+    def forget(self) -> None:
+        """Drop all drivers, whose graphs somebody else has dropped."""
+        self._drivers.clear()
+        self._bridges.clear()
+        self._told.clear()
+
+
+LOOPS = Loops()
+atexit.register(LOOPS.report)
+before_deactivation(LOOPS.forget)
+
+
+def _with_graphs(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = arguments_of(seam(name), old)
+
+    @functools.wraps(old)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        driver = LOOPS.driver_of(argument("model", args, kwargs), argument("num_microbatches", args, kwargs))
+        if driver is None:
+            return old(*args, **kwargs)
+        with driver.step():
+            return old(*args, **kwargs)
+
+    return schedule
+
+
+PATCHES = tuple(Patch(seam(name), functools.partial(_with_graphs, name)) for name in SCHEDULES)

@@ -1,0 +1,96 @@
+"""One model's graphs over the schedule calls of a training loop."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from ...graphs.manager import GraphManager
+from ...options import OptionError, check_options, facts_of, graph_options
+from ...options.groups import GROUPS
+from ...options.normalization import options_of
+from ...options.sources import collect
+from ..encoders.registry import find_encoder
+from ..wrappers import config_of
+from .graph_fields import apply_options
+from .packed_helper import PackedCudaGraphHelper
+from .vision_helper import VisionTECudaGraphHelper
+
+# Schedule calls that run eager before graphs are captured, where the model's config does not say.
+WARMUP_CALLS = 3
+ON_DEMAND: Literal["on_demand"] = "on_demand"
+
+
+def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
+    """Set graph options on the config of a model; see `bridge_cg_plugin.enable`."""
+    config = config_of(model)
+    if config is None:
+        raise OptionError(
+            "model", type(model).__name__, "a megatron-core model with a config", "Pass the model itself."
+        )
+    declared = {one.field: one.default for group in GROUPS for one in group.options if not one.tuning}
+    for name, default in {**declared, **{group.tuning: None for group in GROUPS if group.tuned}}.items():
+        if not hasattr(config, name):
+            setattr(config, name, default)
+    apply_options(graph_options(config, *options), config)
+
+
+class LoopDriver:
+    """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
+
+    Args:
+        chunks: The model's chunks on this rank.
+        config: The model's config, with the plugin's options.
+        microbatches: Of the first call.
+        vision: Whether its vision encoder is to be on graphs.
+        packed: Whether its packed sequences are.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
+        written = collect(config)
+        check_options(options_of(written), facts_of(written), harmless=False)
+        self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
+        self._calls = 0
+        self._helpers: list[Any] = []
+        # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
+        stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+        most = max(microbatches, 2 * stages * len(chunks))
+        found = find_encoder(chunks) if vision else None
+        if found is not None:
+            self._helpers.append(
+                VisionTECudaGraphHelper(chunks, found.model.config, num_microbatches=most, capture_mode=ON_DEMAND)
+            )
+        if packed:
+            self._helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+
+    @property
+    def graphs(self) -> list[GraphManager]:
+        """The graphs of all helpers."""
+        parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
+        return [part.graphs for part in parts if part.graphs is not None]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in one schedule call; what is due is captured before it."""
+        if self._calls >= self._warmup:
+            for graphs, helper in self._uncaptured():
+                if graphs.failure is None:
+                    helper.create_cudagraphs()
+        self._calls += 1
+        with ExitStack() as stack:
+            for graphs in self.graphs:
+                stack.enter_context(graphs.step())
+            yield
+
+    def _uncaptured(self) -> list[tuple[GraphManager, Any]]:
+        parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
+        return [(part.graphs, part) for part in parts if part.graphs is not None and not part.graphs.captured]
+
+    def end(self) -> None:
+        """Report and drop the graphs."""
+        for helper in self._helpers:
+            helper.delete_cuda_graphs()

@@ -1,0 +1,73 @@
+"""What may be recorded of an encoder while training runs, and what asks for it."""
+
+from functools import partial
+from typing import Any
+
+from ..attention_bounds import replay_cost
+from ..graphs.buckets import Bucket
+from ..graphs.demand import Demand, Menu
+from ..graphs.fallback import Fallback
+from ..graphs.piece import Growth
+from ..graphs.program import RegionProgram
+from ..options import VisionGraphOptions
+from .adapter import EncoderAdapter, LayerPart
+from .shape import Shape, Sized, shape_of, shape_of_rows
+
+
+def menu_of(
+    options: VisionGraphOptions, adapter: EncoderAdapter, program: RegionProgram, frames: int, directly: bool
+) -> Menu:
+    """Return what may be recorded of an encoder.
+
+    Args:
+        options: What the user asked for.
+        adapter: The encoder's.
+        program: The whole encoder.
+        frames: Most frames that any bucket takes.
+        directly: Whether cuDNN's attention is called directly.
+    """
+
+    def buckets_of(capacity: int) -> list[Bucket]:
+        if not options.whole_encoder:
+            return [Bucket(capacity)]
+        return [Bucket(capacity, limits) for limits in adapter.bounds(capacity, frames, directly)]
+
+    return Menu(
+        buckets_of=buckets_of,
+        refuse=program.refuse if options.whole_encoder else partial(_refuse_part, frames, options.exact_below),
+        shape=shape_of_rows,
+        cost=replay_cost,
+        unit=adapter.unit,
+        exact_below=options.exact_below,
+        capacities=() if options.buckets == "auto" else options.buckets,
+    )
+
+
+def growth_of(demand: Demand) -> Growth:
+    """Return how the whole encoder's region gets buckets."""
+    return Growth(replay_cost, partial(_missed, demand))
+
+
+def growth_of_part(demand: Demand, part: LayerPart, frames: int) -> Growth:
+    """Return how the region of a part of a layer gets buckets, with limits of its own."""
+    return Growth(replay_cost, partial(_part_missed, demand, part.program), partial(_with_limits, part.limits(frames)))
+
+
+def _missed(demand: Demand, batch: Sized) -> bool:
+    return demand.missed(shape_of(batch))
+
+
+def _part_missed(demand: Demand, program: RegionProgram, batch: Any) -> bool:
+    tokens = program.size(batch)
+    return demand.missed(Shape(tokens, 1, tokens))
+
+
+def _with_limits(limits: tuple[int, ...], bucket: Bucket) -> Bucket:
+    return Bucket(bucket.tokens, limits)
+
+
+def _refuse_part(most: int, exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
+    """Return why parts of layers do not take a shape, or None if they do."""
+    if shape.frames > most:
+        return Fallback.TOO_MANY_FRAMES
+    return Fallback.TOO_FEW_TOKENS if shape.tokens <= exact_below and shape.tokens != bucket.tokens else None

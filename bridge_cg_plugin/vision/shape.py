@@ -1,0 +1,50 @@
+"""The size of a microbatch's images: what eager's time grows with, and what buckets are chosen by."""
+
+from typing import NamedTuple, Protocol
+
+from .host_grids import Grid, frame_count, largest_frame, token_count
+
+
+class Sized(Protocol):
+    """A microbatch, with what the host knows of its size; see `EncoderBatch`."""
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+
+    @property
+    def frames(self) -> int:
+        """Images and video frames."""
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of the largest frame."""
+
+
+class Shape(NamedTuple):
+    """A microbatch's size. Buckets refuse a shape as they refuse the microbatch.
+
+    Attributes:
+        tokens: Patches.
+        frames: Images and video frames: attention segments.
+        largest_frame: Patches of the largest frame.
+    """
+
+    tokens: int
+    frames: int
+    largest_frame: int
+
+    def covers(self, other: "Shape") -> bool:
+        """Whether nothing here is smaller, so that eager takes at least as long."""
+        bigger = self.tokens >= other.tokens and self.frames >= other.frames
+        return bigger and self.largest_frame >= other.largest_frame
+
+
+def shape_of(batch: Sized) -> Shape:
+    """Return a batch's shape."""
+    return Shape(batch.tokens, batch.frames, batch.largest_frame)
+
+
+def shape_of_rows(rows: Grid) -> Shape:
+    """Return the shape of grid rows."""
+    return Shape(token_count(rows), frame_count(rows), largest_frame(rows))

@@ -1,0 +1,225 @@
+"""A loop that calls megatron-core's schedule itself: graphs after warm-up, log-probability passes, several models."""
+
+import copy
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
+from tests.unit.towers import assert_close, draw, loss_of, new_tower
+
+SIZES = ([[1, 4, 6]], [[1, 8, 8], [1, 4, 4]], [[2, 4, 4]])
+ZEROS = torch.zeros
+FIELDS = {
+    "vision_cuda_graph_impl": "transformer_engine",
+    "vision_cuda_graph_buckets": [32, 64, 128],
+    "vision_cuda_graph_strict": True,
+    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "cuda_graph_warmup_steps": 1,
+}
+
+
+class Policy(nn.Module):
+    """A vision-language model as far as its encoder."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, seed=0, **fields):
+        super().__init__()
+        self.vision_model = new_tower(seed)
+        self.config = copy.copy(self.vision_model.config)
+        vars(self.config).update({**FIELDS, **fields}, timers=None, calculate_per_token_loss=False)
+
+    def set_input_tensor(self, tensor): ...
+
+    def forward(self, rows, seed):
+        hidden, deepstack = self.vision_model(*draw(rows, seed))
+        return loss_of([hidden, *deepstack])
+
+
+def on_cpu(*args, device=None, **kwargs):
+    return ZEROS(*args, **kwargs)
+
+
+def call(model, microbatches, forward_only=False, seed=0):
+    """Run one schedule call as a loop does; returns the losses and, after training, the gradients."""
+    data = iter([(SIZES[i % len(SIZES)], seed + i) for i in range(microbatches)])
+
+    def step(iterator, chunk):
+        loss = chunk(*next(iterator))
+        return loss, lambda output: (output, {"loss": output.detach().clone()})
+
+    model.zero_grad(set_to_none=True)
+    with mock.patch.object(torch, "zeros", on_cpu):
+        found = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [each["loss"] for each in found], gradients
+
+
+@pytest.fixture(autouse=True)
+def loop(active, monkeypatch):
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "pp", "embd", "pos_embd", "dp_cp"), alone))
+    if hasattr(schedules, "_build_default_pg_collection"):
+        monkeypatch.setattr(schedules, "_build_default_pg_collection", lambda: groups)
+    monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    LOOPS.forget()
+    yield
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
+
+
+def assert_equal(actual, expected):
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+
+
+def test_a_loop_of_its_own_trains_on_graphs_after_warm_up():
+    eager, model = Policy(vision_cuda_graph_impl="none"), Policy()
+    for index, microbatches in enumerate((2, 3, 1, 4, 3, 3)):
+        assert_equal(call(model, microbatches, seed=index), call(eager, microbatches, seed=index))
+    (graphs,) = active_graphs()
+    statistics = graphs.statistics()
+    assert statistics.warmup_microbatches == 2 and statistics.replays >= 10
+    assert set(statistics.fallbacks) <= {"not_captured_yet"} and statistics.fallbacks.total() <= 4
+
+
+def test_passes_without_a_backward_get_graphs_without_one():
+    reference = Policy().eval()
+    with torch.no_grad():
+        for seed in range(4):
+            actual = call(reference, 3, forward_only=True, seed=seed)
+            with active_graphs()[0].paused():
+                assert_equal(actual, call(reference, 3, forward_only=True, seed=seed))
+    (graphs,) = active_graphs()
+    (region,) = graphs._regions
+    assert {mode.gradients for _, _, mode in region.sources.current.recordings} == {False}
+    assert sum(counts.evaluations for counts in graphs.statistics().buckets.values()) >= 6
+
+
+def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
+    policy, reference = Policy(0), Policy(1).eval()
+    for seed in range(4):
+        with torch.no_grad():
+            call(reference, 2, forward_only=True, seed=seed)
+        call(policy, 2, seed=seed)
+    assert {id(graphs.model) for graphs in active_graphs()} == {id(policy.vision_model), id(reference.vision_model)}
+    assert all(graphs.statistics().replays > 0 for graphs in active_graphs())
+
+
+def test_warm_up_is_what_the_config_says_or_a_few_calls():
+    model = Policy()
+    del vars(model.config)["cuda_graph_warmup_steps"]
+    type(model.config).cuda_graph_warmup_steps = WARMUP_CALLS
+    for calls in range(WARMUP_CALLS + 1):
+        assert not any(graphs.captured for graphs in active_graphs())
+        call(model, 1, seed=calls)
+    assert active_graphs()[0].captured
+
+
+def test_a_model_that_asks_for_nothing_is_left_alone():
+    call(Policy(vision_cuda_graph_impl="none"), 2)
+    call(Policy(vision_cuda_graph_impl=None), 2)
+    assert not active_graphs()
+
+
+def test_a_model_that_bridges_loop_trains_is_left_to_it():
+    model = Policy()
+    call(model, 1)
+    assert active_graphs()
+    LOOPS.leave_to_bridge([model])
+    call(model, 1)
+    assert not active_graphs()
+
+
+def test_options_that_cannot_work_are_refused_before_the_first_pass():
+    model = Policy(recompute_granularity="full")
+    with pytest.raises(OptionError, match="recompute_granularity"):
+        call(model, 1)
+
+
+def test_reports_are_printed_at_exit(capsys):
+    model = Policy()
+    for seed in range(3):
+        call(model, 2, seed=seed)
+    LOOPS.report()
+    assert "vision CUDA graphs" in capsys.readouterr().out
+
+
+def test_deactivated_nothing_is_captured():
+    bridge_cg_plugin.deactivate()
+    model = Policy()
+    for seed in range(3):
+        call(model, 1, seed=seed)
+    assert not active_graphs()
+    bridge_cg_plugin.activate()
+
+
+def plain(**fields):
+    """Return a model whose config knows nothing of the plugin."""
+    model = Policy()
+    for name in (*FIELDS, "vision_cuda_graph_modules"):
+        vars(model.config).pop(name, None)
+    vars(model.config).update(cuda_graph_warmup_steps=1, **fields)
+    return model
+
+
+def test_enable_puts_a_model_on_graphs():
+    model = plain()
+    call(model, 1)
+    assert not active_graphs()
+    bridge_cg_plugin.enable([model], "vision_cuda_graph_impl=transformer_engine", {"vision_cuda_graph_strict": True})
+    for seed in range(3):
+        call(model, 2, seed=seed)
+    assert active_graphs()[0].captured and active_graphs()[0].workload.strict
+
+
+def test_the_environment_says_it_for_every_model(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64")
+    policy, reference = plain(), plain()
+    for model in (policy, reference):
+        call(model, 1)
+    assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(32, 64)] * 2
+
+
+def test_a_misspelt_option_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_imp=transformer_engine")
+    with pytest.raises(OptionError, match="vision_cuda_graph_imp") as refused:
+        call(plain(), 1)
+    assert "BRIDGE_CG_OPTIONS" in "".join(refused.value.__notes__)
+
+
+def test_enable_wants_a_model_with_a_config():
+    with pytest.raises(OptionError, match="config"):
+        bridge_cg_plugin.enable(nn.Linear(2, 2), "vision_cuda_graph_impl=transformer_engine")
+
+
+def test_a_schedule_call_without_graphs_costs_a_few_microseconds():
+    model = Policy(vision_cuda_graph_impl="none")
+    wrapped = schedules.forward_backward_no_pipelining
+    calls = 2000
+    with mock.patch.object(LOOPS, "driver_of", wraps=LOOPS.driver_of) as asked:
+        call(model, 1)
+    assert wrapped.__wrapped__ is not None and asked.call_count == 1
+    began = time.perf_counter()
+    for _ in range(calls):
+        assert LOOPS.driver_of([model], 1) is None
+    assert (time.perf_counter() - began) / calls < 50e-6  # 5 on an idle machine

@@ -1,0 +1,62 @@
+"""One setting for all graphs, on the providers of the installed release and through Bridge's validation."""
+
+import copy
+
+import pytest
+
+from bridge_cg_plugin.options import normalize
+from bridge_cg_plugin.upstream.hooks.overrides import apply_flags
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+
+from .test_features import GPT, QWEN3_VL, config_of
+
+
+@pytest.mark.parametrize("how", ["exact", "fastest"])
+def test_validation_sets_what_the_setting_comes_to(active, capsys, how):
+    config = config_of(QWEN3_VL, cuda_graphs=how)
+    config.rng.te_rng_tracker = config.model.use_te_rng_tracker = False
+    config.rerun_state_machine.check_for_nan_in_loss = True
+    check_training_config(config)
+    options = normalize(config)[0]
+    assert options.vision.enabled and options.vision.kernels == ("exact" if how == "exact" else "auto")
+    assert options.language_model.impl == "full_iteration"
+    assert config.rng.te_rng_tracker and not config.rerun_state_machine.check_for_nan_in_loss
+    assert "cuda_graphs: vision encoder: the whole encoder" in capsys.readouterr().out
+    check_training_config(config)
+    assert normalize(config)[0] == options and "cuda_graphs:" not in capsys.readouterr().out
+
+
+def test_packed_data_get_graphs_of_packs(active):
+    config = config_of(QWEN3_VL, cuda_graphs="fastest")
+    config.dataset.enable_in_batch_packing = True
+    check_training_config(config)
+    options = normalize(config)[0]
+    assert options.packed.max_packed_seqs == "auto" and options.language_model.impl == "transformer_engine"
+
+
+def test_flags_say_it_too_and_win_over_the_recipe(active):
+    config = config_of(QWEN3_VL, vision_cuda_graph_impl="transformer_engine")
+    apply_flags(config, {"cuda_graphs": "off"})
+    assert not normalize(config)[0].enabled
+    apply_flags(config, {"cuda_graphs": "fastest", "cuda_graph_impl": "none"})
+    options = normalize(config)[0]
+    assert options.vision.enabled and not options.language_model.enabled
+    check_training_config(config)
+
+
+def test_a_language_model_alone(active):
+    config = config_of(GPT, cuda_graphs="fastest")
+    check_training_config(config)
+    assert normalize(config)[0].language_model.enabled
+
+
+def test_the_setting_survives_copies_until_it_is_resolved(active):
+    config = config_of(QWEN3_VL, cuda_graphs="exact")
+    assert copy.deepcopy(config.model).cuda_graphs == "exact"
+
+
+def test_without_the_setting_nothing_is_touched(active):
+    config = config_of(QWEN3_VL)
+    before = dict(vars(config.model))
+    check_training_config(config)
+    assert vars(config.model) == before

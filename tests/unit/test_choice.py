@@ -1,0 +1,121 @@
+"""One setting for all graphs: what it comes to by model, data and layout, and what wins over it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_plugin.options import OptionError, graph_options, normalize
+from bridge_cg_plugin.options.explain import in_words
+
+DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+PACKED = {**DENSE, "pack_sequences_in_batch": True}
+
+
+def chosen(*sources):
+    options, _ = normalize(*sources)
+    return options, {part.name: part for part in options.chosen}
+
+
+def test_nothing_changes_without_the_setting():
+    assert chosen({"cuda_graph_impl": "none"})[1] == {}
+
+
+def test_unpacked_data_put_the_encoder_and_the_whole_language_model_on_graphs():
+    options, parts = chosen(DENSE)
+    assert options.vision.enabled and options.vision.whole_encoder
+    assert options.language_model.impl == "full_iteration" and not options.packed.enabled
+    assert not any(part.why for part in parts.values())
+
+
+def test_packed_data_put_all_layers_as_one_region_on_graphs():
+    options, _ = chosen(PACKED)
+    assert options.packed.max_packed_seqs == "auto"
+    assert (options.language_model.impl, options.language_model.modules) == ("transformer_engine", ())
+
+
+def test_exact_takes_kernels_that_round_as_eagers_do():
+    assert chosen({**DENSE, "cuda_graphs": "exact"})[0].vision.kernels == "exact"
+    assert chosen(DENSE)[0].vision.kernels == "auto"
+
+
+def test_off_switches_everything_off_that_a_recipe_has_on():
+    recipe = {"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "transformer_engine"}
+    options, _ = chosen(recipe, {"cuda_graphs": "off"})
+    assert not options.enabled
+
+
+@pytest.mark.parametrize(
+    "settings, graphs, why",
+    [
+        (
+            {"expert_model_parallel_size": 2, "num_moe_experts": 8},
+            "attention and routers",
+            "expert_model_parallel_size",
+        ),
+        ({"num_moe_experts": 8}, "all layers as one region", ""),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
+        ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
+        ({"fp8": "hybrid"}, "eager", "fp8"),
+    ],
+)
+def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, why):
+    part = chosen({**PACKED, **settings})[1]["language model"]
+    assert part.graphs.startswith(graphs) and why in part.why
+
+
+def test_full_recompute_keeps_the_encoder_eager_and_says_so():
+    options, parts = chosen({**DENSE, "recompute_granularity": "full"})
+    assert not options.vision.enabled
+    assert parts["vision encoder"].graphs == "eager" and "recompute_granularity" in parts["vision encoder"].why
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        {"enable_cuda_graph": True},
+    ],
+)
+def test_what_was_set_stays(held):
+    options, parts = chosen({**DENSE, **held})
+    before, _ = normalize({**held})
+    assert options.language_model == before.language_model
+    assert parts["language model"].why == "as it was set"
+
+
+def test_a_field_of_a_part_that_was_set_stays():
+    options, _ = chosen({**PACKED, "cuda_graph_max_packed_seqs": 4, "vision_cuda_graph_buckets": [1024]})
+    assert options.packed.max_packed_seqs == 4 and options.vision.buckets == (1024,)
+
+
+def test_an_explicit_none_stays():
+    options, parts = chosen({**DENSE, "vision_cuda_graph_impl": "none"})
+    assert not options.vision.enabled and parts["vision encoder"].why == "as it was set"
+
+
+def test_packed_layers_that_attend_linearly_stay_eager():
+    model = SimpleNamespace(experimental_attention_variant="gated_delta_net", vision_cuda_graph_impl="none", **PACKED)
+    _, parts = chosen(model)
+    assert parts["language model"].graphs == "eager" and "were tried" in parts["language model"].why
+    assert parts["vision encoder"].graphs == "the whole encoder"
+
+
+def test_a_model_without_an_encoder_has_no_such_part():
+    _, parts = chosen(SimpleNamespace(cuda_graph_impl="none", **PACKED))
+    assert list(parts) == ["language model"]
+
+
+def test_it_passes_the_checks_of_training_as_fields_by_hand_do():
+    graph_options({**DENSE, "te_rng_tracker": False})
+    graph_options({**PACKED, "check_for_nan_in_loss": True})
+
+
+def test_no_such_setting():
+    with pytest.raises(OptionError, match="cuda_graphs"):
+        normalize({"cuda_graphs": "quick"})
+
+
+def test_in_words():
+    words = in_words(chosen(PACKED)[0])
+    assert words.startswith("cuda_graphs=fastest: vision encoder: the whole encoder\n")
+    assert "as many" not in words and "documents as warm-up steps show" in words

@@ -1,0 +1,172 @@
+"""Which bucket is recorded next: the most useful one, if it saves more than a recording takes."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.attention_bounds import replay_cost, scanned_limits
+from bridge_cg_plugin.graphs.buckets import GRANULARITY, Bucket
+from bridge_cg_plugin.graphs.demand import LONGEST_WAIT, WINDOW, Demand, Menu
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.vision.fit import refuse_images
+from bridge_cg_plugin.vision.shape import Shape
+from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
+
+EXACT_BELOW = 256
+
+
+class Rows(NamedTuple):
+    tokens: int
+
+
+def plain_menu(**settings):
+    return Menu(
+        **{
+            "buckets_of": lambda capacity: [Bucket(capacity)],
+            "refuse": lambda shape, bucket: None,
+            "shape": Rows,
+            "cost": lambda bucket: bucket.tokens,
+            **settings,
+        }
+    )
+
+
+def image_menu():
+    def refuse(shape, bucket):
+        return refuse_images(*shape, EXACT_BELOW, bucket)
+
+    return Menu(
+        buckets_of=lambda capacity: [Bucket(capacity, limits) for limits in scanned_limits(capacity, 64)],
+        refuse=refuse,
+        shape=lambda shape: shape,
+        cost=replay_cost,
+        unit=4,
+        exact_below=EXACT_BELOW,
+    )
+
+
+def shown(demand, *notes):
+    for note in notes:
+        demand.saw(note)
+    return demand
+
+
+def test_one_size_gets_one_bucket_of_its_own():
+    demand = shown(Demand(plain_menu()), *[6144] * 4)
+    assert demand.begin(3) == [Bucket(6144)]
+    assert demand.next() is None
+
+
+def test_a_size_that_came_once_gets_a_bucket_that_neighbours_fit():
+    (bucket,) = shown(Demand(plain_menu()), 5000).begin(3)
+    assert 5000 < bucket.tokens < 5000 * 1.2 and bucket.tokens % GRANULARITY == 0
+
+
+def test_nothing_seen_asks_for_nothing():
+    assert Demand(plain_menu()).begin(3) == []
+
+
+def test_the_largest_that_saves_most_comes_first_and_nearer_ones_follow_where_they_pay():
+    demand = shown(Demand(plain_menu()), *[8192] * 8, *[1024] * 8)
+    assert demand.begin(1) == [Bucket(8192)]
+    assert demand.next() == Bucket(1024)
+
+
+def test_a_bucket_that_would_save_less_than_a_recording_takes_is_not_recorded():
+    demand = shown(Demand(plain_menu()), *[8192] * 250, *[8128] * 5)
+    assert demand.begin(3) == [Bucket(8192)]
+    assert demand.next() is None
+
+
+def test_limits_are_the_cheapest_that_take_what_was_seen():
+    single = shown(Demand(image_menu()), *[Shape(4096, 1, 4096)] * 4)
+    several = shown(Demand(image_menu()), *[Shape(4096, 4, 1024)] * 4)
+    assert [bucket.limits[0] for bucket in single.begin(1)] == [1]
+    assert [bucket.limits[0] for bucket in several.begin(1)] == [8]
+
+
+def test_only_capacities_that_the_user_named():
+    demand = shown(Demand(plain_menu(capacities=(1024, 4096))), 300, 300, 3000, 9000, 9000)
+    assert {bucket.tokens for bucket in demand.begin(5)} == {1024, 4096}
+    assert not demand.missed(Rows(9000)) and demand.missed(Rows(4096))
+
+
+def test_small_sizes_get_exactly_theirs():
+    demand = shown(Demand(plain_menu(exact_below=256)), 100, 204)
+    assert {bucket.tokens for bucket in demand.begin(5)} == {100, 204}
+
+
+def test_a_limit_bounds_what_is_recorded():
+    demand = shown(Demand(plain_menu(), limit=4096), 3000, 9000)
+    assert max(bucket.tokens for bucket in demand.begin(3)) <= 4096
+    assert not demand.missed(Rows(9000))
+
+
+def test_a_bucket_that_failed_is_not_asked_for_again_nor_a_larger_one():
+    demand = shown(Demand(plain_menu()), *[1024] * 3)
+    demand.begin(1)
+    shown(demand, *[8192] * 3)
+    failed = demand.next()
+    demand.refuse(failed)
+    shown(demand, *[9000] * 5)
+    assert demand.next() is None and not demand.missed(Rows(9000))
+
+
+def test_it_looks_after_a_miss_and_seldom_otherwise():
+    demand = shown(Demand(plain_menu()), *[1024] * 3)
+    demand.begin(1)
+    looks = 0
+    for _ in range(10 * LONGEST_WAIT):
+        if demand.due():
+            looks += 1
+            assert demand.next() is None
+    assert looks < 20
+    assert demand.missed(Rows(2048)) and demand.due()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_sizes_of_photographs_need_a_dozen_recordings_in_fifty_steps(seed, microbatches):
+    demand, late = Demand(image_menu()), []
+    grids = coco_microbatches(53 * microbatches, 4, seed)
+    shapes = [Shape(sum(t * h * w for t, h, w in g), len(g), max(h * w for _, h, w in g)) for g in grids]
+    shown(demand, *shapes[: 3 * microbatches]).begin(3)
+    for index, shape in enumerate(shapes[3 * microbatches :]):
+        if index % microbatches == 0 and demand.due() and (bucket := demand.next()):
+            demand.buckets.append(bucket)
+        taken = any(demand._menu.accepts(shape, bucket) for bucket in demand.buckets)
+        if not taken:
+            demand.missed(shape)
+        if index >= 10 * microbatches:
+            late.append(taken)
+        demand.saw(shape)
+    assert len(demand.buckets) <= 20
+    assert sum(late) >= 0.95 * len(late)
+
+
+@given(st.lists(st.integers(1, 20_000), min_size=1, max_size=WINDOW), st.integers(64, 16_384))
+def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
+    demand = shown(Demand(plain_menu(unit=4), limit), *sizes)
+    for bucket in demand.begin(WINDOW):
+        assert bucket.tokens <= limit
+    assert demand.next() is None
+    assert len(set(demand.buckets)) == len(demand.buckets)
+    # Each is worth a recording: those that come often are taken.
+    often = max(sizes, key=sizes.count)
+    if sizes.count(often) > len(sizes) // 2 and demand.missed(Rows(often)):
+        assert any(often <= bucket.tokens for bucket in demand.buckets)
+
+
+def test_ranks_that_see_the_same_choose_the_same():
+    shapes = [Shape(n := random.Random(seed).randrange(300, 9000), 1, n) for seed in range(40)]
+    first, second = (shown(Demand(image_menu()), *order) for order in (shapes, shapes))
+    assert first.begin(8) == second.begin(8)
+
+
+def test_a_refused_shape_does_not_wait():
+    menu = plain_menu(refuse=lambda shape, bucket: Fallback.TOO_MANY_FRAMES)
+    demand = Demand(menu)
+    assert not demand.missed(Rows(512)) and not shown(demand, 512).begin(3)

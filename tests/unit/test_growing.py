@@ -1,0 +1,301 @@
+"""Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager."""
+
+import logging
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.growing import SETTLED
+from bridge_cg_plugin.graphs.late_recordings import LateRecordings
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+
+from ..executors import new_executor
+from ..ranks import run_ranks
+from . import packs
+from .mixes import MODULES
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, forward, graphs_on, new_tower, results
+
+SMALL, LARGE, OTHER = [[1, 8, 8]], [[1, 16, 16], [1, 8, 8]], [[2, 8, 8], [1, 6, 4]]
+ON_DEMAND = {"capture_mode": "on_demand", "buckets": "auto"}
+
+
+@pytest.fixture(scope="module")
+def tower():
+    return new_tower()
+
+
+def grown(model, *warmup, **options):
+    """Put graphs on a tower that saw these microbatches in warm-up steps."""
+    stack = ExitStack()
+    graphs = stack.enter_context(graphs_on(model, capture=False, **{**ON_DEMAND, **options}))
+    with stack:
+        for rows in warmup:
+            model(*_drawn(rows))
+        assert graphs.capture()
+        return graphs, stack.pop_all()
+
+
+def _drawn(rows, seed=0):
+    from .towers import draw
+
+    return draw(rows, seed)
+
+
+def assert_equals_eager(model, graphs, rows, seed=0):
+    actual = results(model, rows, seed)
+    with graphs.paused():
+        expected = results(model, rows, seed)
+    for found, right in zip(actual, expected, strict=True):
+        assert_close(found, right)
+
+
+def capacities(graphs):
+    return sorted({bucket.tokens for region in graphs._regions for bucket in region.buckets})
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower, modules):
+    graphs, stack = grown(tower, SMALL, modules=modules)
+    with stack:
+        assert capacities(graphs) == [64]
+        with graphs.step():
+            assert_equals_eager(tower, graphs, SMALL)
+            assert_equals_eager(tower, graphs, LARGE)
+        assert set(graphs.statistics().fallbacks) == {"not_captured_yet"}
+        before = graphs.statistics().replays
+        for seed in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        regions = len(graphs._regions)
+        assert len(capacities(graphs)) == 2
+        assert graphs.statistics().replays == before + 6 * regions
+        assert graphs.statistics().longest_capture > 0
+
+
+def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
+    graphs, stack = grown(tower, SMALL, max_seq_length=256)
+    with stack:
+        assert capacities(graphs) == [64]
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        assert dict(graphs.statistics().fallbacks) == {"too_many_tokens": 2}
+
+
+def test_buckets_that_the_user_named_are_recorded_when_they_are_asked_for(tower):
+    graphs, stack = grown(tower, SMALL, buckets=(64, 192, 320))
+    with stack:
+        assert capacities(graphs) == [64]
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, OTHER)
+        assert capacities(graphs) == [64, 192]
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+def test_nothing_but_text_in_warm_up(tower):
+    graphs, stack = grown(tower)
+    with stack:
+        assert graphs.captured and not capacities(graphs)
+        for seed in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        assert graphs.statistics().replays == 1
+
+
+def test_evaluation_is_recorded_when_it_comes(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack, torch.no_grad():
+        tower.eval()
+        replayed = forward(tower, SMALL)
+        with graphs.paused():
+            assert_close(replayed, forward(tower, SMALL))
+        assert sum(counts.evaluations for counts in graphs.statistics().buckets.values()) == 1
+        tower.train()
+
+
+def test_a_size_of_evaluation_alone_is_recorded_without_a_backward(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack, torch.no_grad():
+        tower.eval()
+        for _ in range(2):
+            graphs.begin_step()
+            forward(tower, LARGE)
+        tower.train()
+        (region,) = graphs._regions
+        modes = {mode.gradients for _, bucket, mode in region.sources.current.recordings if bucket.tokens > 64}
+        assert modes == {False} and graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(tower):
+    graphs, stack = grown(tower, SMALL, slots=2)
+    with stack:
+        for _ in range(2):
+            with graphs.step():
+                first, second = forward(tower, SMALL), forward(tower, SMALL, 1)
+                sum(o.sum() for o in (*first, *second)).backward()
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+        assert graphs.statistics().replays == 3
+
+
+def test_nothing_is_recorded_while_a_microbatch_is_in_flight(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        with graphs.step():
+            in_flight = forward(tower, SMALL)
+            forward(tower, LARGE)
+        graphs.begin_step()
+        assert capacities(graphs) == [64]
+        sum(o.sum() for o in in_flight).backward()
+        with graphs.step():
+            forward(tower, LARGE)
+        graphs.begin_step()
+        assert len(capacities(graphs)) == 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, caplog, monkeypatch, strict):
+    graphs, stack = grown(tower, SMALL, strict=strict)
+    record = LateRecordings.record
+
+    def fail(self, source, bucket, mode):
+        record(self, source, bucket, mode)
+        raise CaptureError("no memory")
+
+    with stack, caplog.at_level(logging.WARNING):
+        with graphs.step():
+            assert_equals_eager(tower, graphs, LARGE)
+        monkeypatch.setattr(LateRecordings, "record", fail)
+        if strict:
+            with pytest.raises(CaptureError, match=r"bucket \d+.* could not be captured: CaptureError: no memory"):
+                graphs.begin_step()
+            return
+        for seed in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        assert capacities(graphs) == [64] and graphs.statistics().replays == 3
+        assert sum("could not be captured" in record.message for record in caplog.records) == 1
+
+
+class Pools:
+    """Makes an executor tell its pools apart."""
+
+    def __init__(self, executor):
+        executor.new_pool = object
+        self.executor = executor
+
+
+def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
+    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
+    with stack:
+        (region,) = graphs._regions
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, OTHER)
+        held = region.sources.current.recordings
+        assert len({recorded.pool for recorded in held.values()}) == 2
+        for seed in range(SETTLED + 3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        assert {recorded.pool for recorded in held.values()} == {region._slots[0].pool}
+        with graphs.step():
+            assert_equals_eager(tower, graphs, OTHER)
+            assert_equals_eager(tower, graphs, SMALL)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+@pytest.mark.parametrize("target", [None, 0.006])
+def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
+    kept = {"offload_above_gb": target} if target else {"offload": ("attention", "mlp"), "recompute": ()}
+    graphs, stack = grown(tower, SMALL, offload_min_bytes=1, **kept)
+    with stack:
+        for seed in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        assert graphs.statistics().pinned_bytes > 0
+        assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
+
+
+def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        for _ in range(2):
+            with graphs.step():
+                forward(tower, OTHER)
+        assert "s of it before or in one step" in graphs.report()
+        named = ",".join(map(str, capacities(graphs)))
+        assert f"again: vision_cuda_graph_buckets={named} names the same buckets" in graphs.report()
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
+    draw = random.Random(7)
+    graphs, stack = grown(tower, SMALL, OTHER, modules=modules, slots=2)
+    with stack:
+        for step in range(30):
+            with graphs.step():
+                for seed in range(draw.randint(1, 3)):
+                    rows = [[1, 2 * draw.randint(1, 6), 2 * draw.randint(1, 6)] for _ in range(draw.randint(1, 3))]
+                    assert_equals_eager(tower, graphs, rows, seed)
+            if step % 7 == 6:
+                with torch.no_grad():
+                    tower.eval()
+                    replayed = forward(tower, rows)
+                    with graphs.paused():
+                        assert_close(replayed, forward(tower, rows))
+                    tower.train()
+        statistics = graphs.statistics()
+        assert statistics.replays > 3 * statistics.fallbacks.total()
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"], ["attn", "mlp"]])
+def test_packs(modules):
+    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (500, 90, 10), (400, 190)]
+    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
+    options |= {"cuda_graph_modules": modules, "cuda_graph_impl": "transformer_engine"}
+    with packs.graphs_on(model, packs.pack(seen[0]), **options) as graphs:
+        for seed, lengths in enumerate(seen):
+            with graphs.step():
+                batch = packs.pack(lengths, seed)
+                actual = packs.losses_and_gradients(model, batch)
+                with graphs.paused():
+                    expected = packs.losses_and_gradients(model, batch)
+                assert_close([actual[0]], [expected[0]])
+                assert_close(actual[1], expected[1])
+        assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
+        assert graphs.statistics().replays >= 4 * len(graphs._regions)
+
+
+def grow_with_other_ranks(fails_on_rank):
+    from torch import distributed
+
+    model = new_tower()
+    helper = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **ON_DEMAND, "strict": False})
+    )
+    forward(model, SMALL)
+    helper.create_cudagraphs()
+    graphs, found = helper.graphs, []
+    if distributed.get_rank() == fails_on_rank:
+        LateRecordings.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+    for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
+        with graphs.step():
+            found.append([o.detach() for o in forward(model, rows, seed)])
+    return found, capacities(graphs), dict(graphs.statistics().fallbacks)
+
+
+@pytest.mark.parametrize("fails_on_rank", [None, 1])
+def test_ranks_that_share_layers_record_alike(tmp_path, fails_on_rank):
+    ranks = run_ranks(2, grow_with_other_ranks, tmp_path, fails_on_rank, tensor_model_parallel_size=2)
+    assert ranks[0][1:] == ranks[1][1:]
+    assert ranks[0][1] == [64] if fails_on_rank == 1 else len(ranks[0][1]) > 1
+    whole = new_tower()
+    for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
+        for found, _, _ in ranks:
+            assert_close(found[seed], [o.detach() for o in forward(whole, rows, seed)], 1e-4)
