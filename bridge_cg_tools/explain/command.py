@@ -3,11 +3,13 @@
 import argparse
 import difflib
 import importlib.util
+import io
 import json
 import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +140,8 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: s
     config = _built(name, unknown is not None)
     if gpu is not None:
         config = with_graphs(config, gpu=gpu)
-    options = resolve(config, flags, words, set_words if unknown is not None else None)
+    with redirect_stdout(io.StringIO()):  # training would print there what the answer has
+        options = resolve(config, flags, words, set_words if unknown is not None else None)
     notes = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"

@@ -53,11 +53,10 @@ def _read(word: str) -> list[Run]:
 def _runs_at(path: Path) -> list[Run]:
     if path.is_file():
         return read_records(path) if path.suffix == ".jsonl" else [read_log(path)]
-    records = sorted(path.glob("*.jsonl"))
     if any(path.glob(EVENT_FILES)):
         return [read_events(path)]
-    if records:
-        return [run for file in records for run in read_records(file)]
+    if any(path.glob("*.jsonl")):
+        return read_records(path)
     raise OptionError.because(
         "run",
         f"Cannot read {path}: it has no TensorBoard event files and no .jsonl records. Name the file or its folder.",

@@ -46,11 +46,11 @@ def explain(capsys, *words):
     return status, out, err
 
 
-def test_one_object_with_five_keys(capsys):
+def test_one_object_with_six_keys(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    assert list(found) == ["language_model", "vision", "packed", "offload", "warnings"]
+    assert list(found) == ["language_model", "vision", "packed", "offload", "chosen", "warnings"]
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
 
@@ -166,7 +166,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     "words, said",
     [
         (["vision_graph=on"], "vision_cuda_graph_impl"),
-        (["modle.x=4"], "model"),
+        (["modle.x=4"], "Did you mean model?"),
         (["--max-paked-seqs", "64"], "--max_packed_seqs"),
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
         (["rng.te_rng_tracker=true", "model.use_te_rng_tracker=false"], "use_te_rng_tracker=false"),
@@ -176,6 +176,14 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
 def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, words, said):
     status, out, err = explain(capsys, *words)
     assert (status, out) == (2, "") and said in err
+
+
+def test_the_one_setting_is_told_once(capsys, bridge):
+    if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
+        pytest.skip("the recipe comes with a later megatron-bridge")
+    status, out, err = explain(capsys, "qwen3_vl_8b_sft_config", "--cuda_graphs", "fastest")
+    assert status == 0 and out.count("all layers as one region over packed sequences") == 1
+    assert "[bridge-cg]" not in err
 
 
 def test_flags_are_those_of_run_recipe(capsys):

@@ -98,7 +98,7 @@ def test_the_mode_can_be_said(trained):
     "words, said",
     [
         (["train.train_itres=5"], "Did you mean train.train_iters"),
-        (["trian.train_iters=5"], "Did you mean train"),
+        (["trian.train_iters=5"], "Did you mean train?"),
         (["+train.train_itres=5"], "Did you mean train.train_iters"),
         (["model.vision_cuda_graph_bukets=[64]"], "Did you mean model.vision_cuda_graph_buckets"),
         (["cuda_graph_iml=none"], "Did you mean cuda_graph_impl"),

@@ -261,6 +261,39 @@ def test_records_of_no_training_run_are_refused():
 # Inputs
 
 
+@pytest.mark.parametrize(
+    "others", [[], ['{"case": "a", "mode": "compile", "versions": {}, "error": "AssertionError: wrong"}']]
+)
+def test_records_of_measurements_are_no_training_runs(tmp_path, others):
+    file = tmp_path / "bench.jsonl"
+    file.write_text("\n".join(['{"case": "a", "mode": "eager", "versions": {}, "ms": 3}', *others]))
+    with pytest.raises(OptionError, match="it has no training runs"):
+        read_runs([str(file)])
+
+
+def test_runs_that_all_failed_are_reported(tmp_path):
+    file = tmp_path / "failed.jsonl"
+    file.write_text('{"case": "a", "mode": "plugin", "versions": {}, "error": "OutOfSpace: no memory"}')
+    assert [run.error for run in read_runs([str(file)])] == ["OutOfSpace: no memory"]
+
+
+def test_a_folder_gives_the_training_runs_of_its_files(tmp_path):
+    (tmp_path / "bench.jsonl").write_text('{"case": "a", "mode": "eager", "versions": {}, "ms": 3}')
+    with pytest.raises(OptionError, match="Cannot report .*: it has no training runs"):
+        read_runs([str(tmp_path)])
+    (tmp_path / "runs.jsonl").write_text(PRETRAIN.read_text())
+    assert len(read_runs([str(tmp_path)])) == len(RECORDS)
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(OptionError, match=r"broken\.jsonl:1"):
+        read_runs([str(tmp_path)])
+
+
+def test_the_folder_of_the_published_measurements_has_a_page(capsys):
+    assert cli.main(["report", str(ROOT / "docs/benchmarks"), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert len(runs) > 50 and not any("compile" in run["mode"] for run in runs)
+
+
 def test_a_mode_before_a_path_names_the_run(tmp_path):
     graphed = log_with_report(tmp_path)
     found = read_runs([f"eager1={LOG}", f"eager2={LOG}", f"plugin={graphed}"])
