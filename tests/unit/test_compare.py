@@ -123,10 +123,24 @@ def test_a_process_without_a_record_failed(tmp_path):
 # The command line
 
 
+@pytest.fixture(autouse=True)
+def any_recipe(monkeypatch):
+    monkeypatch.setattr(compare, "unknown_recipe", lambda name: "")
+
+
 def dry(capsys, *words):
     assert compare.main(["--recipe", RECIPE, "--dry-run", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     return {mode: shlex.split(command) for mode, _, command in (line.partition(": ") for line in lines)}
+
+
+def test_a_dry_run_refuses_a_misspelt_recipe(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "unknown_recipe", comparison.unknown_recipe)
+    words = ["--modes", "eager", "--dry-run"]
+    assert compare.main(["--recipe", "qwen3_vl_smal_vision_graphs_pretrain_mock_config", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "no such recipe. Did you mean qwen3_vl_small_vision_graphs_pretrain" in said.err
+    assert compare.main(["--recipe", "qwen3_vl_small_vision_graphs_pretrain_mock_config", *words]) == 0
 
 
 def test_a_dry_run_prints_the_commands(capsys):
