@@ -52,13 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explained.add_arguments(explain)
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
     reports.add_arguments(report)
-    planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
+    plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, explain, report):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if rest and args.command != "explain":
-        known = re.findall(r"--[\w-]+", commands.choices[args.command].format_help())
-        near = difflib.get_close_matches(rest[0], known, n=1)
+        chosen = plans[args.kind] if args.command == "plan" else commands.choices[args.command]
+        known = re.findall(r"--[\w-]+", chosen.format_help())
+        near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..answers import Tell
@@ -18,8 +19,8 @@ IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"
 
 
-def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the two plans and their arguments to a parser."""
+def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Add the two plans and their arguments to a parser; returns the parser of each."""
     kinds = plan.add_subparsers(dest="kind", required=True)
     packed = kinds.add_parser("packed", help="document bound and token buckets from a dataset's document lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
@@ -40,6 +41,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
         command.add_argument("--json", action="store_true", help="print one JSON object")
+    return kinds.choices
 
 
 def run(arguments: argparse.Namespace, tell: Tell) -> int:

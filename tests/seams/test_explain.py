@@ -237,8 +237,28 @@ def test_a_recipe_that_does_not_build(monkeypatch):
 
     module = SimpleNamespace(broken_config=broken_config)
     monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
-    with pytest.raises(OptionError, match="OSError: no network"):
+    with pytest.raises(OptionError, match=r"OSError: no network\.$"):
         recipes.build_recipe("broken_config")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Failed to load configuration from Qwen/Qwen3-VL-8B-Instruct after 4 attempts. This might be due to ...",
+        "We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your internet connection.",
+    ],
+)
+def test_a_recipe_whose_configuration_is_on_the_hub_only(monkeypatch, said):
+    def hub_config():
+        raise ValueError(said)
+
+    monkeypatch.setattr(recipes, "_modules", lambda: iter([SimpleNamespace(hub_config=hub_config)]))
+    with pytest.raises(OptionError) as refused:
+        recipes.build_recipe("hub_config")
+    assert str(refused.value) == (
+        "Cannot build recipe hub_config: its Hugging Face configuration is not cached, and the hub cannot be reached. "
+        "`bridge-cg explain hub_config` answers without it."
+    )
 
 
 def test_recipes_of_bridge_are_found(active):

@@ -11,6 +11,9 @@ from ...options import OptionError
 
 PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 
+# What Bridge and Transformers say where they get no answer from the hub.
+_NO_HUB = ("Failed to load configuration from", "couldn't connect to 'https://huggingface.co'")
+
 
 def build_recipe(name: str) -> Any:
     """Return the configuration that a recipe of this name makes.
@@ -38,8 +41,13 @@ def _built(name: str, recipe: Callable[[], Any]) -> Any:
     try:
         return recipe()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise OptionError.because("recipe", f"Cannot build recipe {name}: it stopped with {said}.") from error
+        why = f"it stopped with {type(error).__name__}: {str(error).rstrip('.')}."
+        if any(words in str(error) for words in _NO_HUB):
+            why = (
+                "its Hugging Face configuration is not cached, and the hub cannot be reached. "
+                f"`bridge-cg explain {name}` answers without it."
+            )
+        raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}") from error
 
 
 def _modules() -> Iterator[Any]:
