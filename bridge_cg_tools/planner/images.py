@@ -172,6 +172,8 @@ def plan_images(
     sizes = [sum(batch) for batch in batches]
     bound = max(64, -(-frames.max // 16) * 16)
     plans = [plan_buckets(sizes, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
+    if len(set(sizes)) <= max(BUCKET_COUNTS):
+        plans.append(tuple(sorted(set(sizes))))
     least = min(cost.memory_gb(buckets[-1]) for buckets in plans)
     if max_memory_gb is not None and max_memory_gb < least:
         raise PlanError(

@@ -392,3 +392,10 @@ def test_too_little_memory_names_the_least_that_works(tmp_path, capsys):
     said = capsys.readouterr().err
     least = said.split("it must be at least ")[1].split(",")[0]
     assert main(["plan", "vision", file, "--json", "--max-memory-gb", least]) == 0
+
+
+def test_few_sizes_get_a_bucket_each_of_just_that_size():
+    images = [Image(480, 640)] * 1000
+    assert plan_images(images, DEFAULTS["vision"]).buckets == (1200,)
+    plan = plan_images([*images, *[Image(448, 448)] * 500, *[Image(1024, 768)] * 200], DEFAULTS["vision"])
+    assert plan.buckets == (784, 1200, 3072) and plan.padding == 0
