@@ -14,11 +14,11 @@ def explain(capsys, *words):
     return status, out, err
 
 
-def test_one_object_with_five_keys(capsys):
+def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    assert list(found) == ["language_model", "vision", "packed", "offload", "warnings"]
+    assert list(found) == ["language_model", "vision", "packed", "offload", "chosen", "warnings"]
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
 
