@@ -1,6 +1,6 @@
 """Compare the seams with every release of upstream on the package index, without installing one.
 
-    python tools/audit_releases.py                  download all wheels to a temporary folder (32 MB), audit them
+    python tools/audit_releases.py                  download all wheels to a temporary folder (about 250 MB), audit them
     python tools/audit_releases.py --wheels FOLDER  the same; download what the folder lacks, and keep it
     python tools/audit_releases.py --wheels FOLDER --offline
                                                     download nothing
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.upstream.seams.audited import BRIDGE, CORE, TRANSFORMER_ENGINE, lost_features  # noqa: E402
+from bridge_cg_plugin.upstream.seams.audited import (  # noqa: E402
+    BRIDGE,
+    CORE,
+    TRANSFORMER_ENGINE,
+    TRANSFORMERS,
+    lost_features,
+)
 from bridge_cg_plugin.upstream.seams.releases import RELEASES, minor  # noqa: E402
 from bridge_cg_tools import audit as auditing  # noqa: E402
 
 RECORD = ROOT / "bridge_cg_plugin" / "upstream" / "seams" / "audited.json"
 PAGE = ROOT / "docs" / "releases.md"
-TABLE = re.compile(r"(<!-- audited -->\n)(.*?)(<!-- /audited -->)", re.DOTALL)
+TABLES = re.compile(r"(<!-- audited -->\n)(.*?)(<!-- /audited -->)", re.DOTALL)
 # The oldest release of each package that is audited.
-FLOORS = {BRIDGE: "0.4.0", CORE: "0.17.0", TRANSFORMER_ENGINE: "2.14.0"}
+FLOORS = {BRIDGE: "0.4.0", CORE: "0.17.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.0.0"}
+# The newest one, where it is not the newest on the index: Bridge accepts no later release.
+CEILINGS = {TRANSFORMERS: "5.12.1"}
 # What an audit reads of a seam.
 COMPARED = ("name", "module", "target", "formerly", "kind", "parameters", "attributes", "uses", "since", "packaged")
 
@@ -62,10 +72,12 @@ def pip(*arguments: str) -> str:
 
 
 def releases_on_index(package: str) -> list[str]:
-    """Return a package's final releases from its floor on, oldest first."""
+    """Return a package's final releases between its floor and its ceiling, oldest first."""
     listed = re.search(r"^Available versions: (.*)$", pip("index", "versions", package), re.M)
     final = [v for v in (listed[1].split(", ") if listed else []) if re.fullmatch(r"\d+(\.\d+)+", v)]
-    return sorted((v for v in final if numbers(v) >= numbers(FLOORS[package])), key=numbers)
+    floor, ceiling = FLOORS[package], CEILINGS.get(package)
+    within = [v for v in final if numbers(floor) <= numbers(v) <= numbers(ceiling or v)]
+    return sorted(within, key=numbers)
 
 
 def download(folder: Path) -> None:
@@ -104,18 +116,19 @@ def audited(folder: Path) -> dict[str, Any]:
         raise DownloadError(f"{folder} has no wheel of {', '.join(lacking)}")
     series = {minor(release.bridge): minor(release.core) for release in RELEASES}
     pairs = [(b, c) for b in found[BRIDGE] for c in found[CORE] if series.get(minor(b)) == minor(c)]
-    newest = found[TRANSFORMER_ENGINE][next(iter(found[TRANSFORMER_ENGINE]))]
-    newest_pair = [found[package][version] for package, version in zip((BRIDGE, CORE), pairs[0], strict=True)]
+    newest = {package: next(iter(paths)) for package, paths in found.items()}
+
+    def entry(top_level: str, releases: dict[str, str]) -> dict[str, Any]:
+        sources = [found[package][version] for package, version in {**newest, **releases}.items()]
+        return {"releases": releases, **compared(sources, top_level)}
+
     return {
         "date": datetime.date.today().isoformat(),
         "registry": registry(),
-        "pairs": [
-            {"bridge": b, "core": c, **compared([found[BRIDGE][b], found[CORE][c], newest], "megatron")}
-            for b, c in pairs
-        ],
-        "transformer_engine": [
-            {"release": version, **compared([*newest_pair, wheel], "transformer_engine")}
-            for version, wheel in found[TRANSFORMER_ENGINE].items()
+        "audits": [
+            *(entry("megatron", {BRIDGE: b, CORE: c}) for b, c in pairs),
+            *(entry("transformer_engine", {TRANSFORMER_ENGINE: v}) for v in found[TRANSFORMER_ENGINE]),
+            *(entry("transformers", {TRANSFORMERS: v}) for v in found[TRANSFORMERS]),
         ],
     }
 
@@ -134,26 +147,31 @@ def registry() -> str:
     return hashlib.sha256(json.dumps(seams).encode()).hexdigest()[:16]
 
 
-def table(record: dict[str, Any]) -> str:
-    """Return a record as Markdown: the pairs, then Transformer Engine's releases."""
-    head = "seams compared | drifted | not available |\n| --- | --- | --- | --- |"
-    pairs = "\n".join(f"| {pair['bridge']} | {pair['core']} | {_cells(pair)}" for pair in record["pairs"])
-    engines = "\n".join(f"| {engine['release']} | {_cells(engine)}" for engine in record["transformer_engine"])
-    return (
-        f"| Megatron-Bridge | megatron-core | {head} --- |\n{pairs}\n\n| Transformer Engine | {head}\n{engines}\n\n"
-        f"Audited on {record['date']}."
-    )
+def tables(record: dict[str, Any]) -> str:
+    """Return a record as Markdown: a table for each group of packages, a row for releases with the same result."""
+    groups = itertools.groupby(record["audits"], lambda entry: tuple(entry["releases"]))
+    return "\n\n".join([*(_table(names, entries) for names, entries in groups), f"Audited on {record['date']}."])
 
 
-def _cells(entry: dict[str, Any]) -> str:
-    drift, features = entry["drift"], lost_features(entry["drift"])
-    return f"{entry['compared']} | {', '.join(drift) or 'none'} | {', '.join(features) or 'none'} |"
+def _table(packages: Iterable[str], entries: Iterable[dict[str, Any]]) -> str:
+    lines = [[*packages, "seams compared", "drifted", "not available"]]
+    lines.append(["---"] * len(lines[0]))
+    for (count, drift), same in itertools.groupby(entries, lambda entry: (entry["compared"], tuple(entry["drift"]))):
+        columns = zip(*(entry["releases"].values() for entry in same), strict=True)
+        lost = ", ".join(lost_features(drift)) or "none"
+        lines.append([*map(_span, columns), str(count), ", ".join(drift) or "none", lost])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _span(versions: Iterable[str]) -> str:
+    different = list(dict.fromkeys(versions))
+    return ", ".join(different) if len(different) < 4 else f"{different[-1]} to {different[0]}"
 
 
 def write(record: dict[str, Any]) -> None:
-    """Write the record and the table of the page."""
+    """Write the record and the tables of the page."""
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    text = TABLE.sub(lambda found: f"{found[1]}{table(record)}\n{found[3]}", PAGE.read_text())
+    text = TABLES.sub(lambda found: f"{found[1]}{tables(record)}\n{found[3]}", PAGE.read_text())
     PAGE.write_text(text)
 
 

@@ -20,7 +20,7 @@ from bridge_cg_tools import audit as auditing
 from ..releases import sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine")
+PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine", "transformers")
 
 
 @pytest.fixture
@@ -32,14 +32,25 @@ def tool(monkeypatch):
     return module
 
 
-def versions(bridge, core, engine):
-    return dict(zip(PACKAGES, (bridge, core, engine), strict=True))
+def versions(*found):
+    return dict(zip(PACKAGES, found, strict=False))
+
+
+def entry(**releases):
+    """Return the recorded entry of these releases."""
+    wanted = {name.replace("_", "-"): version for name, version in releases.items()}
+    return next(each for each in audit_record()["audits"] if each["releases"] == wanted)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.bridge)
 def test_releases_of_the_table_were_run(release):
-    found = combination_status(versions(release.bridge, release.core, release.transformer_engine))
-    assert (found.state, found.reason, found.features) == ("run", release.tests, ())
+    trio = (release.bridge, release.core, release.transformer_engine)
+    for given in (versions(*trio), versions(*trio, release.transformers), versions(*trio, None)):
+        found = combination_status(given)
+        assert (found.state, found.reason, found.features) == ("run", release.tests, ())
+    other = combination_status(versions(*trio, "5.3.0"))
+    assert other.state == "audited"
+    assert other.features == ("vision graphs of Qwen2.5-VL", "vision graphs of Gemma 3")
 
 
 def test_other_releases_were_audited():
@@ -56,8 +67,10 @@ def test_what_an_audited_release_lacks_is_named():
 
 def test_drift_of_both_records_counts(monkeypatch):
     record = {
-        "pairs": [{"bridge": "0.6.2", "core": "0.19.0", "compared": 5, "drift": {"packed_files": "moved"}}],
-        "transformer_engine": [{"release": "2.20.2", "compared": 2, "drift": {"gemm_workspace": "gone"}}],
+        "audits": [
+            {"releases": versions("0.6.2", "0.19.0"), "compared": 5, "drift": {"packed_files": "moved"}},
+            {"releases": {"transformer-engine": "2.20.2"}, "compared": 2, "drift": {"gemm_workspace": "gone"}},
+        ]
     }
     monkeypatch.setattr(audited, "audit_record", lambda: record)
     found = combination_status(versions("0.6.2", "0.19.0", "2.20.2"))
@@ -76,6 +89,7 @@ def test_a_build_of_ones_own_is_audited_at_most():
         (("0.7.0", "0.19.2", "2.20.2"), "megatron-bridge 0.7.0 with megatron-core 0.19.2 was not audited"),
         (("0.6.2", "0.18.2", "2.20.2"), "megatron-bridge 0.6.2 with megatron-core 0.18.2 was not audited"),
         (("0.6.2", "0.19.2", "2.13.0"), "transformer-engine 2.13.0 was not audited"),
+        (("0.6.2", "0.19.2", "2.20.2", "5.13.0"), "transformers 5.13.0 was not audited"),
         (("0.6.2", "0.19.2rc1", "2.20.2"), "megatron-bridge 0.6.2 with megatron-core 0.19.2rc1 was not audited"),
         (("0.6.2", None, ""), "not installed: megatron-core, transformer-engine"),
     ],
@@ -88,43 +102,41 @@ def test_others_are_unknown(trio, reason):
 
 def test_the_record_is_of_this_registry(tool):
     assert audit_record()["registry"] == tool.registry(), "a seam changed: run python tools/audit_releases.py"
-    assert {name for entry in audit_record()["pairs"] for name in entry["drift"]} <= {seam.name for seam in SEAMS}
+    assert {name for each in audit_record()["audits"] for name in each["drift"]} <= {seam.name for seam in SEAMS}
 
 
 def test_the_page_has_the_record(tool):
     page = (ROOT / "docs" / "releases.md").read_text()
-    assert tool.TABLE.search(page)[2].strip() == tool.table(audit_record())
-    for floor in tool.FLOORS.values():
-        assert floor in page
+    assert tool.TABLES.search(page)[2].strip() == tool.tables(audit_record())
+    for bound in (*tool.FLOORS.values(), *tool.CEILINGS.values()):
+        assert bound in page
 
 
-def test_the_metadata_spans_the_audited_releases(tool):
-    record, found = audit_record(), {}
-    found["megatron-bridge"] = {pair["bridge"] for pair in record["pairs"]}
-    found["megatron-core"] = {pair["core"] for pair in record["pairs"]}
-    found["transformer-engine"] = {entry["release"] for entry in record["transformer_engine"]}
+@pytest.mark.parametrize("package", PACKAGES[:3])
+def test_the_metadata_spans_the_audited_releases(tool, package):
+    releases = [each["releases"][package] for each in audit_record()["audits"] if package in each["releases"]]
+    releases.sort(key=tool.numbers)
+    assert releases[0] == tool.FLOORS[package]
+    (first, second), (major, newest) = (tool.numbers(version)[:2] for version in (releases[0], releases[-1]))
     stack = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["stack"]
-    for package, releases in found.items():
-        (oldest, _), (major, newest) = (
-            tool.numbers(v)[:2] for v in (tool.FLOORS[package], max(releases, key=tool.numbers))
-        )
-        assert min(releases, key=tool.numbers) == tool.FLOORS[package]
-        floor = ".".join(tool.FLOORS[package].split(".")[:2])
-        assert f"{package}>={floor},<{major}.{newest + 1}" in stack
+    assert f"{package}>={first}.{second},<{major}.{newest + 1}" in stack
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.bridge)
 def test_the_record_agrees_with_the_sources_that_are_here(tool, release):
-    pair = next(p for p in audit_record()["pairs"] if (p["bridge"], p["core"]) == (release.bridge, release.core))
-    engine = next(e for e in audit_record()["transformer_engine"] if e["release"] == NEWEST.transformer_engine)
+    pair = entry(megatron_bridge=release.bridge, megatron_core=release.core)
     found = tool.compared([*sources_of(release), *sources_of(NEWEST)], "megatron")
     assert found == {"compared": pair["compared"], "drift": pair["drift"]}
-    if release == NEWEST:
-        found = tool.compared(sources_of(release), "transformer_engine")
-        assert found == {"compared": engine["compared"], "drift": engine["drift"]}
 
 
-# Modules of three made-up packages: package -> version -> (file, text).
+def test_the_record_agrees_with_what_is_installed(tool):
+    for package, version in (("transformer_engine", NEWEST.transformer_engine), ("transformers", NEWEST.transformers)):
+        recorded = entry(**{package: version})
+        found = tool.compared(sources_of(NEWEST), package)
+        assert found == {"compared": recorded["compared"], "drift": recorded["drift"]}
+
+
+# Modules of made-up packages: package -> version -> (file, text).
 MADE_UP = {
     "megatron-bridge": {
         "0.6.0": ("megatron/bridge/train.py", "def train(model): pass"),
@@ -138,7 +150,9 @@ MADE_UP = {
     "transformer-engine": {
         "2.9.0": ("transformer_engine/x.py", "class Base: other = 1"),
         "2.10.0": ("transformer_engine/x.py", "class Base: own = 1"),
+        "2.11.0": ("transformer_engine/x.py", "class Base: own = 2"),
     },
+    "transformers": {"5.0.0": ("transformers/y.py", "def of(): pass")},
 }
 
 
@@ -154,6 +168,7 @@ def folder(tmp_path, monkeypatch):
         seam_of("train", "megatron.bridge.train", "train", kind="function", parameters=("model", "state")),
         seam_of("layer", "megatron.core.layer", "Layer", attributes=("own",)),
         seam_of("base", "transformer_engine.x", "Base", attributes=("own",)),
+        seam_of("of", "transformers.y", "of", kind="function"),
     )
     monkeypatch.setattr(auditing, "SEAMS", seams)
     for package, releases in MADE_UP.items():
@@ -166,13 +181,28 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_made_up_releases(tool, folder):
-    record = tool.audited(folder)
-    pairs = {(pair["bridge"], pair["core"]): (pair["compared"], list(pair["drift"])) for pair in record["pairs"]}
-    assert pairs == {("0.6.2", "0.19.0"): (2, []), ("0.6.0", "0.19.0"): (2, ["train"]), ("0.4.2", "0.17.1"): (2, [])}
-    assert "no longer takes state" in record["pairs"][1]["drift"]["train"]
-    engines = {entry["release"]: (entry["compared"], list(entry["drift"])) for entry in record["transformer_engine"]}
-    assert list(engines) == ["2.10.0", "2.9.0"]
-    assert engines == {"2.10.0": (1, []), "2.9.0": (1, ["base"])}
+    found = {tuple(each["releases"].values()): each for each in tool.audited(folder)["audits"]}
+    assert {releases: (each["compared"], list(each["drift"])) for releases, each in found.items()} == {
+        ("0.6.2", "0.19.0"): (2, []),
+        ("0.6.0", "0.19.0"): (2, ["train"]),
+        ("0.4.2", "0.17.1"): (2, []),
+        ("2.11.0",): (1, []),
+        ("2.10.0",): (1, []),
+        ("2.9.0",): (1, ["base"]),
+        ("5.0.0",): (1, []),
+    }
+    assert "no longer takes state" in found["0.6.0", "0.19.0"]["drift"]["train"]
+
+
+def test_releases_with_the_same_result_share_a_row(tool, folder):
+    rows = tool.tables(tool.audited(folder)).splitlines()
+    assert rows[2:5] == [
+        "| 0.6.2 | 0.19.0 | 2 | none | none |",
+        "| 0.6.0 | 0.19.0 | 2 | train | none |",
+        "| 0.4.2 | 0.17.1 | 2 | none | none |",
+    ]
+    assert "| 2.11.0, 2.10.0 | 1 | none | none |" in rows and "| 2.9.0 | 1 | base | none |" in rows
+    assert tool._span(["2.4.0", "2.3.0", "2.2.0", "2.1.0"]) == "2.1.0 to 2.4.0"
 
 
 def test_the_command_writes_record_and_page(tool, folder, monkeypatch, capsys):
@@ -182,9 +212,9 @@ def test_the_command_writes_record_and_page(tool, folder, monkeypatch, capsys):
     page.write_text("before\n<!-- audited -->\nold\n<!-- /audited -->\nafter\n")
     assert tool.main(["--wheels", str(folder), "--offline"]) == 0
     written = json.loads(record.read_text())
-    assert page.read_text() == f"before\n<!-- audited -->\n{tool.table(written)}\n<!-- /audited -->\nafter\n"
+    assert page.read_text() == f"before\n<!-- audited -->\n{tool.tables(written)}\n<!-- /audited -->\nafter\n"
     assert tool.main(["--wheels", str(folder / "absent"), "--offline"]) == 1
-    assert "has no wheel of megatron-bridge, megatron-core, transformer-engine" in capsys.readouterr().err
+    assert "has no wheel of megatron-bridge, megatron-core, transformer-engine, transformers" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_downloaded(tool, folder, monkeypatch):
@@ -192,10 +222,13 @@ def test_what_is_missing_is_downloaded(tool, folder, monkeypatch):
 
     def pip(*arguments):
         asked.append(arguments)
-        return "pkg (3)\nAvailable versions: 3.0.0, 2.20.2, 2.20.2.post1, 2.10.0, 0.6.2, 0.6.0rc1, 0.19.0, 0.3.0\n"
+        return (
+            "pkg (3)\nAvailable versions: 5.12.2, 3.0.0, 2.20.2, 2.20.2.post1, 2.10.0, 0.6.2, 0.6.0rc1, 0.19.0, 0.3.0\n"
+        )
 
     monkeypatch.setattr(tool, "pip", pip)
-    assert tool.releases_on_index("megatron-bridge") == ["0.6.2", "0.19.0", "2.10.0", "2.20.2", "3.0.0"]
+    assert tool.releases_on_index("megatron-bridge") == ["0.6.2", "0.19.0", "2.10.0", "2.20.2", "3.0.0", "5.12.2"]
+    assert tool.releases_on_index("transformers") == []
     asked.clear()
     tool.download(folder)
     wanted = [arguments[-1] for arguments in asked if arguments[0] == "download"]

@@ -3,14 +3,19 @@
 import functools
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .features import feature_states
-from .releases import RELEASES
+from .releases import RELEASES, Release
 
-BRIDGE, CORE, TRANSFORMER_ENGINE = "megatron-bridge", "megatron-core", "transformer-engine"
+BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS = (
+    "megatron-bridge",
+    "megatron-core",
+    "transformer-engine",
+    "transformers",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,11 @@ class CombinationStatus:
 
 @functools.cache
 def audit_record() -> dict[str, Any]:
-    """Return what `tools/audit_releases.py` wrote: "date", "registry", "pairs" and "transformer_engine"."""
+    """Return what `tools/audit_releases.py` wrote.
+
+    "audits" has an entry for each pair of Bridge and megatron-core, and for each release of the other packages: its
+    "releases" (package -> version), the number of seams "compared", and the "drift" (seam -> what differs).
+    """
     record: dict[str, Any] = json.loads(importlib.resources.files(__package__).joinpath("audited.json").read_text())
     return record
 
@@ -44,36 +53,45 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
     A build with a local version, as "2.20.2+abc", is at most "audited": its sources may differ from the release's.
 
     Args:
-        versions: Package -> version, with "megatron-bridge", "megatron-core" and "transformer-engine"; None or absent
-            where a package is not installed. Other packages are ignored.
+        versions: Package -> version of "megatron-bridge", "megatron-core", "transformer-engine" and, where it counts,
+            "transformers"; None where a package is not installed. Other packages are ignored.
     """
-    found = {name: versions.get(name) for name in (BRIDGE, CORE, TRANSFORMER_ENGINE)}
-    absent = [name for name, version in found.items() if not version]
+    required = (BRIDGE, CORE, TRANSFORMER_ENGINE)
+    absent = [name for name in required if not versions.get(name)]
     if absent:
         return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
-    bridge, core, engine = (str(version) for version in found.values())
+    found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
     for release in RELEASES:
-        if (bridge, core, engine) == (release.bridge, release.core, release.transformer_engine):
+        if found.items() <= _packages(release).items():
             return CombinationStatus("run", release.tests)
-    return _audited(*(version.partition("+")[0] for version in (bridge, core, engine)))
+    return _audited({name: version.partition("+")[0] for name, version in found.items()})
 
 
-def lost_features(drift: Mapping[str, str]) -> tuple[str, ...]:
+def lost_features(drift: Collection[str]) -> tuple[str, ...]:
     """Return the features that do not work, or not for every model, where these seams drifted."""
     return tuple(name.value for name, feature in feature_states(drift).items() if feature.state != "ready")
 
 
-def _audited(bridge: str, core: str, engine: str) -> CombinationStatus:
-    record = audit_record()
-    pair = next((p for p in record["pairs"] if (p["bridge"], p["core"]) == (bridge, core)), None)
-    alone = next((e for e in record["transformer_engine"] if e["release"] == engine), None)
-    if pair is None:
-        return CombinationStatus("unknown", f"{BRIDGE} {bridge} with {CORE} {core} was not audited")
-    if alone is None:
-        return CombinationStatus("unknown", f"{TRANSFORMER_ENGINE} {engine} was not audited")
-    drift = {**pair["drift"], **alone["drift"]}
-    compared = pair["compared"] + alone["compared"]
-    features = lost_features(drift)
+def _packages(release: Release) -> dict[str, str]:
+    return {
+        BRIDGE: release.bridge,
+        CORE: release.core,
+        TRANSFORMER_ENGINE: release.transformer_engine,
+        TRANSFORMERS: release.transformers,
+    }
+
+
+def _audited(found: Mapping[str, str]) -> CombinationStatus:
+    entries = []
+    for names in ((BRIDGE, CORE), (TRANSFORMER_ENGINE,), (TRANSFORMERS,)):
+        wanted = {name: found[name] for name in names if name in found}
+        entry = next((e for e in audit_record()["audits"] if e["releases"] == wanted), None)
+        if wanted and entry is None:
+            words = " with ".join(f"{name} {version}" for name, version in wanted.items())
+            return CombinationStatus("unknown", f"{words} was not audited")
+        entries += [entry] if entry else []
+    drift = {name: difference for entry in entries for name, difference in entry["drift"].items()}
+    compared, features = sum(entry["compared"] for entry in entries), lost_features(drift)
     reason = f"{compared - len(drift)} of {compared} seams fit the releases' sources; nothing was run"
     lost = f". Lost: {', '.join(features)}" if features else ""
     return CombinationStatus("audited", reason + lost, drift, features)

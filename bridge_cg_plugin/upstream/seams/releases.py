@@ -11,12 +11,14 @@ class Release:
         bridge: Version of megatron-bridge.
         core: Version of megatron-core that belongs to it.
         transformer_engine: Version of transformer-engine.
+        transformers: Version of transformers; megatron-bridge 0.4 and 0.5 ask for an older one.
         tests: What was run with it.
     """
 
     bridge: str
     core: str
     transformer_engine: str = "2.20.2"
+    transformers: str = "5.12.1"
     tests: str = "seam tests and the demo, without a GPU"
 
 
