@@ -13,7 +13,7 @@ import pytest
 from bridge_cg_plugin.upstream.seams import audited
 from bridge_cg_plugin.upstream.seams.audited import audit_record, combination_status
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
 from bridge_cg_plugin.upstream.seams.seam import Feature, Seam
 from bridge_cg_tools import audit as auditing
 
@@ -42,8 +42,8 @@ def entry(**releases):
     return next(each for each in audit_record()["audits"] if each["releases"] == wanted)
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.bridge)
-def test_releases_of_the_table_were_run(release):
+@pytest.mark.parametrize("release", (*RELEASES, *RUN_ONCE), ids=lambda r: r.bridge)
+def test_releases_of_the_tables_were_run(release):
     trio = (release.bridge, release.core, release.transformer_engine)
     for given in (versions(*trio), versions(*trio, release.transformers), versions(*trio, None)):
         found = combination_status(given)
@@ -54,7 +54,7 @@ def test_releases_of_the_table_were_run(release):
 
 
 def test_other_releases_were_audited():
-    found = combination_status({**versions("0.6.0", "0.19.0", "2.15.0"), "torch": "2.11.0"})
+    found = combination_status({**versions("0.6.0", "0.19.2", "2.15.0"), "torch": "2.11.0"})
     assert (found.state, found.drift, found.features) == ("audited", {}, ())
     assert re.fullmatch(r"(\d+) of \1 seams fit the releases' sources; nothing was run", found.reason)
 
@@ -63,6 +63,12 @@ def test_what_an_audited_release_lacks_is_named():
     found = combination_status(versions("0.4.0", "0.17.1", "2.20.2"))
     assert (found.state, list(found.drift), found.features) == ("audited", ["packed_files"], ("planner",))
     assert found.reason.endswith("nothing was run. Lost: planner")
+
+
+def test_the_page_has_the_releases_that_were_run():
+    page = (ROOT / "docs" / "releases.md").read_text()
+    for release in (*RELEASES, *RUN_ONCE):
+        assert f"| {release.bridge} | {release.core} | {release.transformer_engine} | {release.tests} |" in page
 
 
 def test_drift_of_both_records_counts(monkeypatch):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .features import feature_states
-from .releases import RELEASES, Release
+from .releases import RELEASES, RUN_ONCE, Release
 
 BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS = (
     "megatron-bridge",
@@ -61,7 +61,7 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
     if absent:
         return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
     found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
-    for release in RELEASES:
+    for release in (*RELEASES, *RUN_ONCE):
         if found.items() <= _packages(release).items():
             return CombinationStatus("run", release.tests)
     return _audited({name: version.partition("+")[0] for name, version in found.items()})

@@ -29,6 +29,11 @@ RELEASES = (
     Release("0.4.2", "0.17.1", tests="seam tests and the demo, without a GPU; parity, captures and training on a GPU"),
 )
 NEWEST, OLDEST = RELEASES[0], RELEASES[-1]
+# What ran once beside the table, which `./run test` does not repeat.
+RUN_ONCE = tuple(
+    Release(bridge, core, tests="seam tests once, without a GPU")
+    for bridge, core in (("0.6.0", "0.19.0"), ("0.5.0", "0.18.0"), ("0.4.1", "0.17.1"))
+)
 
 
 def minor(version: str) -> tuple[int, int]:
