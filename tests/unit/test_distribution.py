@@ -95,7 +95,11 @@ def test_the_source_distribution_is_the_checkout(sdist):
 def test_the_wheel_has_both_packages_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (entries,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        text = archive.read(entries).decode()
     assert names == sources() | DATA
+    assert "bridge-cg = bridge_cg_tools.cli:main" in text
+    assert "[torch.backends]\nbridge_cg_plugin = bridge_cg_plugin.plugin:autoload" in text
 
 
 def test_the_wheel_works_alone(wheel, tmp_path):
