@@ -14,8 +14,9 @@ WINDOW = 256
 # Costs are in tokens that replays compute in the same time. Eager takes this many times a replay's, and at least as
 # long as the host needs to launch its kernels: 27 layers on an H200, docs/performance.md.
 EAGER_FACTOR, EAGER_LEAST = 2.5, 5000.0
-# A recording takes about half a second. It has to save as much within this many microbatches.
-RECORDING, HORIZON = 65_000.0, 4096
+# A recording takes about half a second. It has to save as much within this many microbatches: less padding within so
+# many times those that the choice rests on, since few of them say little of what is to come.
+RECORDING, HORIZON, TIMES = 65_000.0, 4096, 12
 # Neighbours among the capacities for sizes that come seldom; sizes that come often get one of their own.
 LADDER, OFTEN = 1.125, 3
 # Buckets that are recorded right after warm-up; each later step adds one at most.
@@ -124,24 +125,27 @@ class Demand:
         shapes: Counter[Any] = Counter()
         for note, count in Counter(self._seen).items():
             shapes[self._menu.shape(note)] += count
-        now = {shape: self._cost(shape) for shape in shapes}
-        best, most = None, RECORDING * len(self._seen) / HORIZON
+        replayed = {shape: self._replayed(shape) for shape in shapes}
+        often = HORIZON / max(len(self._seen), 1)
+        best, most = None, RECORDING
         for bucket in self._candidates(shapes):
             if bucket in self.buckets or bucket in self._refused:
                 continue
-            cost = self._menu.cost(bucket)
-            worse = (shape for shape, price in now.items() if price > cost and self._menu.accepts(shape, bucket))
-            saved = sum(shapes[shape] * (now[shape] - cost) for shape in worse)
+            cost, saved = self._menu.cost(bucket), 0.0
+            for shape, count in shapes.items():
+                replay = replayed[shape]
+                price, times = (_eager(shape), often) if replay is None else (replay, TIMES)
+                if price > cost and self._menu.accepts(shape, bucket):
+                    saved += count * times * (price - cost)
             if saved > most:
                 best, most = bucket, saved
         self._wait = min(max(2 * self._wait, 1), LONGEST_WAIT) if best is None else 0
         return best
 
-    def _cost(self, shape: Any) -> float:
-        """Return what a shape costs now: its cheapest replay, or eager."""
-        eager: float = max(EAGER_FACTOR * shape.tokens, EAGER_LEAST)
-        replays = (self._menu.cost(bucket) for bucket in self.buckets if self._menu.accepts(shape, bucket))
-        return min((eager, *replays))
+    def _replayed(self, shape: Any) -> float | None:
+        """Return what a shape's cheapest replay costs; None where it runs eager."""
+        costs = [self._menu.cost(bucket) for bucket in self.buckets if self._menu.accepts(shape, bucket)]
+        return min(costs, default=None)
 
     def _candidates(self, shapes: dict[Any, int]) -> list[Bucket]:
         sizes: Counter[int] = Counter()
@@ -150,3 +154,7 @@ class Demand:
         menu = self._menu
         found = {c for size, count in sizes.items() for c in menu.capacities_for(size, count >= OFTEN)}
         return [bucket for c in sorted(found) if 0 < c <= self._limit for bucket in menu.buckets_of(c)]
+
+
+def _eager(shape: Any) -> float:
+    return max(EAGER_FACTOR * float(shape.tokens), EAGER_LEAST)

@@ -13,8 +13,9 @@ from .recording import CudaGraphRecording, Recording, ReferenceRecording, Region
 from .side_stream import SideStream
 from .streams import ReplayStream
 
-# cuDNN picks a plan in the first pass and may build another once gradients flow; the second pass sees neither.
-WARMUP_PASSES = 2
+# The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
+# gradients flow: a second pass sees none of it. Of a further bucket only shapes are new, which one pass sees.
+WARMUP_PASSES, FURTHER_PASSES = 2, 1
 # Of streams, and so of the kernels recorded on them. Main work that has side work beside it goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
 
@@ -124,6 +125,7 @@ class CudaGraphExecutor:
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
+        self._warm: set[tuple[str, bool]] = set()
 
     def new_pool(self) -> tuple[int, int]:
         """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any.
@@ -137,9 +139,11 @@ class CudaGraphExecutor:
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
         """See `Executor`."""
+        kind = body.name, body.has_backward
         with around(*self._hooks), self._aside(body):
-            for _ in range(WARMUP_PASSES):
+            for _ in range(FURTHER_PASSES if kind in self._warm else WARMUP_PASSES):
                 run_once(body, make_output_gradients)
+        self._warm.add(kind)
 
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """See `Executor`."""

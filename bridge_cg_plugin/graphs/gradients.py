@@ -2,9 +2,10 @@
 
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from itertools import chain, compress, repeat
+from itertools import chain, repeat
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -54,13 +55,20 @@ class ParameterHooks:
         for parameter in parameters:
             if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
-                WATCHER.watch(_table_of(parameter), self._note)
+                if parameter._post_accumulate_grad_hooks is None:
+                    # Made before anybody needs it, to be watched.
+                    parameter._post_accumulate_grad_hooks = OrderedDict()
+                for table in _tables_of(parameter):
+                    WATCHER.watch(table, self._note)
         self._changed = True
 
     def keep(self, parameters: Set[nn.Parameter]) -> None:
         """Take the hooks off all other parameters, which have left the model."""
         for parameter in self._handles.keys() - parameters:
-            WATCHER.unwatch(_table_of(parameter), self._note)
+            for table in _tables_of(parameter):
+                WATCHER.unwatch(table, self._note)
+            if not parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             self._handles.pop(parameter).remove()
         self._changed = True
 
@@ -76,10 +84,8 @@ class ParameterHooks:
         """Return the parameters on which somebody else has a hook."""
         if self._changed:
             self._changed = False
-            self._foreign = frozenset(filter(_hooked_before_accumulation, self._handles))
-        # Hundreds of parameters, before every replay: no line of Python for each.
-        later = frozenset(compress(self._handles, map(_after_accumulation, self._handles)))
-        return self._foreign | later if later else self._foreign
+            self._foreign = frozenset(filter(hooked, self._handles))
+        return self._foreign
 
     def arrived(self, parameter: MegatronParameter, gradient: Tensor | None) -> None:
         """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
@@ -108,21 +114,18 @@ class _Marker:
 
 
 NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
-_after_accumulation = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hooked(parameter: nn.Parameter) -> bool:
     """Whether somebody else than the plugin has a hook on a parameter."""
-    return bool(_after_accumulation(parameter)) or _hooked_before_accumulation(parameter)
+    return any(not isinstance(hook, _Marker) for table in _tables_of(parameter) for hook in table.values())
 
 
-def _hooked_before_accumulation(parameter: nn.Parameter) -> bool:
-    return any(not isinstance(hook, _Marker) for hook in _table_of(parameter).values())
-
-
-def _table_of(parameter: nn.Parameter) -> dict[Any, Any]:
-    """Return the hooks on a parameter: PyTorch keeps one table from the first hook on."""
-    return parameter._backward_hooks or {}
+def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
+    """Return the hooks on a parameter, before and after accumulation: PyTorch keeps a table from the first hook on."""
+    for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if table is not None:
+            yield table
 
 
 class PendingReplays:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from .changes.dict_watch import WATCHER
 from .modules import every_module
 
 
@@ -41,12 +42,14 @@ class ParameterAliases:
         for parameter in handed:
             aliases[parameter].__dict__.pop("main_grad", None)
         try:
-            for module, name, parameter in self._places:
-                module._parameters[name] = aliases[parameter]
+            with WATCHER.silent():
+                for module, name, parameter in self._places:
+                    module._parameters[name] = aliases[parameter]
             yield aliases
         finally:
-            for module, name, parameter in self._places:
-                module._parameters[name] = parameter
+            with WATCHER.silent():
+                for module, name, parameter in self._places:
+                    module._parameters[name] = parameter
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:

@@ -15,7 +15,7 @@ from .activations import Activations
 from .buckets import Bucket
 from .capture import capture_graph
 from .gradients import GradientSinks
-from .modules import every_module
+from .modules import every_module, walked_once
 from .parameters import ParameterAliases
 from .program import Buffers, RegionProgram
 from .side_stream import SideStream
@@ -112,6 +112,7 @@ class RegionBody:
             self._aliases.active(handed) as aliases,
             _own_saved_tensors(),
             self._beside(),
+            walked_once(),
             self._program.recording(),
             self._saving(aliases),
         ):
@@ -137,6 +138,7 @@ class RegionBody:
             self._passing(),
             self._sinks.attached(aliases),
             self._beside(),
+            walked_once(),
             self._program.recording(),
             restoring,
         ):

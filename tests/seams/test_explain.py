@@ -46,7 +46,7 @@ def explain(capsys, *words):
     return status, out, err
 
 
-def test_one_object_with_six_keys(capsys):
+def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")

@@ -43,6 +43,7 @@ PACKED = {
     "cuda_graph_packed_strict": True,
     "activation_offload": ["attention", "mlp"],
     "activation_offload_min_bytes": 4096,
+    "cuda_graphs": "exact",
 }
 BRIDGE = "megatron.bridge.models"
 DERIVED = (  # of providers that carry the options

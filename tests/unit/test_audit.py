@@ -192,5 +192,11 @@ def test_sources_are_followed_through_imports_aliases_and_bases():
     assert look("Mine.shown").kind == "function" and look("Mine.absent") is None and look("absent") is None
 
 
+def test_a_target_may_have_had_other_names():
+    assert look("Gone.forward", formerly=("absent", "Mine.shown", "function")).parameters == ("self",)
+    assert look("function", formerly=("Mine.shown",)).parameters == ("a", "b", "d")
+    assert look("Gone.forward", formerly=("absent",)) is None
+
+
 def test_a_base_from_elsewhere_adds_nothing():
     assert look("Theirs", attributes=("x",)).attributes == frozenset()

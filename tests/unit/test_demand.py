@@ -95,7 +95,7 @@ def test_only_capacities_that_the_user_named():
 
 
 def test_small_sizes_get_exactly_theirs():
-    demand = shown(Demand(plain_menu(exact_below=256)), 100, 204)
+    demand = shown(Demand(image_menu()), Shape(100, 1, 100), Shape(204, 1, 204))
     assert {bucket.tokens for bucket in demand.begin(5)} == {100, 204}
 
 

@@ -25,7 +25,8 @@ from bridge_cg_tools.benchmarks.photographs.arguments import LAYOUT
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BENCHMARKS = ROOT / "bridge_cg_tools" / "benchmarks"
-PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+SITE = sorted(DOCS.rglob("*.md"))
+PAGES = (*sorted(ROOT.glob("*.md")), *SITE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- not run: (.+) -->\n$")
 LINK = re.compile(r"(?<!`)!?\[[^\]\[]*\]\(([^)\s]+)\)")
@@ -101,7 +102,7 @@ def site():
 
 def test_the_navigation_has_every_page_once():
     left_out = site()["exclude_docs"].split()
-    pages = sorted(str(page.relative_to(DOCS)) for page in PAGES[1:])
+    pages = sorted(str(page.relative_to(DOCS)) for page in SITE)
     assert sorted([*navigation(site()["nav"]), *left_out]) == pages
 
 

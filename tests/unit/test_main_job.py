@@ -68,6 +68,18 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     assert ("2 eager runs say little" in said) == (replays > 0)
 
 
+@pytest.mark.parametrize("further, verdicts", [([2.4, 4.0], ["DIFFERENT", "SAME"]), ([2.0] * 4, ["DIFFERENT"] * 3)])
+def test_eager_runs_that_are_outside_themselves_are_joined_by_more(runs, monkeypatch, capsys, further, verdicts):
+    modes = runs([])
+    order = [2.0, 2.1, 2.9, None, *further]
+    results = iter([run_of([4.4] * 8) if loss is None else run_of([loss] * 8, None) for loss in order])
+    monkeypatch.setattr(gpu.TrainingProcess, "train", lambda self, mode, arguments: next(results))
+    assert gpu.main(8, 3, []) == (verdicts[-1] != "SAME")
+    said = capsys.readouterr().out
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("verdict")] == verdicts
+    assert modes.count("closed") == len(order)
+
+
 def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
     modes = runs([2.05] * 8)
     path = tmp_path / "pretrain.jsonl"

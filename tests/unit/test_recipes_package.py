@@ -1,4 +1,4 @@
-"""The presets under one import path, however the project is there: checkout, editable install, wheel."""
+"""The presets under one import path in a checkout and an editable install; test_distribution.py has the wheel."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGED = ("bridge_cg_plugin", "recipes", "pyproject.toml", "README.md", "LICENSE")
+PACKAGED = ("bridge_cg_plugin", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 # Neither the virtual environment nor the current folder is on the path, so that nothing but `folder` can be found.
 SCRIPT = """
 import site, sys
@@ -61,20 +61,6 @@ def test_a_checkout_on_the_path(tmp_path):
     package, presets = imported_from(ROOT, tmp_path)
     assert package.parents[1] == ROOT
     assert presets.resolve() == ROOT / "recipes" / "__init__.py"
-
-
-def test_a_wheel(copy, tmp_path):
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    options = ("--no-deps", "--no-build-isolation", "--no-cache-dir", "--disable-pip-version-check")
-    python("-m", "pip", "wheel", *options, "--wheel-dir", wheels, copy, cwd=tmp_path)
-    names = unpacked(wheels, site)
-    shutil.rmtree(copy)
-    package, presets = imported_from(site, tmp_path)
-    assert package.is_relative_to(site) and presets == site / "bridge_cg_plugin" / "recipes" / "__init__.py"
-    assert not presets.parent.is_symlink()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"bridge_cg_plugin"}
-    sources = {f"bridge_cg_plugin/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")}
-    assert sources <= set(names)
 
 
 def test_an_editable_install(copy, tmp_path):

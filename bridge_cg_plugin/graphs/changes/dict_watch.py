@@ -7,7 +7,8 @@ nothing while it does not.
 
 import atexit
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 from weakref import WeakMethod
@@ -41,6 +42,7 @@ class DictWatcher:
         self._listeners: dict[int, tuple[WeakMethod[Listener], ...]] = {}
         self._callback = _Callback(self._changes)
         self._number: int | None = None
+        self._silent = False
 
     def watch(self, table: dict[Any, Any], listener: Listener) -> None:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
@@ -58,6 +60,15 @@ class DictWatcher:
         elif self._listeners.pop(id(table), None):
             ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(table))
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Tell no listener what happens inside, which others undo: values that stand in for a while."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
     def _add(self) -> int:
         add = ctypes.pythonapi.PyDict_AddWatcher
         add.argtypes, add.restype = [ctypes.c_void_p], ctypes.c_int
@@ -69,6 +80,8 @@ class DictWatcher:
     def _changes(self, event: int, address: int, key: int | None, value: int | None) -> int:
         if event == _Event.DEALLOCATED:
             self._listeners.pop(address, None)
+            return 0
+        if self._silent:
             return 0
         listeners = self._listeners.get(address, ())
         if listeners:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -32,6 +33,7 @@ PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, MethodType)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Compared by what they hold, down to this depth. No watcher sees a list or a set change.
 UNWATCHED = (list, set)
+NESTING = (list, tuple, set, frozenset, dict)
 NESTED = 3
 _forward_of = operator.attrgetter(FORWARD)
 
@@ -138,7 +140,7 @@ class ModelWatch:
         self._values_of_lists: tuple[list[Any] | set[Any], ...] = ()
         self._contents: dict[Entry, Hashable] = {}
         self._lengths: list[int] = []
-        self._tokens: list[Hashable] = []
+        self._held = Held(())
         self._types: tuple[type, ...] = ()
         self._forwards: list[Callable[..., Any]] = []
         self._first_forwards: dict[type, Callable[..., Any]] = {}
@@ -182,7 +184,7 @@ class ModelWatch:
             self._contents.setdefault(entry, token(values))
         self._values_of_lists = tuple(self._lists.values())
         self._lengths = list(map(len, self._values_of_lists))
-        self._tokens = list(map(token, self._values_of_lists))
+        self._held = Held(self._values_of_lists)
         self._types = tuple(dict.fromkeys(map(type, self._tree)))
         self._forwards = list(map(_forward_of, self._types))
         for kind, forward in zip(self._types, self._forwards, strict=True):
@@ -195,7 +197,7 @@ class ModelWatch:
         self._at_first = self._followed = ()
         self._tables.clear()
         self._before, self._tree, self._types = {}, {}, ()
-        self._lists, self._values_of_lists = {}, ()
+        self._lists, self._values_of_lists, self._held = {}, (), Held(())
 
     @contextmanager
     def passing(self, training: bool | None = None) -> Iterator[list[Entry]]:
@@ -230,7 +232,8 @@ class ModelWatch:
             return
         old = values.get(key, MISSING)
         if self._passing:
-            self._touched.setdefault(entry, _Old(old, token(old)))
+            if entry not in self._touched:
+                self._touched[entry] = _Old(old, token(old))
         elif not (key in self._ignored or entry in self._replaced or (entry in self._volatile and not _plain(old))):
             self._generation += 1
             self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
@@ -251,8 +254,8 @@ class ModelWatch:
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards
             self._generation += 1
-        elif contents and (tokens := list(map(token, self._values_of_lists))) != self._tokens:
-            self._tokens = tokens
+        elif contents and self._held.changed():
+            self._held = Held(self._values_of_lists)
             self._generation += 1
         return self._generation
 
@@ -426,6 +429,36 @@ def token(value: Any, depth: int = NESTED) -> Hashable:
     if depth and type(value) is dict:
         return dict, tuple((token(key, depth - 1), token(held, depth - 1)) for key, held in value.items())
     return id(value)
+
+
+class Held:
+    """What lists and sets hold, and those inside them, compared by identity: a model may have hundreds.
+
+    Args:
+        values: The lists and sets.
+    """
+
+    def __init__(self, values: Iterable[list[Any] | set[Any]]) -> None:
+        self._containers = tuple(found for each in values for found in _containers(each))
+        self._elements = list(chain.from_iterable(map(_elements, self._containers)))
+
+    def changed(self) -> bool:
+        """Whether an element is another object now."""
+        now = list(chain.from_iterable(map(_elements, self._containers)))
+        return len(now) != len(self._elements) or not all(map(operator.is_, now, self._elements))
+
+
+def _elements(container: Any) -> Iterable[Any]:
+    return chain(container, container.values()) if type(container) is dict else container
+
+
+def _containers(value: Any, depth: int = NESTED) -> Iterator[Any]:
+    """Return a container and those that it holds, as deep as `token` looks into it."""
+    if not (depth and type(value) in NESTING):
+        return
+    yield value
+    for element in _elements(value):
+        yield from _containers(element, depth - 1)
 
 
 # What is followed itself where an attribute holds it.

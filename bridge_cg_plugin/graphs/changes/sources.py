@@ -104,7 +104,10 @@ class Sources:
 
     @contextmanager
     def memory_kept(self) -> Iterator[None]:
-        """Inside, as in a training step, memory stays where the first look finds it: only that one looks."""
+        """Inside, as in a training step, memory stays where the first look finds it: only that one looks.
+
+        Later ones look at some of the parameters, spread over the model, for whether they are trained.
+        """
         self._looks_once = True
         try:
             yield
@@ -151,14 +154,21 @@ class Sources:
 
     def holds(self, source: Source) -> bool:
         """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked."""
-        return not source.trained_or_hooked_otherwise() and (self._looked or not source.moved(gradients=True))
+        if source.sinks.hooked_otherwise():
+            return False
+        if self._looked:
+            return not source.sample_trained_otherwise()
+        return not (source.trained_otherwise() or source.moved(gradients=True))
 
     def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
         """Return a source of the model's state, why it cannot be used now, None if something else changed."""
-        if source.trained_or_hooked_otherwise(hooks=gradients):
+        if gradients and source.sinks.hooked_otherwise():
             return None
-        if self._looked and source is self.current:
+        if self._looked and source is self.current and not source.sample_trained_otherwise():
             return source
+        if source.trained_otherwise():
+            self._looked = False
+            return None
         if source.moved(gradients, layouts=self._looks_once):
             if not idle():
                 what = "memory of parameters or of their main_grad was moved inside a step"
@@ -250,7 +260,7 @@ class Sources:
         alike = [source for source in alike if source.autocast == autocast]
         if not alike:
             return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
-        if all(source.trained_or_hooked_otherwise(hooks=False) for source in alike):
+        if all(source.trained_otherwise() for source in alike):
             return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
         return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
 

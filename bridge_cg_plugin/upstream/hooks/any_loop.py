@@ -24,6 +24,7 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.loops import SCHEDULES
 from ..wrappers import config_of
+from .graph_helper import has_helper
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
@@ -51,7 +52,7 @@ class Loops:
         self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
-        """Return what drives a model's graphs; None where nothing of it is on graphs, or Bridge's loop does.
+        """Return what drives a model's graphs; None where nothing of it is on graphs, or somebody else does.
 
         Raises:
             OptionError: An option cannot work.
@@ -63,7 +64,7 @@ class Loops:
         if os.environ.get(OPTIONS) and chunks[0] not in self._told:
             self._tell(chunks)
         config = config_of(chunks)
-        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)):
+        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
         from .loop_driver import LoopDriver
 

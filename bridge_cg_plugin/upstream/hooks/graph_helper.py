@@ -86,6 +86,12 @@ def active_graphs() -> list[GraphManager]:
     return [helper.graphs for helper in _active if helper.graphs is not None]
 
 
+def has_helper(chunks: Sequence[nn.Module]) -> bool:
+    """Whether a module of a model is on some helper's graphs, or is to be."""
+    graphed = {graphs.model for graphs in active_graphs()}
+    return bool(graphed) and any(module in graphed for chunk in chunks for module in chunk.modules())
+
+
 def _drop_graphs() -> None:
     for helper in active_helpers():
         helper.delete_cuda_graphs()

@@ -5,20 +5,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One pair of upstream releases.
+    """One combination of upstream releases that the plugin's tests were run with.
 
     Attributes:
         bridge: Version of megatron-bridge.
         core: Version of megatron-core that belongs to it.
+        transformer_engine: Version of transformer-engine.
+        transformers: Version of transformers; megatron-bridge 0.4 and 0.5 ask for an older one.
+        tests: What was run with it.
     """
 
     bridge: str
     core: str
+    transformer_engine: str = "2.20.2"
+    transformers: str = "5.12.1"
+    tests: str = "seam tests and the demo, without a GPU"
 
 
 # Newest first. The first is pinned in requirements/stack.txt.
-RELEASES = (Release("0.6.2", "0.19.2"), Release("0.5.1", "0.18.2"), Release("0.4.2", "0.17.1"))
+RELEASES = (
+    Release("0.6.2", "0.19.2", tests="all tests, on a GPU too"),
+    Release("0.5.1", "0.18.2"),
+    Release("0.4.2", "0.17.1", tests="seam tests and the demo, without a GPU; parity, captures and training on a GPU"),
+)
 NEWEST, OLDEST = RELEASES[0], RELEASES[-1]
+# What ran once beside the table, which `./run test` does not repeat.
+RUN_ONCE = tuple(
+    Release(bridge, core, tests="seam tests once, without a GPU")
+    for bridge, core in (("0.6.0", "0.19.0"), ("0.5.0", "0.18.0"), ("0.4.1", "0.17.1"))
+)
 
 
 def minor(version: str) -> tuple[int, int]:

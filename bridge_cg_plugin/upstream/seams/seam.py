@@ -62,7 +62,10 @@ class Seam:
         undo: How it is undone.
         parameters: Parameters that a function, or a class's constructor, must take.
         attributes: Fields, methods and instance attributes that a class must have, inherited ones included.
-        uses: Code that the target's body must contain: behaviour relied on.
+        uses: Code that the target's body must contain: behaviour relied on. A tuple lists spellings of the same code;
+            one of them is enough.
+        formerly: Targets that hold the same code in earlier releases. The first one that exists is compared where
+            `target` does not exist. Only for seams that no patch replaces.
         since: First release of megatron-bridge that has the target; an earlier one does without.
         patched_by: Module of this package with the patch; empty where nothing is replaced when upstream is imported.
         packaged: Whether upstream's wheels contain it.
@@ -79,7 +82,8 @@ class Seam:
     undo: str = "nothing to undo"
     parameters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
+    uses: tuple[str | tuple[str, ...], ...] = ()
+    formerly: tuple[str, ...] = ()
     since: str = RELEASES[-1].bridge
     patched_by: str = ""
     packaged: bool = True
@@ -127,7 +131,15 @@ def drift(seam: Seam, found: Found | None) -> list[str]:
     gone = [a for a in seam.attributes if found.attributes is not None and a not in found.attributes]
     if gone:
         differences.append(f"{seam.place} no longer has {', '.join(gone)}")
-    unused = [u for u in seam.uses if found.code and u not in found.code]
+    unused = [spellings for spellings in map(_spellings, seam.uses) if found.code and not _contains(found, spellings)]
     if unused:
-        differences.append(f"{seam.place} no longer contains {'; '.join(unused)}")
+        differences.append(f"{seam.place} no longer contains {'; '.join(map(' or '.join, unused))}")
     return differences
+
+
+def _spellings(code: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (code,) if isinstance(code, str) else code
+
+
+def _contains(found: Found, spellings: tuple[str, ...]) -> bool:
+    return any(spelling in found.code for spelling in spellings)

@@ -64,14 +64,18 @@ class SourceReader:
         return self._names(module) is not None
 
     def find(self, seam: Seam) -> Found | None:
-        """Return what is at the seam's place, None if there is nothing.
+        """Return what is at the seam's place, or where earlier releases have it, None if there is nothing.
 
         Raises:
             NoSourceError: It comes from elsewhere, or a base class does whose attributes matter.
         """
         if seam.kind == "module":
             return Found("module") if self.has_module(seam.module) else None
-        name, _, member = seam.target.partition(".")
+        candidates = (self._find(seam, target) for target in (seam.target, *seam.formerly))
+        return next((found for found in candidates if found is not None), None)
+
+    def _find(self, seam: Seam, target: str) -> Found | None:
+        name, _, member = target.partition(".")
         place, node = self._resolve(seam.module, name)
         if node is None:
             return None

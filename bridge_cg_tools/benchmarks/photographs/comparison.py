@@ -11,11 +11,19 @@ from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 
 # Steps whose times do not count: warm-up, capture, the first replays.
 SKIPPED = 6
+# How many of the longest steps are named.
+LONGEST = 12
 
 
 def median_ms(run: dict[str, Any]) -> float | None:
     """Return the median step time after warm-up, None for a run that was not timed."""
     return statistics.median(run["step_ms"][SKIPPED:]) if run["step_ms"] else None
+
+
+def longest(step_ms: list[float]) -> str:
+    """Return the longest steps, which waited for recordings, in words."""
+    numbers = sorted(range(len(step_ms)), key=step_ms.__getitem__)[-LONGEST:]
+    return ", ".join(f"{number}: {step_ms[number] / 1e3:.1f}" for number in sorted(numbers))
 
 
 def compare(
@@ -32,6 +40,7 @@ def compare(
         ratio = ms / eager_ms
         times = f"eager {eager_ms:.1f} ms, graphs {ms:.1f} ms"
         print(f"step time: {times}, ratio {ratio:.3f}, {1 / ratio:.2f}x")
+        print(f"longest steps of graphs, as step: seconds: {longest(graphs['step_ms'])}")
     print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")

@@ -20,6 +20,12 @@ EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
 DETACHED = "the end of training and deactivate() take the object's own attribute off"
 
+
+def _read_from_environment(name: str, variable: str) -> tuple[str, ...]:
+    """Return how Transformer Engine's releases spell the reading of a variable: 2.18 and earlier call os.getenv."""
+    return tuple(f"{name} = int({read}('{variable}', '1'))" for read in ("os.environ.get", "os.getenv"))
+
+
 SEAMS = (
     Seam(
         name="layer_attention",
@@ -253,6 +259,7 @@ SEAMS = (
             name=f"side_products.{name}",
             module=module,
             target=target,
+            formerly=formerly,
             kind="function",
             touch="replaced",
             purpose="weight gradients run on a stream of their own while work is recorded",
@@ -260,9 +267,9 @@ SEAMS = (
             undo=RECORDED,
             uses=("dw, db, *_ = general_gemm(x, dy, **wgrad_gemm_kwargs)",),
         )
-        for name, module, target in (
-            ("linear", TE_LINEAR, "_linear_backward_impl"),
-            ("layernorm_linear", TE_LAYERNORM_LINEAR, "_LayerNormLinear.backward"),
+        for name, module, target, formerly in (
+            ("linear", TE_LINEAR, "_linear_backward_impl", ("_linear_backward", "_Linear.backward")),
+            ("layernorm_linear", TE_LAYERNORM_LINEAR, "_LayerNormLinear.backward", ()),
         )
     ),
     Seam(
@@ -284,8 +291,8 @@ SEAMS = (
         purpose="cuDNN is called directly only where eager attends by its kernels",
         features=(Feature.VISION_QWEN3_VL,),
         uses=(
-            "use_fused_attention = int(os.environ.get('NVTE_FUSED_ATTN', '1'))",
-            "use_flash_attention = int(os.environ.get('NVTE_FLASH_ATTN', '1'))",
+            _read_from_environment("use_fused_attention", "NVTE_FUSED_ATTN"),
+            _read_from_environment("use_flash_attention", "NVTE_FLASH_ATTN"),
             "if use_flash_attention and use_fused_attention and (device_compute_capability >= (9, 0)):",
         ),
     ),

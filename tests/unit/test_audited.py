@@ -1,0 +1,242 @@
+"""The record of audited releases, and the tool that writes it."""
+
+import importlib.util
+import json
+import re
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bridge_cg_plugin.upstream.seams import audited
+from bridge_cg_plugin.upstream.seams.audited import audit_record, combination_status
+from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
+from bridge_cg_plugin.upstream.seams.seam import Feature, Seam
+from bridge_cg_tools import audit as auditing
+
+from ..releases import sources_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine", "transformers")
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    spec = importlib.util.spec_from_file_location("audit_releases_tool", ROOT / "tools" / "audit_releases.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    return module
+
+
+def versions(*found):
+    return dict(zip(PACKAGES, found, strict=False))
+
+
+def entry(**releases):
+    """Return the recorded entry of these releases."""
+    wanted = {name.replace("_", "-"): version for name, version in releases.items()}
+    return next(each for each in audit_record()["audits"] if each["releases"] == wanted)
+
+
+@pytest.mark.parametrize("release", (*RELEASES, *RUN_ONCE), ids=lambda r: r.bridge)
+def test_releases_of_the_tables_were_run(release):
+    trio = (release.bridge, release.core, release.transformer_engine)
+    for given in (versions(*trio), versions(*trio, release.transformers), versions(*trio, None)):
+        found = combination_status(given)
+        assert (found.state, found.reason, found.features) == ("run", release.tests, ())
+    other = combination_status(versions(*trio, "5.3.0"))
+    assert other.state == "audited"
+    assert other.features == ("vision graphs of Qwen2.5-VL", "vision graphs of Gemma 3")
+
+
+def test_other_releases_were_audited():
+    found = combination_status({**versions("0.6.0", "0.19.2", "2.15.0"), "torch": "2.11.0"})
+    assert (found.state, found.drift, found.features) == ("audited", {}, ())
+    assert re.fullmatch(r"(\d+) of \1 seams fit the releases' sources; nothing was run", found.reason)
+
+
+def test_what_an_audited_release_lacks_is_named():
+    found = combination_status(versions("0.4.0", "0.17.1", "2.20.2"))
+    assert (found.state, list(found.drift), found.features) == ("audited", ["packed_files"], ("planner",))
+    assert found.reason.endswith("nothing was run. Lost: planner")
+
+
+def test_the_page_has_the_releases_that_were_run():
+    page = (ROOT / "docs" / "releases.md").read_text()
+    for release in (*RELEASES, *RUN_ONCE):
+        assert f"| {release.bridge} | {release.core} | {release.transformer_engine} | {release.tests} |" in page
+
+
+def test_drift_of_both_records_counts(monkeypatch):
+    record = {
+        "audits": [
+            {"releases": versions("0.6.2", "0.19.0"), "compared": 5, "drift": {"packed_files": "moved"}},
+            {"releases": {"transformer-engine": "2.20.2"}, "compared": 2, "drift": {"gemm_workspace": "gone"}},
+        ]
+    }
+    monkeypatch.setattr(audited, "audit_record", lambda: record)
+    found = combination_status(versions("0.6.2", "0.19.0", "2.20.2"))
+    assert found.drift == {"packed_files": "moved", "gemm_workspace": "gone"}
+    assert found.features == ("two streams", "planner") and found.reason.startswith("5 of 7 seams fit")
+
+
+def test_a_build_of_ones_own_is_audited_at_most():
+    found = combination_status(versions(NEWEST.bridge, NEWEST.core, f"{NEWEST.transformer_engine}+42b8400"))
+    assert found.state == "audited"
+
+
+@pytest.mark.parametrize(
+    "trio, reason",
+    [
+        (("0.7.0", "0.19.2", "2.20.2"), "megatron-bridge 0.7.0 with megatron-core 0.19.2 was not audited"),
+        (("0.6.2", "0.18.2", "2.20.2"), "megatron-bridge 0.6.2 with megatron-core 0.18.2 was not audited"),
+        (("0.6.2", "0.19.2", "2.13.0"), "transformer-engine 2.13.0 was not audited"),
+        (("0.6.2", "0.19.2", "2.20.2", "5.13.0"), "transformers 5.13.0 was not audited"),
+        (("0.6.2", "0.19.2rc1", "2.20.2"), "megatron-bridge 0.6.2 with megatron-core 0.19.2rc1 was not audited"),
+        (("0.6.2", None, ""), "not installed: megatron-core, transformer-engine"),
+    ],
+)
+def test_others_are_unknown(trio, reason):
+    found = combination_status(versions(*trio))
+    assert (found.state, found.reason) == ("unknown", reason)
+    assert combination_status({}).state == "unknown"
+
+
+def test_the_record_is_of_this_registry(tool):
+    assert audit_record()["registry"] == tool.registry(), "a seam changed: run python tools/audit_releases.py"
+    assert {name for each in audit_record()["audits"] for name in each["drift"]} <= {seam.name for seam in SEAMS}
+
+
+def test_the_page_has_the_record(tool):
+    page = (ROOT / "docs" / "releases.md").read_text()
+    assert tool.TABLES.search(page)[2].strip() == tool.tables(audit_record())
+    for bound in (*tool.FLOORS.values(), *tool.CEILINGS.values()):
+        assert bound in page
+
+
+@pytest.mark.parametrize("package", PACKAGES[:3])
+def test_the_metadata_spans_the_audited_releases(tool, package):
+    releases = [each["releases"][package] for each in audit_record()["audits"] if package in each["releases"]]
+    releases.sort(key=tool.numbers)
+    assert releases[0] == tool.FLOORS[package]
+    (first, second), (major, newest) = (tool.numbers(version)[:2] for version in (releases[0], releases[-1]))
+    stack = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["stack"]
+    assert f"{package}>={first}.{second},<{major}.{newest + 1}" in stack
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.bridge)
+def test_the_record_agrees_with_the_sources_that_are_here(tool, release):
+    pair = entry(megatron_bridge=release.bridge, megatron_core=release.core)
+    found = tool.compared([*sources_of(release), *sources_of(NEWEST)], "megatron")
+    assert found == {"compared": pair["compared"], "drift": pair["drift"]}
+
+
+def test_the_record_agrees_with_what_is_installed(tool):
+    for package, version in (("transformer_engine", NEWEST.transformer_engine), ("transformers", NEWEST.transformers)):
+        recorded = entry(**{package: version})
+        found = tool.compared(sources_of(NEWEST), package)
+        assert found == {"compared": recorded["compared"], "drift": recorded["drift"]}
+
+
+# Modules of made-up packages: package -> version -> (file, text).
+MADE_UP = {
+    "megatron-bridge": {
+        "0.6.0": ("megatron/bridge/train.py", "def train(model): pass"),
+        "0.6.2": ("megatron/bridge/train.py", "def train(model, state): pass"),
+        "0.4.2": ("megatron/bridge/train.py", "def train(model, state): pass"),
+    },
+    "megatron-core": {
+        "0.19.0": ("megatron/core/layer.py", "from transformer_engine.x import Base\nclass Layer(Base): pass"),
+        "0.17.1": ("megatron/core/layer.py", "class Layer: own = 1"),
+    },
+    "transformer-engine": {
+        "2.9.0": ("transformer_engine/x.py", "class Base: other = 1"),
+        "2.10.0": ("transformer_engine/x.py", "class Base: own = 1"),
+        "2.11.0": ("transformer_engine/x.py", "class Base: own = 2"),
+    },
+    "transformers": {"5.0.0": ("transformers/y.py", "def of(): pass")},
+}
+
+
+def seam_of(name, module, target, **expected):
+    options = {"kind": "class", "touch": "read", "purpose": "p", "since": "0.4.2", **expected}
+    return Seam(name=name, module=module, target=target, features=(Feature.PLANNER,), **options)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the wheels of made-up releases, whose seams are the registry."""
+    seams = (
+        seam_of("train", "megatron.bridge.train", "train", kind="function", parameters=("model", "state")),
+        seam_of("layer", "megatron.core.layer", "Layer", attributes=("own",)),
+        seam_of("base", "transformer_engine.x", "Base", attributes=("own",)),
+        seam_of("of", "transformers.y", "of", kind="function"),
+    )
+    monkeypatch.setattr(auditing, "SEAMS", seams)
+    for package, releases in MADE_UP.items():
+        name = package.replace("-", "_")
+        for version, (file, text) in releases.items():
+            with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+                archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+                archive.writestr(file, text)
+    return tmp_path
+
+
+def test_made_up_releases(tool, folder):
+    found = {tuple(each["releases"].values()): each for each in tool.audited(folder)["audits"]}
+    assert {releases: (each["compared"], list(each["drift"])) for releases, each in found.items()} == {
+        ("0.6.2", "0.19.0"): (2, []),
+        ("0.6.0", "0.19.0"): (2, ["train"]),
+        ("0.4.2", "0.17.1"): (2, []),
+        ("2.11.0",): (1, []),
+        ("2.10.0",): (1, []),
+        ("2.9.0",): (1, ["base"]),
+        ("5.0.0",): (1, []),
+    }
+    assert "no longer takes state" in found["0.6.0", "0.19.0"]["drift"]["train"]
+
+
+def test_releases_with_the_same_result_share_a_row(tool, folder):
+    rows = tool.tables(tool.audited(folder)).splitlines()
+    assert rows[2:5] == [
+        "| 0.6.2 | 0.19.0 | 2 | none | none |",
+        "| 0.6.0 | 0.19.0 | 2 | train | none |",
+        "| 0.4.2 | 0.17.1 | 2 | none | none |",
+    ]
+    assert "| 2.11.0, 2.10.0 | 1 | none | none |" in rows and "| 2.9.0 | 1 | base | none |" in rows
+    assert tool._span(["2.4.0", "2.3.0", "2.2.0", "2.1.0"]) == "2.1.0 to 2.4.0"
+
+
+def test_the_command_writes_record_and_page(tool, folder, monkeypatch, capsys):
+    record, page = folder / "audited.json", folder / "page.md"
+    monkeypatch.setattr(tool, "RECORD", record)
+    monkeypatch.setattr(tool, "PAGE", page)
+    page.write_text("before\n<!-- audited -->\nold\n<!-- /audited -->\nafter\n")
+    assert tool.main(["--wheels", str(folder), "--offline"]) == 0
+    written = json.loads(record.read_text())
+    assert page.read_text() == f"before\n<!-- audited -->\n{tool.tables(written)}\n<!-- /audited -->\nafter\n"
+    assert tool.main(["--wheels", str(folder / "absent"), "--offline"]) == 1
+    assert "has no wheel of megatron-bridge, megatron-core, transformer-engine, transformers" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_downloaded(tool, folder, monkeypatch):
+    asked = []
+
+    def pip(*arguments):
+        asked.append(arguments)
+        return (
+            "pkg (3)\nAvailable versions: 5.12.2, 3.0.0, 2.20.2, 2.20.2.post1, 2.10.0, 0.6.2, 0.6.0rc1, 0.19.0, 0.3.0\n"
+        )
+
+    monkeypatch.setattr(tool, "pip", pip)
+    assert tool.releases_on_index("megatron-bridge") == ["0.6.2", "0.19.0", "2.10.0", "2.20.2", "3.0.0", "5.12.2"]
+    assert tool.releases_on_index("transformers") == []
+    asked.clear()
+    tool.download(folder)
+    wanted = [arguments[-1] for arguments in asked if arguments[0] == "download"]
+    assert "megatron-bridge==0.6.2" not in wanted and "transformer-engine==2.20.2" in wanted
+    assert "transformer-engine==0.6.2" not in wanted
