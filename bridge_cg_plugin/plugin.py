@@ -8,6 +8,8 @@ from .upstream.seams.activation import activate, deactivate, status
 
 __all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "status"]
 SWITCH = "BRIDGE_CG_PLUGIN"
+# Values of the variable that keep the plugin off.
+OFF = ("0", "false", "off")
 
 
 def enable(model: Any, *options: Any) -> None:
@@ -30,7 +32,7 @@ def enable(model: Any, *options: Any) -> None:
 
 def autoload() -> None:
     """Entry point that PyTorch calls at its import: activate unless the environment says no; never raises."""
-    if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "off"):
+    if os.environ.get(SWITCH, "1").strip().lower() in OFF:
         return
     try:
         activate()

@@ -1,17 +1,30 @@
 """The command `bridge-cg`."""
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NoReturn
 
-import bridge_cg_plugin
-from bridge_cg_plugin.recipes import GPUS, with_graphs
+from bridge_cg_plugin import __version__
 
 from .answers import Tell, answer_alone
+from .explain import command as explained
 from .planner import command as planner
 from .report import command as reports
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest of the choices that a word is none of."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with what cannot be used, and the nearest word that can."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
+        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,10 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
     """
-    parser = argparse.ArgumentParser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
     doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
+    doctor.add_argument(
+        "--details", action="store_true", help="import what is patched, and name every seam and feature"
+    )
     audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
     audit.add_argument(
         "sources",
@@ -32,31 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="together one release (megatron-bridge and megatron-core); what is installed if left out",
     )
     explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
-    explain.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
-    explain.add_argument("--graphs", choices=tuple(GPUS), help="vision graphs within this GPU's limits, on the recipe")
+    explained.add_arguments(explain)
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
     reports.add_arguments(report)
-    planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
+    plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, explain, report):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if rest and args.command != "explain":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    alone = args.json or args.command == "explain"  # building a recipe prints
+        chosen = plans[args.kind] if args.command == "plan" else commands.choices[args.command]
+        known = re.findall(r"--[\w-]+", chosen.format_help())
+        near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
+    alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:
         return _run(args, arguments, tell)
 
 
 def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) -> int:
     if args.command == "explain":
-        return run_explain(_words(arguments), args.json, tell, args.graphs)
+        return explained.run(_words(arguments), args.json, tell, args.graphs)
     if args.command == "report":
         return reports.run_report(args, tell)
     if args.command == "plan":
         return planner.run(args, tell)
     if args.command == "audit":
         return run_audit(args.sources, args.json, tell)
-    return run_doctor(args.json, not args.no_gpu, tell)
+    return run_doctor(args.json, not args.no_gpu, args.details, tell)
 
 
 def _words(arguments: Sequence[str] | None) -> list[str]:
@@ -67,12 +86,12 @@ def _words(arguments: Sequence[str] | None) -> list[str]:
     return own.parse_known_args(given[given.index("explain") + 1 :])[1]
 
 
-def run_doctor(as_json: bool, wants_gpu: bool, tell: Tell) -> int:
+def run_doctor(as_json: bool, wants_gpu: bool, details: bool, tell: Tell) -> int:
     """Print the findings; returns 1 if there are problems, else 0."""
     from .doctor import diagnose, render
 
-    found = diagnose(wants_gpu)
-    tell(json.dumps(found.as_dict()) if as_json else render(found))
+    found = diagnose(wants_gpu, details)
+    tell(json.dumps(found.as_dict()) if as_json else render(found, details))
     return 1 if found.problems else 0
 
 
@@ -87,35 +106,6 @@ def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
         return 2
     tell(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.drift else 0
-
-
-def run_explain(words: Sequence[str], as_json: bool, tell: Tell, gpu: str | None = None) -> int:
-    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0.
-
-    Args:
-        words: A recipe's name, and what is written beside it.
-        as_json: Whether to print JSON.
-        tell: Prints the answer.
-        gpu: The GPU of vision graphs that are switched on in the recipe; None leaves the recipe as it is.
-    """
-    from bridge_cg_plugin.options import OptionError, check_options, facts_of, normalize
-    from bridge_cg_plugin.options.explain import as_json as plain
-    from bridge_cg_plugin.options.explain import in_words
-    from bridge_cg_plugin.options.sources import is_word
-    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
-
-    try:
-        recipes = [build_recipe(name) for name in words[:1] if not is_word(name)]
-        if gpu is not None:
-            bridge_cg_plugin.activate()
-            recipes = [with_graphs(config, gpu=gpu) for config in recipes]
-        options, written = normalize(*recipes, list(words[len(recipes) :]))
-        check_options(options, facts_of(written))
-    except OptionError as error:
-        print(error, file=sys.stderr)
-        return 2
-    tell(json.dumps(plain(options)) if as_json else in_words(options))
-    return 0
 
 
 if __name__ == "__main__":

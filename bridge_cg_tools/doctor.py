@@ -1,17 +1,19 @@
 """What the plugin finds on this machine and what to do about it."""
 
-import ctypes
 import importlib
 import importlib.metadata
 import os
-import re
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES
+
+from . import probe
 
 PACKAGES = (
     "torch",
@@ -39,7 +41,8 @@ VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
 )
-DRIVER = Path("/proc/driver/nvidia/version")
+# How long PyTorch may take to import, in seconds; with details it has more.
+WAIT, WAIT_WITH_DETAILS = 8.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,14 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(wants_gpu: bool = True) -> Diagnosis:
-    """Look at versions, entry points, seams, GPU and environment. Imports the upstream modules that are patched.
+def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
+    """Look at versions, entry points, seams, GPU and environment. A library that is broken is a problem like others.
+
+    Seams are compared with upstream's sources. PyTorch is imported in a process of its own, unless this one has it.
 
     Args:
         wants_gpu: Whether it is a problem that there is no GPU.
+        details: Whether to import the upstream modules that are patched too, which takes most of a minute.
     """
     found = Diagnosis()
     found.versions = {name: _version(name) for name in PACKAGES}
@@ -99,29 +105,72 @@ def diagnose(wants_gpu: bool = True) -> Diagnosis:
     found.entry_points = [
         entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == bridge_cg_plugin.__name__
     ]
+    started = probe.start() if found.versions["torch"] is not None else None
     missing = [name for name in ("torch", "megatron-core", "megatron-bridge") if found.versions[name] is None]
     if missing:
-        found.problems.append(Problem(f"{', '.join(missing)} not installed", "install requirements/stack.txt"))
-    else:
-        _look_at_autoload(found)
-        _look_at_seams(found)
+        found.problems.append(Problem(f"{', '.join(missing)} not installed", _INSTALL))
+    found.active = _loads_itself(found)
+    if not missing:
+        _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
     if found.versions["torch"] is not None:
-        _look_at_gpu(found, wants_gpu)
+        waits = WAIT_WITH_DETAILS if details else WAIT
+        _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
+    if not missing:
+        _look_at_autoload(found)
     _look_at_environment(found)
     return found
+
+
+_INSTALL = "install the stack into this environment: pip install 'bridge-cg-plugin[stack]'"
+
+
+def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> None:
+    """Look at something; what a broken library raises is a problem."""
+    try:
+        look()
+    except Exception as error:
+        said = str(error) if isinstance(error, probe.ProbeError) else f"{type(error).__name__}: {error}"
+        found.problems.append(Problem(f"{what} does not work: {said}", _remedy(said)))
+
+
+def _remedy(said: str) -> str:
+    if "did not import within" in said:
+        return "run bridge-cg doctor --details, which waits longer, or look at the load of this machine"
+    library = "cudnn" in said.lower() or "cannot open shared object" in said
+    return "install the library that is missing, as the message names it" if library else "reinstall what it names"
 
 
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # absent, or its metadata cannot be read
         return None
 
 
-def _look_at_autoload(found: Diagnosis) -> None:
-    import torch  # noqa: F401  loads the entry point, as every training process does
+def _loads_itself(found: Diagnosis) -> bool:
+    """Whether the plugin is on here, or will be where PyTorch is imported."""
+    if "torch" in sys.modules:
+        return bool(plugin.status()["active"])
+    off = found.environment.get(plugin.SWITCH, "1").strip().lower() in plugin.OFF
+    return bool(found.entry_points) and found.environment.get(TORCH_AUTOLOAD) != "0" and not off
 
-    found.active = plugin.status()["active"]
+
+def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wants_gpu: bool) -> None:
+    try:
+        facts = probe.result(started, seconds)
+    except probe.SlowError:
+        if wants_gpu:
+            raise
+        return
+    found.active, found.gpu = facts["active"], facts["gpu"]
+    found.problems += [Problem(f"PyTorch cannot tell {what}", _remedy(what)) for what in facts["failed"]]
+    if found.gpu is None and wants_gpu:
+        found.problems.append(
+            Problem("PyTorch sees no NVIDIA GPU, and graphs are captured on one", "pass --no-gpu if there is none")
+        )
+
+
+def _look_at_autoload(found: Diagnosis) -> None:
     if not found.entry_points:
         found.problems.append(Problem("the plugin is not installed, so it does not load itself", "pip install it"))
     if found.environment.get(TORCH_AUTOLOAD) == "0":
@@ -134,11 +183,8 @@ def _look_at_autoload(found: Diagnosis) -> None:
         )
 
 
-def _look_at_seams(found: Diagnosis) -> None:
-    from bridge_cg_plugin.upstream.seams.activation import seam_states
-    from bridge_cg_plugin.upstream.seams.features import feature_states, features_of
+def _import_what_is_patched(found: Diagnosis) -> None:
     from bridge_cg_plugin.upstream.seams.registry import SEAMS
-    from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known
 
     for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.patched_by):
         try:
@@ -146,6 +192,20 @@ def _look_at_seams(found: Diagnosis) -> None:
         except ModuleNotFoundError as error:
             if not name.startswith(str(error.name)):
                 found.problems.append(Problem(f"{name} does not import: {error}", "install what is missing"))
+        except Exception as error:
+            what = f"{name} does not import: {type(error).__name__}: {error}"
+            found.problems.append(Problem(what, _remedy(what)))
+
+
+def _look_at_seams(found: Diagnosis, imports: bool) -> None:
+    from bridge_cg_plugin.upstream.seams.activation import seam_states
+    from bridge_cg_plugin.upstream.seams.features import feature_states, features_of
+    from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known
+
+    if imports:
+        _import_what_is_patched(found)
+    elif found.active:
+        bridge_cg_plugin.activate()
     states = seam_states()
     found.seams = {
         name: {
@@ -172,46 +232,6 @@ def _look_at_seams(found: Diagnosis) -> None:
     ]
 
 
-def _look_at_gpu(found: Diagnosis, wanted: bool) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        if wanted:
-            found.problems.append(
-                Problem(
-                    "no NVIDIA GPU is visible: graphs are captured on one", "--no-gpu where that is as it should be"
-                )
-            )
-        return
-    properties = torch.cuda.get_device_properties(0)
-    found.gpu = {
-        "name": properties.name,
-        "count": torch.cuda.device_count(),
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "free_gib": round(torch.cuda.mem_get_info()[0] / 2**30, 1),
-        "driver": _driver(),
-        "driver_cuda": _driver_cuda(),
-        "torch_cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-
-
-def _driver() -> str | None:
-    match = re.search(r"(\d+\.\d+(\.\d+)?)", DRIVER.read_text()) if DRIVER.is_file() else None
-    return match.group(1) if match else None
-
-
-def _driver_cuda() -> str | None:
-    """Return the newest CUDA version that the driver runs."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
 def _look_at_environment(found: Diagnosis) -> None:
     from bridge_cg_plugin.options import OptionError
     from bridge_cg_plugin.upstream.environment import check_process
@@ -233,19 +253,35 @@ def _features(found: Diagnosis) -> list[str]:
     return lines
 
 
-def render(found: Diagnosis) -> str:
-    """Return the findings as text."""
-    lines = ["versions"]
-    lines += [f"  {name:22} {version or 'not installed'}" for name, version in found.versions.items()]
+def render(found: Diagnosis, details: bool = False) -> str:
+    """Return the findings as text: the verdict, what to do, a summary, and the details on request."""
+    count = len(found.problems)
+    fine = "ready: no problems" if found.gpu else "no problems, but no GPU to capture graphs on"
+    lines = [f"{count} problem{'s' if count > 1 else ''}" if count else fine]
+    lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
+    lines += ["", *_summary(found)]
+    return "\n".join([*lines, *(_details(found) if details else ["", "bridge-cg doctor --details names every seam"])])
+
+
+def _summary(found: Diagnosis) -> list[str]:
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items())
+    lines = [f"versions: {versions}"]
     if not found.known_release:
         lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
-    lines += _features(found)
-    lines.append("seams")
-    for name, seam in sorted(found.seams.items()):
-        lines.append(f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}")
     lines.append(f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}")
     lines.append(f"environment: {found.environment or 'nothing that matters is set'}")
-    lines.append("problems" if found.problems else "no problems")
-    lines += [f"  {problem.what}\n    -> {problem.remedy}" for problem in found.problems]
-    return "\n".join(lines)
+    ready = sum(feature["state"] == "ready" for feature in found.features.values())
+    lines.append(f"features: {ready} of {len(found.features)} ready")
+    other = [f"{name} ({one['state']})" for name, one in found.features.items() if one["state"] != "ready"]
+    lines += [f"  not ready: {', '.join(other)}"] if other else []
+    states = Counter(seam["state"] for seam in found.seams.values())
+    lines.append(f"seams: {', '.join(f'{number} {state}' for state, number in sorted(states.items())) or 'not read'}")
+    return lines
+
+
+def _details(found: Diagnosis) -> list[str]:
+    lines = ["", *_features(found), "seams"]
+    for name, seam in sorted(found.seams.items()):
+        lines.append(f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}")
+    return lines

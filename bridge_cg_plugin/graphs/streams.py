@@ -24,7 +24,7 @@ class ReplayStream:
     ) -> None:
         if cuda_graph_event is not None and cuda_graph_stream is None:
             raise ValueError(
-                "cuda_graph_event: allowed is None without cuda_graph_stream; give replays a stream of their own, or "
+                "cuda_graph_event: it must be None without cuda_graph_stream; give replays a stream of their own, or "
                 "leave the event out: on the main stream there is nothing to come back from"
             )
         self.stream, self.event = cuda_graph_stream, cuda_graph_event

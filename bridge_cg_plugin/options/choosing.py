@@ -126,7 +126,7 @@ def _refusal(tried: Written, facts: Facts, make: Make) -> str | None:
     try:
         check_options(make(tried), replace(facts, explicit=tried.explicit))
     except OptionError as error:
-        return str(error)
+        return str(error).removeprefix("Cannot use ")
     return None
 
 

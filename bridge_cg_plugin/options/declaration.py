@@ -171,8 +171,8 @@ class Group:
             name = str(key).replace("-", "_")
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
-                allowed = fields[near[0]] if near else f"one of {', '.join(fields)}"
-                raise OptionError(f"{self.tuning}.{key}", value, allowed, "There is no such tuning value.")
+                what = "tuning value" if near else f"tuning value; there are {', '.join(fields)}"
+                raise OptionError.unknown(f"{self.tuning}.{key}", what, fields[near[0]] if near else "")
             found[fields[name]] = value
         return found
 

@@ -72,6 +72,9 @@ def _language_model(every: GraphOptions) -> str:
     if options.impl == "full_iteration":
         return "one graph of forward and backward of the whole step; inference eager"
     parts = _listed([_PARTS[module] for module in options.modules]) if options.modules else "whole layers"
+    if every.packed.enabled:
+        region = f"{parts} of every layer, each a region" if options.modules else "all layers as one region"
+        return f"{region} by the plugin, over packed sequences; inference eager"
     by = {"local": "megatron-core", "transformer_engine": "Transformer Engine"}[options.impl]
     inference = {"none": "inference eager", "layer": "inference graphs per layer", "block": "one inference graph"}
     return f"per-layer graphs of {parts} by {by}; {inference[options.inference_scope.name]}"

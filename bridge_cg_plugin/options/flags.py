@@ -114,9 +114,8 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     try:
         arguments, rest = parser.parse_known_args(list(tokens))
     except argparse.ArgumentError as error:
-        raise OptionError(
-            str(error.argument_name), " ".join(tokens), "a flag and its value", f"{error.message}."
-        ) from None
+        name = str(error.argument_name)
+        raise OptionError.because(name, f"Cannot use {name}: {error.message}.") from None
     tuning = {token: word for token in rest if (word := _tuning_word(token))}
     found = given_flags(arguments)
     for field, value in tuning.values():
@@ -139,10 +138,9 @@ def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse
 
 def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
     """Return the error for a token that looks like a flag and is none, with the nearest one."""
-    name, _, value = token.partition("=")
+    name = token.partition("=")[0]
     near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
-    allowed = f"--{near[0].lstrip('_')}" if near else "a flag of --help"
-    return OptionError(name, value, allowed, "There is no such flag.")
+    return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")
 
 
 def _offload_fields(value: Any) -> Mapping[str, Any]:

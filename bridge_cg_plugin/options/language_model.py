@@ -47,7 +47,7 @@ IMPL, MODULES, SCOPE, INFERENCE = (
 )
 MODULE_NAMES = tuple(module.name for module in CudaGraphModule)
 DEPRECATED_MODULES = ("full_iteration", "full_iteration_inference")
-_MODULES_ALLOWED = f"{', '.join(MODULE_NAMES)}, or empty for the whole layer"
+_MODULES_ALLOWED = f"any of {', '.join(MODULE_NAMES)}, or empty for the whole layer"
 _SCOPE_NAMES = tuple(scope.name for scope in InferenceCudaGraphScope)
 
 

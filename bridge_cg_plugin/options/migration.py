@@ -104,10 +104,11 @@ def check_deprecated_beside_new(
     meaning = DEPRECATED_SCOPES[deprecated[0]]
     remedy = f"Keep {meaning.migration.line}."
     if impl is not None and impl not in meaning.beside:
-        allowed = f"{IMPL} {' or '.join(meaning.beside)} beside it, got {IMPL}={impl}"
+        allowed = f"left out beside {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.beside)}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
     if inference_scope not in (None, meaning.inference_scope):
-        allowed = f"{INFERENCE}={meaning.inference_scope.name} beside it, got {INFERENCE}={inference_scope.name}"
+        means = f"{INFERENCE}={meaning.inference_scope.name}"
+        allowed = f"left out beside {INFERENCE}={inference_scope.name}, since it means {means}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
 
 
@@ -148,13 +149,16 @@ def _implementation(fields: Mapping[str, Any], explicit: frozenset[str], warning
     impl = None if is_unset(given) else normalize_implementation(given)
     on = [name for name in SWITCHES if not is_unset(fields.get(name)) and parse_flag(name, fields[name])]
     if len(on) > 1:
-        raise OptionError(on[0], True, f"one of {' and '.join(on)}", f"Set {IMPL} and remove both.")
+        raise OptionError(on[0], True, f"left out beside {' and '.join(on[1:])}", f"Set {IMPL} and remove both.")
     for name in on:
         target = SWITCHES[name]
         disagrees = impl not in (None, target) and (impl != "none" or IMPL in explicit)
         if disagrees:
             raise OptionError(
-                name, True, f"{IMPL}={target} beside it, got {IMPL}={impl}", f"Keep {IMPL} and remove {name}."
+                name,
+                True,
+                f"left out beside {IMPL}={impl}, since it means {IMPL}={target}",
+                f"Keep {IMPL} and remove {name}.",
             )
         warnings.append(Migration(name, "", f"{IMPL}={target}").warning)
         impl = target

@@ -15,11 +15,12 @@ from .graph_options import GraphOptions
 from .language_model import IMPL, INFERENCE, MODULES
 from .migration import Migration, language_model_options, module_names
 from .offload import OFFLOAD, offload_options
-from .packed import PACKED, packed_options
+from .packed import MAX_PACKED_SEQS, PACKED, packed_options
 from .precedence import settle
 from .shared_offload import share_offload
 from .sources import Written, collect
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, vision_options
+from .values import is_unset
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, WITHOUT_GRAPHS, vision_options
 
 _warned: set[str] = set()
 
@@ -69,15 +70,32 @@ def options_of(written: Written) -> GraphOptions:
         warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts_of(written))
+    packed = packed_options(written.fields)
+    warnings += _without_effect(written, vision.enabled, packed.enabled)
     options = GraphOptions(
         choice=ChoiceOptions(**CHOICE.read(written.fields)),
         language_model=language_model,
         vision=vision,
-        packed=packed_options(written.fields),
+        packed=packed,
         offload=offload_options(written.fields),
         warnings=warnings,
     )
     return share_offload(options, facts_of(written)) if options.offload.parts else options
+
+
+def _without_effect(written: Written, vision: bool, packed: bool) -> tuple[str, ...]:
+    """Return a line for each group of options that a person wrote for graphs that are off."""
+    idle = {one.field for one in VISION.options if one.name not in WITHOUT_GRAPHS} | {SCOPE_FIELD}
+    groups = (
+        (vision, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
+        (packed, set(PACKED.names), f"packed-sequence graphs are off ({MAX_PACKED_SEQS} is not set)"),
+    )
+    lines = []
+    for on, names, why in groups:
+        said = [name for name in written.fields if name in names & written.explicit and not on]
+        said = [f"{name}={written.fields[name]}" for name in said if not is_unset(written.fields[name])]
+        lines += [f"{', '.join(said)}: no effect, {why}"] if said else []
+    return tuple(lines)
 
 
 def _unit(written: Written) -> tuple[int, str]:

@@ -26,7 +26,7 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
     names = words(value)
     for name in names:
         if name not in MODULES:
-            raise OptionError(field, value, ", ".join(MODULES), f"Remove {name!r}.")
+            raise OptionError(field, value, f"any of {', '.join(MODULES)}", f"Remove {name!r}.")
     return names
 
 

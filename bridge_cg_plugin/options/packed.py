@@ -88,5 +88,5 @@ def packed_options(source: Any) -> PackedOptions:
     """
     options = PackedOptions(**PACKED.read(source))
     if options.buckets != "auto" and options.buckets[0] < 1:
-        raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "token counts of at least 1", "Correct it.")
+        raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "a token count of at least 1", "Correct it.")
     return options

@@ -87,7 +87,7 @@ def field_values(options: GraphOptions, release: Release) -> dict[str, Any]:
 
 def _refuse(field: str, value: object, release: Release, able: list[str]) -> OptionError:
     remedy = f"Use {' or '.join(able)}." if able else "No supported release can; remove it."
-    return OptionError(field, value, f"its default on {release.name}", remedy)
+    return OptionError(field, value, f"left at its default on {release.name}", remedy)
 
 
 def _language_model_values(options: LanguageModelGraphOptions, release: Release) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _no_such_field(group: Group, one: Option, value: Any, release: Release) -> O
     return OptionError(
         one.field,
         plain(value),
-        "its default on a model whose configuration has no such field",
+        "left at its default on a model whose configuration has no such field",
         f"Use a provider of {group.owners}, with the plugin active before it is imported.",
     )
 

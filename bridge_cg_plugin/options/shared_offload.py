@@ -90,7 +90,7 @@ def _core(
 
 def _told_otherwise(field: str, value: object, offload: OffloadOptions) -> OptionError:
     said = f"{PARTS}={','.join(offload.parts or ())}"
-    return OptionError(field, value, f"its default with {said}", f"{PARTS} speaks for all: remove one of both.")
+    return OptionError(field, value, f"left at its default with {said}", f"{PARTS} sets it too: remove one of the two.")
 
 
 def _core_modules(

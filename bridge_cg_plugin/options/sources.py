@@ -145,7 +145,7 @@ def _from_text(text: str) -> Written:
     try:
         given = shlex.split(re.sub(r",\s+", ",", text))
     except ValueError as error:
-        raise OptionError("words", text, "name=value, --name value or a YAML file", f"{error}.") from None
+        raise OptionError.because("words", f"Cannot read the words {text!r}: {error}.") from None
     return _from_words(given)
 
 
@@ -169,9 +169,8 @@ def _from_words(given: Sequence[Any]) -> Written:
             found = found.then(_assigned(together)).then(_from_mapping(_load_yaml(Path(token))))
             together = []
         else:
-            raise OptionError(
-                "argument", token, "name=value, --name value, a YAML file or a recipe's name", "Correct or remove it."
-            )
+            kinds = "name=value, --name value, a YAML file or a recipe's name"
+            raise OptionError.because("argument", f"Cannot use {token!r}: it must be {kinds}.")
     return found.then(_assigned(together))
 
 
@@ -190,7 +189,9 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
         if not path or path[-1] in MODEL_SECTIONS:
             leaves.append((leaf, value))
         elif leaf in FIELDS:
-            raise OptionError(name, value, f"model.{leaf}", "Graph options are fields of the model.")
+            raise OptionError.because(
+                name, f"Cannot use {name}={value!r}: graph options are fields of the model. Write model.{leaf}."
+            )
         elif leaf in SETTINGS:
             settings[leaf] = value
     found = _from_leaves(leaves)
@@ -241,10 +242,12 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
 def _refuse_section(part: str, name: str, value: Any) -> None:
     """Refuse a word whose section is a misspelt mapping of options, or a key under one of its keys."""
     if part in TUNING:
-        raise OptionError(name, value, f"{part}.NAME=VALUE", "A tuning value has no parts.")
+        raise OptionError.because(
+            name, f"Cannot use {name}={value!r}: a tuning value has no parts. Write {part}.NAME=VALUE."
+        )
     if "cuda_graph" in part:
         near = difflib.get_close_matches(part, TUNING, n=1)
-        raise OptionError(name, value, f"{near[0] if near else 'model'}.NAME=VALUE", "There is no such section.")
+        raise OptionError.unknown(name, "section", f"{near[0] if near else 'model'}.NAME=VALUE")
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
@@ -254,8 +257,7 @@ def _refuse_lookalike(name: str, value: Any) -> None:
     graph = "cuda_graph" in name or "cudagraph" in name
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if graph else 0.88)
     if near or graph:
-        allowed = f"{near[0]}" if near else "a field of the options table"
-        raise OptionError(name, value, allowed, "There is no such option; see docs/options.md.")
+        raise OptionError.unknown(name, "option in docs/options.md", near[0] if near else "")
 
 
 def _from_object(source: Any) -> Written:
@@ -288,7 +290,7 @@ def _load_yaml(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
-        raise OptionError("file", str(path), "a readable YAML file", f"{error}.") from None
+        raise OptionError.because("file", f"Cannot read the YAML file {path}: {error}.") from None
     return _parse_yaml(text, str(path))
 
 
@@ -298,9 +300,10 @@ def _parse_yaml(text: str, name: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise OptionError("YAML", name, "a mapping of fields", f"It does not parse: {error}.") from None
+        raise OptionError.because("YAML", f"Cannot parse {name}: {error}.") from None
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise OptionError("YAML", name, "a mapping of fields", f"It holds {type(found).__name__}.")
+        why = f"it must hold a mapping of fields, and holds {type(found).__name__}"
+        raise OptionError.because("YAML", f"Cannot use {name}: {why}.")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from .errors import OptionError
 
 _ENUM_REPR = re.compile(r"<[\w.]*?(\w+):[^<>]*>")
-_CHANGE_IT = "Change it in the model's configuration."
+_CHANGE_IT = "Correct it."
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ from .values import (
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 STREAMS = ("auto", "1", "2")
+# Offsets of frames are 32-bit integers.
+MOST_TOKENS = 2**31 - 1
+_OFFSETS = "Offsets of tokens are 32-bit integers."
 # Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
 SCOPE_FIELD = "vision_cuda_graph_scope"
 
@@ -303,9 +306,8 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     scope = _parse_modules(SCOPE_FIELD, getter(source)(SCOPE_FIELD))
     modules = parsed.setdefault("modules", scope)
     if scope and set(scope) != set(modules):
-        raise OptionError(
-            SCOPE_FIELD, list(scope), f"{PROVIDER_FIELDS['modules']}={list(modules)} alone", f"Remove {SCOPE_FIELD}."
-        )
+        beside = f"left out beside {PROVIDER_FIELDS['modules']}={list(modules)}"
+        raise OptionError(SCOPE_FIELD, list(scope), beside, f"Remove {SCOPE_FIELD}.")
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
@@ -316,13 +318,17 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
 def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:
     field, multiples = PROVIDER_FIELDS["buckets"], f"{merge_unit}, the patches of {unit}"
     longest, longest_field = options.max_seq_length, PROVIDER_FIELDS["max_seq_length"]
+    most = max(longest or 0, 0 if options.buckets == "auto" else options.buckets[-1])
+    if most > MOST_TOKENS:
+        field = longest_field if most == longest else field
+        raise OptionError(field, most, f"at most {MOST_TOKENS}", _OFFSETS)
     if longest is not None and (longest < merge_unit or longest % merge_unit):
         raise OptionError(longest_field, longest, f"a multiple of {multiples}", "Round it up.")
     if options.buckets == "auto":
         return
     for capacity in options.buckets:
         if capacity < merge_unit or capacity % merge_unit:
-            raise OptionError(field, capacity, f"multiples of {multiples}", "Round it up.")
+            raise OptionError(field, capacity, f"a multiple of {multiples}", "Round it up.")
     if longest is not None and options.buckets[-1] > longest:
         raise OptionError(
             field, options.buckets[-1], f"at most {longest_field}={longest}", "Raise that field or drop the bucket."

@@ -66,7 +66,7 @@ def watchdog_minutes() -> float | None:
         raise OptionError(
             WATCHDOG_MINUTES,
             value,
-            "minutes that a replay may wait for another rank, or 0 to keep the process",
+            "the minutes that a replay may wait for another rank, or 0 to keep the process",
             "Correct it, or unset it for the run's dist.distributed_timeout_minutes.",
         )
     return minutes

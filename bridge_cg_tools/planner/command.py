@@ -3,26 +3,32 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..answers import Tell
 from .cost import DEFAULTS, CostModel, load_cost_model
 from .errors import PlanError
 from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
-from .lengths import read_documents
+from .lengths import Documents, read_documents
 from .output import as_json, plot_packs, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_packs
 from .plan import PackedPlan, plan_packs
 
+IN_BATCH, MICRO_BATCH = "in_batch", 4
+PACKING = "first_fit_shuffle"
 
-def add_arguments(plan: argparse.ArgumentParser) -> None:
-    """Add the two plans and their arguments to a parser."""
+
+def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Add the two plans and their arguments to a parser; returns the parser of each."""
     kinds = plan.add_subparsers(dest="kind", required=True)
     packed = kinds.add_parser("packed", help="document bound and token buckets from a dataset's document lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
     packed.add_argument("--pack-size", type=int, help="tokens of a pack; needed unless the file holds packs")
-    packed.add_argument("--packing", choices=ALGORITHMS, default="first_fit_shuffle", help="how documents are packed")
-    packed.add_argument("--micro-batch-size", type=int, default=4, help="documents of a microbatch, for in_batch")
+    packed.add_argument("--packing", choices=ALGORITHMS, help=f"how documents are packed; {PACKING} if left out")
+    packed.add_argument(
+        "--micro-batch-size", type=int, help=f"documents of a microbatch, for in_batch; {MICRO_BATCH} if left out"
+    )
     packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
@@ -35,6 +41,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
         command.add_argument("--json", action="store_true", help="print one JSON object")
+    return kinds.choices
 
 
 def run(arguments: argparse.Namespace, tell: Tell) -> int:
@@ -50,7 +57,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
                 read_images(arguments.data),
                 _cost(arguments),
                 arguments.images_per_microbatch,
-                _at_least_one("max_pixels", arguments.max_pixels),
+                _at_least_one("--max-pixels", arguments.max_pixels),
                 arguments.max_memory_gb,
             )
         if arguments.json:
@@ -70,22 +77,45 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
         PlanError: The input cannot be planned from.
     """
     found = read_documents(arguments.data, arguments.field)
-    multiple = _at_least_one("pad_to_multiple", arguments.pad_to_multiple)
+    _refuse_unused(arguments, found)
+    multiple = _at_least_one("--pad-to-multiple", arguments.pad_to_multiple)
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments), multiple)
     return plan_packs(packs, _cost(arguments), arguments.max_memory_gb), packs
 
 
 def _packed(lengths: tuple[int, ...], arguments: argparse.Namespace) -> list[Pack]:
-    size = arguments.pack_size
-    if size is None and arguments.packing != "in_batch":
-        raise PlanError("pack_size is missing: allowed is a number of tokens; pass --pack-size")
+    size, packing = arguments.pack_size, arguments.packing or PACKING
+    if size is None and packing != IN_BATCH:
+        raise PlanError("--pack-size is missing: write the tokens of a pack")
     if size is not None:
-        _at_least_one("pack_size", size)
+        _at_least_one("--pack-size", size)
         if arguments.truncate:
             lengths = tuple(min(length, size) for length in lengths)
-    if arguments.packing == "in_batch":
-        return in_batch(lengths, arguments.micro_batch_size)
-    return ALGORITHMS[arguments.packing](lengths, size)
+    if packing == IN_BATCH:
+        return in_batch(lengths, MICRO_BATCH if arguments.micro_batch_size is None else arguments.micro_batch_size)
+    return ALGORITHMS[packing](lengths, size)
+
+
+def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
+    """Refuse arguments that have no effect on these data.
+
+    Raises:
+        PlanError: Names the argument and why.
+    """
+    given = {name: vars(arguments)[name] for name in ("pack_size", "packing", "micro_batch_size", "truncate", "field")}
+    in_batch_packing = arguments.packing == IN_BATCH
+    reasons = {name: "the file holds packs" for name in given} if found.packs else {}
+    if not in_batch_packing:
+        reasons.setdefault("micro_batch_size", f"only --packing {IN_BATCH} has microbatches of documents")
+    elif not arguments.truncate:
+        reasons.setdefault("pack_size", f"--packing {IN_BATCH} takes no pack size without --truncate")
+    elif arguments.pack_size is None:
+        reasons.setdefault("truncate", "there is no --pack-size to cut to")
+    if not found.fields:
+        reasons.setdefault("field", "the file has lengths without fields")
+    for name, why in reasons.items():
+        if given[name] not in (None, False):
+            raise PlanError(f"--{name.replace('_', '-')} has no effect: {why}; remove it")
 
 
 def _cost(arguments: argparse.Namespace) -> CostModel:
@@ -95,5 +125,5 @@ def _cost(arguments: argparse.Namespace) -> CostModel:
 
 def _at_least_one(name: str, value: int) -> int:
     if value < 1:
-        raise PlanError(f"{name}={value}: allowed is a whole number of at least 1")
+        raise PlanError(f"{name} {value}: it must be a whole number of at least 1")
     return value

@@ -112,9 +112,9 @@ def load_cost_model(path: Path, name: str) -> CostModel:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PlanError(f"cost model {path}: allowed is a JSON file that bench_packed.py wrote: {error}") from None
+        raise PlanError(f"cost model {path}: it must be a JSON file that bench_packed.py wrote: {error}") from None
     if not isinstance(found, dict) or name not in found:
-        raise PlanError(f"cost model {path} has no {name!r}: allowed is an object with {', '.join(NAMES)}")
+        raise PlanError(f"cost model {path} has no {name!r}: it must be an object with {', '.join(NAMES)}")
     values = found[name]
     names = {f.name for f in fields(CostModel)}
     if not isinstance(values, dict) or set(values) != names:
@@ -122,7 +122,7 @@ def load_cost_model(path: Path, name: str) -> CostModel:
         raise PlanError(f"cost model {path}, {name!r}: {', '.join(sorted(wrong))} missing or unknown; write it anew")
     for key, value in values.items():
         if key != "origin" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-            raise PlanError(f"cost model {path}, {name!r}: {key}={value!r}: allowed is a number of at least 0")
+            raise PlanError(f"cost model {path}, {name!r}: {key}={value!r}: it must be a number of at least 0")
     return CostModel(**values)
 
 

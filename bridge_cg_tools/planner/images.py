@@ -15,8 +15,9 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.vision.fit import refuse_images
 
 from .cost import CostModel
+from .counts import drawn
 from .errors import PlanError
-from .plan import BUCKET_COUNTS, Percentiles, percentiles
+from .plan import BUCKET_COUNTS, Percentiles, percentiles, rounded_up
 
 # Of Qwen3-VL: patches of 16 pixels, 2 x 2 of them merged; its processor keeps images between these many pixels.
 PATCH, MERGE = 16, 2
@@ -97,32 +98,32 @@ def read_images(path: Path) -> list[Image]:
         if path.suffix.lower() == ".json":
             found = json.loads(text)
             if not isinstance(found, dict):
-                raise PlanError(f'{path}: allowed is a histogram {{"WIDTHxHEIGHT": count}}')
-            images = [_named(size, path) for size, count in found.items() for _ in range(_count(count, size, path))]
+                raise PlanError(f'{path}: it must be a histogram {{"WIDTHxHEIGHT": count}}')
+            images = drawn([(_named(size, path), _count(count, size, path)) for size, count in found.items()])
         elif path.suffix.lower() == ".jsonl":
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
             images = [_image(row, f"{path}, row {number}") for number, row in enumerate(rows)]
         else:
-            raise PlanError(f"{path}: allowed is .json or .jsonl")
+            raise PlanError(f"{path}: it must be .json or .jsonl")
     except PlanError:
         raise
     except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from None
     if not images:
-        raise PlanError(f"{path} has no images: allowed is at least one")
+        raise PlanError(f"{path} has no images: it must have at least one")
     return images
 
 
 def _named(size: str, path: Path) -> Image:
     parts = size.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) for part in parts):
-        raise PlanError(f"{path}: {size!r}: allowed is WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
+        raise PlanError(f"{path}: {size!r}: it must be WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
     return Image(*map(int, parts))
 
 
 def _count(value: Any, size: str, path: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PlanError(f"{path}: {size!r}: {value!r}: allowed is a whole number of at least 0")
+        raise PlanError(f"{path}: {size!r}: {value!r}: it must be a whole number of at least 0")
     return value
 
 
@@ -133,7 +134,9 @@ def _image(row: Any, where: str) -> Image:
         else [None]
     )
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
-        raise PlanError(f"{where}: {row!r}: allowed is width, height and maybe frames, in whole numbers of at least 1")
+        raise PlanError(
+            f"{where}: {row!r}: it must have width, height and maybe frames, in whole numbers of at least 1"
+        )
     return Image(*values)
 
 
@@ -159,7 +162,7 @@ def plan_images(
         PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory.
     """
     if not 1 <= per_microbatch <= len(images):
-        raise PlanError(f"images_per_microbatch={per_microbatch}: allowed is 1 to the dataset's {len(images)}")
+        raise PlanError(f"--images-per-microbatch {per_microbatch}: it must be 1 to the dataset's {len(images)}")
     order = random.Random(seed).sample(images, len(images))
     batches = [
         tuple(n for image in order[i : i + per_microbatch] for n in image.segments(max_pixels))
@@ -168,13 +171,17 @@ def plan_images(
     frames = percentiles(len(batch) for batch in batches)
     sizes = [sum(batch) for batch in batches]
     bound = max(64, -(-frames.max // 16) * 16)
-    found = []
-    for count in BUCKET_COUNTS:
-        buckets = plan_buckets(sizes, max_buckets=count, exact_below=EXACT_BELOW).capacities
-        if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb:
-            found.append(_expect(batches, cost, bound, buckets))
-    if not found:
-        raise PlanError(f"max_memory_gb={max_memory_gb:g}: a graph of the largest microbatch takes more")
+    plans = [plan_buckets(sizes, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
+    if len(set(sizes)) <= max(BUCKET_COUNTS):
+        plans.append(tuple(sorted(set(sizes))))
+    least = min(cost.memory_gb(buckets[-1]) for buckets in plans)
+    if max_memory_gb is not None and max_memory_gb < least:
+        raise PlanError(
+            f"--max-memory-gb {max_memory_gb:g}: it must be at least {rounded_up(least)}, "
+            "for a graph of the largest microbatch"
+        )
+    fitting = (buckets for buckets in plans if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb)
+    found = [_expect(batches, cost, bound, buckets) for buckets in fitting]
     step_ms, on_graphs, padding, buckets = min(found, key=lambda plan: (plan[0], len(plan[3])))
     return VisionPlan(
         microbatches=len(batches),

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .counts import drawn
 from .errors import PlanError
 from .packing import Pack
 
@@ -23,10 +24,12 @@ class Documents:
     Attributes:
         lengths: Tokens of every document; empty where the file holds packs.
         packs: Packs that Bridge has made already.
+        fields: Whether lengths were read from fields of rows.
     """
 
     lengths: tuple[int, ...] = ()
     packs: tuple[Pack, ...] = ()
+    fields: bool = False
 
 
 def read_documents(path: Path, field: str | None = None) -> Documents:
@@ -39,42 +42,43 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         PlanError: The file cannot be read, or a row has no length.
     """
     if not path.exists():
-        raise PlanError(f"{path} does not exist: allowed is {FORMATS}")
+        raise PlanError(f"{path} does not exist: it must be {FORMATS}")
     try:
-        rows = _rows(path)
+        rows = _rows(path, field)
     except (OSError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"{path} cannot be read: {error}") from None
-    packs, lengths = [], []
+    packs, lengths, fields = [], [], False
     for number, row in enumerate(rows):
+        fields = fields or isinstance(row, dict)
         if isinstance(row, dict) and row.get(STARTS) is not None:
             packs.append(_pack(row, f"{path}, row {number}"))
         else:
             lengths.append(_length(row, field, f"{path}, row {number}"))
     if packs and lengths:
-        raise PlanError(f"{path} has packs and single documents: allowed is one kind")
+        raise PlanError(f"{path} has packs and single documents: it must have one kind")
     if not (packs or lengths):
-        raise PlanError(f"{path} has no documents: allowed is at least one")
-    return Documents(tuple(lengths), tuple(packs))
+        raise PlanError(f"{path} has no documents: it must have at least one")
+    return Documents(tuple(lengths), tuple(packs), fields)
 
 
-def _rows(path: Path) -> Iterable[Any]:
+def _rows(path: Path, field: str | None) -> Iterable[Any]:
     suffix = path.suffix.lower()
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
         if not files:
             raise PlanError(f"{path} has no .arrow or .parquet files")
-        return [row for file in files for row in _rows(file)]
+        return [row for file in files for row in _rows(file, field)]
     if suffix == ".json":
         return _histogram(json.loads(path.read_text()), path)
     if suffix == ".jsonl":
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     if suffix in (".parquet", ".arrow", ".feather"):
-        return _table_rows(path)
+        return _table_rows(path, field)
     if suffix == ".npy":
         return _packed_numpy(path)
-    raise PlanError(f"{path}: allowed is {FORMATS}")
+    raise PlanError(f"{path}: it must be {FORMATS}")
 
 
 def _histogram(found: Any, path: Path) -> list[int]:
@@ -82,23 +86,23 @@ def _histogram(found: Any, path: Path) -> list[int]:
         try:
             counts = {int(length): int(count) for length, count in found.items()}
         except (TypeError, ValueError):
-            raise PlanError(f'{path}: allowed is {{"length": count}} in whole numbers') from None
+            raise PlanError(f'{path}: it must be {{"length": count}} in whole numbers') from None
         if any(count < 0 for count in counts.values()):
             raise PlanError(f"{path}: a count is below 0")
-        return [length for length, count in sorted(counts.items()) for _ in range(count)]
+        return drawn(sorted(counts.items()))
     if isinstance(found, list):
         return found
-    raise PlanError(f'{path}: allowed is a histogram {{"length": count}} or a list of lengths')
+    raise PlanError(f'{path}: it must be a histogram {{"length": count}} or a list of lengths')
 
 
-def _table_rows(path: Path) -> list[dict[str, Any]]:
+def _table_rows(path: Path, field: str | None) -> list[dict[str, Any]]:
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
         raise PlanError(f"{path} needs pyarrow: pip install 'bridge-cg-plugin[plan]'") from None
-    known = {*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS}
+    known = {*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS, field}
     try:
         if path.suffix == ".parquet":
             table = pyarrow.parquet.read_table(path)
@@ -128,12 +132,12 @@ def _length(row: Any, field: str | None, where: str) -> int:
         names = (field,) if field is not None else (*LENGTH_FIELDS, *TOKEN_FIELDS)
         name = next((n for n in names if n in row), None)
         if name is None:
-            raise PlanError(f"{where}: allowed is a field of {', '.join(names)}, found {', '.join(row)}; use --field")
+            raise PlanError(f"{where}: it must have a field of {', '.join(names)}, found {', '.join(row)}; use --field")
         value = row[name]
     if isinstance(value, (list, tuple)):
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{where}: {value!r}: allowed is a whole number of at least 1 tokens")
+        raise PlanError(f"{where}: {value!r}: it must be a whole number of at least 1 tokens")
     return value
 
 
@@ -142,5 +146,5 @@ def _pack(row: dict[str, Any], where: str) -> Pack:
     bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
     lengths = tuple(after - before - 1 for before, after in pairwise(bounds))
     if not lengths or min(lengths) < 0:
-        raise PlanError(f"{where}: {STARTS}={bounds[:-1]} with {bounds[-1]} tokens: allowed is ascending starts")
+        raise PlanError(f"{where}: {STARTS}={bounds[:-1]} with {bounds[-1]} tokens: the starts must ascend")
     return tuple(n for n in lengths if n) or (1,)

@@ -111,8 +111,8 @@ def plan_packs(packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | No
             choices.append(_cheapest(sorted(found, key=lambda c: len(c.buckets))))
     if not choices:
         raise PlanError(
-            f"max_memory_gb={max_memory_gb:g}: graphs of the largest packs take more, at least "
-            f"{cost.memory_gb(min(b[-1] for b in capacities)):.1f} GiB a slot; raise it or make smaller packs"
+            f"--max-memory-gb {max_memory_gb:g}: it must be at least "
+            f"{rounded_up(cost.memory_gb(min(b[-1] for b in capacities)))}, for a graph of the largest packs"
         )
     eager = sum(cost.eager_ms(pack) * n for pack, n in alike.items()) / len(packs)
     return PackedPlan(
@@ -175,6 +175,11 @@ def _bucket_sets(tokens: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _powers(largest: int) -> set[int]:
     return {1 << n for n in range(2, largest.bit_length() + 1) if 1 << n <= 2 * largest}
+
+
+def rounded_up(gigabytes: float) -> float:
+    """Return a size that is large enough, with one digit behind the point."""
+    return math.ceil(gigabytes * 10) / 10
 
 
 def _fits(choice: Choice, max_memory_gb: float | None) -> bool:

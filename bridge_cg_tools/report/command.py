@@ -62,12 +62,8 @@ def print_page(page: Page) -> None:
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "json",
-            False,
-            "true while rich is not installed",
-            f"Pass --json, or install it: pip install rich ({error}).",
-        ) from None
+        why = f"rich is not installed ({error}). Install it (pip install rich), or pass --json."
+        raise OptionError.because("json", why) from None
     to_terminal(page, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
 
 
@@ -91,7 +87,7 @@ def write_page(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         except OSError as error:
-            raise OptionError("file", str(path), "a place that can be written", f"{error.strerror}.") from None
+            raise OptionError.because("file", f"Cannot write {path}: {error.strerror}.") from None
     return list(texts)
 
 

@@ -25,12 +25,8 @@ def read_events(folder: Path) -> Run:
     scalars = _scalars(folder)
     losses = scalars.get(_loss_tag(scalars), ())
     if not losses:
-        raise OptionError(
-            "run",
-            str(folder),
-            "a folder with event files that have a loss",
-            "Train with logger.tensorboard_dir set; logger.tensorboard_log_interval says how often.",
-        )
+        advice = "Train with logger.tensorboard_dir set; logger.tensorboard_log_interval says how often."
+        raise OptionError.because("run", f"Cannot report {folder}: its event files have no loss. {advice}")
     return Run(
         case="run",
         mode=folder.resolve().name,
@@ -59,12 +55,8 @@ def _accumulator(folder: Path) -> Any:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "run",
-            str(folder),
-            "a .jsonl or log file while the package tensorboard is not installed",
-            f"Install it: pip install tensorboard ({error}).",
-        ) from None
+        why = f"tensorboard is not installed ({error}). Install it: pip install tensorboard."
+        raise OptionError.because("run", f"Cannot read {folder}: {why}") from None
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: all of them
     events.Reload()
     return events

@@ -91,12 +91,8 @@ def require() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "html",
-            "a page with plots",
-            "left out while matplotlib is not installed",
-            f"Install it: pip install 'bridge-cg-plugin[report]' ({error}).",
-        ) from None
+        why = f"matplotlib is not installed ({error}). Install it: pip install 'bridge-cg-plugin[report]'."
+        raise OptionError.because("html", f"Cannot draw plots: {why}") from None
     return matplotlib
 
 

@@ -13,24 +13,30 @@ from .gpus import peak_tflops
 from .kinds import KINDS
 from .runs import Run, counts_of
 
+_WRITERS = "examples.photographs, bench_step and compare.py"
 _NEEDED = {"case": str, "mode": str, "versions": dict}
 _SERIES = ("losses", "grad_norms", "step_ms")
 _FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
 
 
 def read_records(path: Path) -> list[Run]:
-    """Return the training runs of a JSON Lines file.
+    """Return the training runs of a JSON Lines file, or of all in a folder. A folder's may have none.
 
     Raises:
         OptionError: A line is no record, or none is of a training run.
     """
-    found = [_parse(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
-    runs = [_run(record) for record in found if "losses" in record or "error" in record]
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    runs = [run for file in files for run in _apart(_training_runs(file))]
     if not runs:
-        raise OptionError(
-            "run", str(path), "records with losses", "Give what examples.photographs, bench_step or compare.py wrote."
-        )
-    return _apart(runs)
+        raise OptionError.because("run", f"Cannot report {path}: it has no training runs. {_WRITERS} write them.")
+    return runs
+
+
+def _training_runs(path: Path) -> list[Run]:
+    """Return a file's; records with an error are such runs that failed, unless there are other measurements alone."""
+    found = [_parse(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    trained = any("losses" in record for record in found) or all("error" in record for record in found)
+    return [_run(record) for record in found if trained and ("losses" in record or "error" in record)]
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -51,9 +57,7 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _refused(path: Path, number: int, why: str) -> OptionError:
-    return OptionError(
-        "run", f"{path}:{number}", "one benchmark record a line", f"{why[0].upper()}{why[1:]}. Write the file again."
-    )
+    return OptionError.because("run", f"Cannot read {path}:{number} as a benchmark record: {why}.")
 
 
 def _run(record: Mapping[str, Any]) -> Run:

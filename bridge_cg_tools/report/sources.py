@@ -32,7 +32,7 @@ def read_runs(words: Sequence[str], peak_tflops: float | None = None) -> list[Ru
     seen: set[tuple[str, str]] = set()
     for run in runs:
         if (run.case, run.mode) in seen:
-            raise OptionError("run", run.mode, "every mode of a case once", _NAMES)
+            raise OptionError.because("run", f"Cannot compare two runs that are both named {run.mode}. {_NAMES}")
         seen.add((run.case, run.mode))
     return [replace(run, peak_tflops=run.peak_tflops or peak_tflops) for run in runs]
 
@@ -41,23 +41,23 @@ def _read(word: str) -> list[Run]:
     named = None if Path(word).exists() else _NAMED.fullmatch(word)
     mode, path = (named[1], Path(named[2])) if named else (None, Path(word))
     if not path.exists():
-        raise OptionError("run", word, "a path that exists, or MODE=PATH", "Correct the path.")
+        raise OptionError.because("run", f"Cannot read {word}: it does not exist. Write PATH or MODE=PATH.")
     runs = _runs_at(path)
     if mode is None:
         return runs
     if len(runs) > 1:
-        raise OptionError("run", word, "PATH alone for a file of several runs", f"Its records name {len(runs)} runs.")
+        raise OptionError.because("run", f"Cannot use {word}: the file has {len(runs)} runs. Write PATH alone.")
     return [runs[0].named(mode)]
 
 
 def _runs_at(path: Path) -> list[Run]:
     if path.is_file():
         return read_records(path) if path.suffix == ".jsonl" else [read_log(path)]
-    records = sorted(path.glob("*.jsonl"))
     if any(path.glob(EVENT_FILES)):
         return [read_events(path)]
-    if records:
-        return [run for file in records for run in read_records(file)]
-    raise OptionError(
-        "run", str(path), "a folder with TensorBoard event files or .jsonl records", "Name the file, or its folder."
+    if any(path.glob("*.jsonl")):
+        return read_records(path)
+    raise OptionError.because(
+        "run",
+        f"Cannot read {path}: it has no TensorBoard event files and no .jsonl records. Name the file or its folder.",
     )

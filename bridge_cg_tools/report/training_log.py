@@ -31,12 +31,8 @@ def read_log(path: Path) -> Run:
     lines = path.read_text(errors="replace").splitlines()
     steps = [(int(found[1]), dict(_pairs(found[2]))) for found in map(_STEP.search, lines) if found]
     if not steps:
-        raise OptionError(
-            "run",
-            str(path),
-            "a log with lines `iteration N/ M | ...` of Bridge's training loop",
-            "Give the output of the rank that logs, with logger.log_interval steps between lines.",
-        )
+        why = "it has no lines `iteration N/ M | ...` of Bridge's training loop"
+        raise OptionError.because("run", f"Cannot report {path}: {why}. Give the output of the rank that logs.")
     return Run(
         case="run",
         mode=path.stem,

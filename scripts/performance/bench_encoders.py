@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [name.strip() for name in args.encoders.split(",")]
         unknown = [name for name in names if name not in ENCODERS]
         if unknown:
-            raise ValueError(f"--encoders {unknown[0]}: allowed is any of {', '.join(ENCODERS)}; correct the name")
+            raise ValueError(f"--encoders {unknown[0]}: it must be any of {', '.join(ENCODERS)}; correct the name")
         if args.layers is not None and args.layers < 2:
-            raise ValueError(f"--layers {args.layers}: allowed are whole numbers from 2 on; correct it")
+            raise ValueError(f"--layers {args.layers}: it must be a whole number from 2 on; correct it")
         out = output_path(args.out, "encoders.jsonl")
     except ValueError as error:
         print(f"bench_encoders.py: {error}", file=sys.stderr)

@@ -79,11 +79,11 @@ def checked(args: argparse.Namespace) -> tuple[list[str], dict[str, Grid], Path]
     modes = split(args.modes)
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
-        raise ValueError(f"--modes {unknown[0]}: allowed is any of {', '.join(MODES)}; correct the name")
+        raise ValueError(f"--modes {unknown[0]}: it must be any of {', '.join(MODES)}; correct the name")
     try:
         tokens = [int(part) for part in split(args.tokens)]
     except ValueError:
-        raise ValueError(f"--tokens {args.tokens}: allowed are numbers, comma-separated; correct the list") from None
+        raise ValueError(f"--tokens {args.tokens}: it must be numbers, comma-separated; correct the list") from None
     grids = workloads(split(args.cases), tokens)
     if not grids:
         raise ValueError("--cases and --tokens are both empty: there is nothing to measure; name at least one")

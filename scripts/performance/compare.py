@@ -30,6 +30,7 @@ from bridge_cg_tools.benchmarks.runs.comparison import (
     plan,
     refusal,
     status_of,
+    unknown_recipe,
     write,
 )
 from bridge_cg_tools.benchmarks.runs.recipe import require_gpu
@@ -92,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args, rest = read(arguments)
         runs = plan(args, rest)
         if args.dry_run:
+            if refused := unknown_recipe(args.recipe):
+                print(refused, file=sys.stderr)
+                return 2
             print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
             return 0
         plots.require()

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, require_gpu, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import job_of, read, worker_arguments
+from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of
 from bridge_cg_tools.launch import slurm, torchrun
 
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             run = prepare(parsed, words)
+            if parsed.dry_run:
+                check_start(run.config, run.mode, gpus_of(parsed))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2

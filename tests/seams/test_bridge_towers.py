@@ -149,5 +149,5 @@ def test_bridges_train_loop_passes_a_model_without_a_vision_model(active):
 def test_capacities_must_be_whole_embeddings_or_images(build, sample, sizes, family, attribute):
     model = build(vision_cuda_graph_buckets=[63 if family is SIGLIP else 62])
     what = "64, the patches of one image" if family is SIGLIP else "4, the patches of one embedding"
-    with pytest.raises(OptionError, match=f"multiples of {what}"):
+    with pytest.raises(OptionError, match=f"a multiple of {what}"):
         VisionTECudaGraphHelper([model], find_encoder(model).model.config, executor=ReferenceExecutor())

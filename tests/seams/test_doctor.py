@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
-from bridge_cg_tools import doctor
+from bridge_cg_tools import doctor, probe
 from bridge_cg_tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("active")
@@ -97,7 +99,7 @@ def test_facts_of_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (40 * 2**30, 80 * 2**30))
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\n")
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(probe, "DRIVER", tmp_path / "version")
     found = doctor.diagnose()
     assert found.problems == []
     assert (found.gpu["name"], found.gpu["count"], found.gpu["capability"]) == ("Made up", 2, "9.0")
@@ -115,14 +117,49 @@ def test_an_unknown_release_is_said(monkeypatch):
 
 
 def test_the_text_has_every_part():
-    text = doctor.render(diagnose())
-    for part in (
-        "versions",
-        "entry points: bridge_cg_plugin.plugin:autoload",
-        "seams",
-        "GPU",
-        "environment",
-        "problems",
-    ):
+    text = doctor.render(diagnose(), details=True)
+    assert text.splitlines()[0].startswith("no problems")
+    for part in ("versions", "entry points: bridge_cg_plugin.plugin:autoload", "seams", "GPU", "environment"):
         assert part in text
+
+
+def test_the_verdict_and_what_to_do_come_first(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    lines = doctor.render(doctor.diagnose()).splitlines()
+    assert lines[0] == "1 problem" and "PyTorch sees no NVIDIA GPU" in lines[1] and "--no-gpu" in lines[2]
+    assert len(lines) < 20 and "--details" in lines[-1]
+
+
+def test_a_library_that_is_missing_is_diagnosed(monkeypatch):
+    def broken():
+        raise RuntimeError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr("torch.cuda.is_available", broken)
+    assert [p.split(": cannot")[0] for p in problems()] == ["PyTorch does not work: RuntimeError: libcudnn.so.9"]
+    assert "install the library" in problems()[0]
+
+
+def test_a_fact_that_a_broken_library_keeps_is_named(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(name="G", total_memory=1))
+    monkeypatch.setattr("torch.backends.cudnn.version", broken)
+    found = diagnose()
+    assert found.gpu["name"] == "G" and found.gpu["cudnn"] is None
+    assert any("cudnn: RuntimeError: cuDNN version incompatibility" in p.what for p in found.problems)
+
+
+def started(code):
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_that_ends_or_takes_too_long():
+    with pytest.raises(probe.ProbeError, match="ImportError: libcudnn.so.9"):
+        probe.result(started("raise ImportError('libcudnn.so.9: cannot open shared object file')"), 60)
+    with pytest.raises(probe.SlowError, match="within 0 s"):
+        probe.result(started("import time; time.sleep(60)"), 0.01)
+    noisy = "print('noise'); print('BRIDGE_CG_PROBE ' + '[1]')"
+    assert probe.result(started(noisy), 60) == [1]
     assert plugin.status()["active"]

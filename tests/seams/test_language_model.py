@@ -116,7 +116,7 @@ def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, expec
 
 
 def test_a_sequence_above_the_length_is_refused(active):
-    with pytest.raises(OptionError, match=r"model\.seq_length=16: allowed is at least 20"):
+    with pytest.raises(OptionError, match=r"model\.seq_length=16: it must be at least 20"):
         language_model.padded(batch(20), 16)
 
 

@@ -54,6 +54,6 @@ def test_its_providers_take_the_options_and_refuse_as_qwen3_vls(active, name):
     kind = getattr(qwen35_vl_provider, name)
     provider = kind(vision_cuda_graph_impl="transformer_engine", vision_cuda_graph_buckets=[64, 128])
     assert vision_options(provider, 4).buckets == (64, 128)
-    with pytest.raises(OptionError, match="multiples of 4, the patches of one embedding"):
+    with pytest.raises(OptionError, match="a multiple of 4, the patches of one embedding"):
         vision_options(kind(vision_cuda_graph_impl="transformer_engine", vision_cuda_graph_buckets=[66]), 4)
     assert not hasattr(Qwen3_5VisionConfig(), "deepstack_visual_indexes")

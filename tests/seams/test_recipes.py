@@ -189,9 +189,9 @@ def test_buckets_within_the_limit_are_the_recipes(bridge, buckets):
 
 
 def test_what_cannot_have_graphs_is_refused(bridge):
-    with pytest.raises(OptionError, match="gpu='a100': allowed is h100 or h200 or b200"):
+    with pytest.raises(OptionError, match="gpu='a100': it must be h100 or h200 or b200"):
         with_graphs("qwen3_vl_8b_sft_config", gpu="a100")
-    with pytest.raises(OptionError, match="vision=True: allowed is False on GPTModelProvider"):
+    with pytest.raises(OptionError, match="vision=True: it must be False on GPTModelProvider"):
         with_graphs("qwen3_8b_sft_config", vision=True)
     with pytest.raises(OptionError, match="qwen3_vl_8b_sft_config"):
         with_graphs("qwen3_vl_8b_sft_confg")

@@ -131,4 +131,4 @@ def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
     status, record = run(tmp_path, "plugin", "train.train_itres=5")
     said = capsys.readouterr().err
     assert status == 2 and not record.exists() and calls == []
-    assert error_in(said).startswith("OptionError: train.train_itres")
+    assert error_in(said).startswith("OptionError: Cannot use 'train.train_itres'")

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from bridge_cg_plugin.upstream.hooks import recipes, steps
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.runs.startable import check_start
 from bridge_cg_tools.cli import main as bridge_cg
 from scripts.performance import run_recipe
 
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
+CHECKPOINT = "checkpoint.pretrained_checkpoint=/checkpoint"
 
 
 @pytest.fixture
@@ -56,12 +59,52 @@ def test_flags_then_words_reach_training(trained, capsys):
 
 
 def test_a_dry_run_prints_what_explain_prints_and_trains_nothing(trained, capsys):
-    assert run("--dry-run", *VISION) == 0
+    assert run("--dry-run", *VISION, CHECKPOINT) == 0
     out = capsys.readouterr().out
-    assert bridge_cg(["explain", RECIPE, *VISION, "rng.te_rng_tracker=true"]) == 0
+    assert bridge_cg(["explain", RECIPE, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]) == 0
     explained = capsys.readouterr().out
     assert out == f"{RECIPE}: finetune() with qwen3_vl_step\n{explained}"
     assert trained == []
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "Cannot fine-tune without a checkpoint"),
+        (["checkpoint.load=/absent"], "there is no run to resume in checkpoint.load=/absent"),
+        (["checkpoint.load=/"], ""),
+        (["checkpoint.load=null"], "Cannot fine-tune without a checkpoint. Set"),
+        (["--mode", "pretrain"], ""),
+        ([CHECKPOINT, "train.train_iters=-5"], "Cannot use train.train_iters=-5: it must be at least 0"),
+        ([CHECKPOINT, "model.tensor_model_parallel_size=8"], ""),  # nobody said how many GPUs there are
+        (
+            [CHECKPOINT, "model.tensor_model_parallel_size=8", "--launcher", "torchrun", "--gpus-per-node", "3"],
+            "Cannot train on 3 GPUs: model.tensor_model_parallel_size=8 needs a multiple of 8",
+        ),
+        (
+            [CHECKPOINT, "model.tensor_model_parallel_size=2", "model.context_parallel_size=2", "--gpus-per-node", "6"],
+            "model.tensor_model_parallel_size=2 and model.context_parallel_size=2 need a multiple of 4",
+        ),
+        ([CHECKPOINT, "model.tensor_model_parallel_size=8", "--nodes", "2", "--gpus-per-node", "8"], ""),
+    ],
+)
+def test_a_dry_run_refuses_what_could_not_start(trained, capsys, words, said):
+    assert run("--dry-run", *words) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_among_workers_knows_how_many_there_are(trained, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert run("--dry-run", CHECKPOINT, "model.tensor_model_parallel_size=2") == 2
+    assert "Cannot train on 3 GPUs" in capsys.readouterr().err
+
+
+def test_experts_want_a_multiple_of_their_ranks_too():
+    model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
+    config = SimpleNamespace(model=model, train=SimpleNamespace(train_iters=5))
+    check_start(config, "pretrain", 8)
+    with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
+        check_start(config, "pretrain", 6)
 
 
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
@@ -97,17 +140,17 @@ def test_the_mode_can_be_said(trained):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["train.train_itres=5"], "allowed is train.train_iters"),
-        (["trian.train_iters=5"], "allowed is train"),
-        (["+train.train_itres=5"], "allowed is train.train_iters"),
-        (["model.vision_cuda_graph_bukets=[64]"], "allowed is model.vision_cuda_graph_buckets"),
-        (["cuda_graph_iml=none"], "allowed is cuda_graph_impl"),
+        (["train.train_itres=5"], "Did you mean train.train_iters"),
+        (["trian.train_iters=5"], "Did you mean train?"),
+        (["+train.train_itres=5"], "Did you mean train.train_iters"),
+        (["model.vision_cuda_graph_bukets=[64]"], "Did you mean model.vision_cuda_graph_buckets"),
+        (["cuda_graph_iml=none"], "Did you mean cuda_graph_impl"),
         (["train.train_iters=[5"], "Hydra"),
         (["stray"], "section.name=value"),
-        (["--step_func", "qwen_vl_step"], "allowed is qwen3_vl_step"),
+        (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
         (["--cuda_graph_impl", "none", "--cuda_graph_modules", "attn"], "nothing is captured"),
         (["--max_packed_seqs", "64"], "cuda_graph_max_packed_seqs=64"),
-        (["--cuda_graph_impl", "full_iteration"], "=True: allowed is false with cuda_graph_impl=full_iteration"),
+        (["--cuda_graph_impl", "full_iteration"], "=True: it must be false with cuda_graph_impl=full_iteration"),
         ([*VISION, "rng.te_rng_tracker=false"], "rng.te_rng_tracker=False"),
         ([*VISION, "model.recompute_granularity=full"], "model.recompute_granularity='full'"),
         ([*VISION, "model.vision_cuda_graph_buckets=[3]"], "vision_cuda_graph_buckets"),
@@ -123,7 +166,7 @@ def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
     assert run() == 2
-    assert "gpu=None: allowed is an NVIDIA GPU" in capsys.readouterr().err
+    assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_a_recipes_typo_names_the_nearest(trained, capsys):
@@ -214,5 +257,5 @@ def test_the_mode_follows_the_name(recipe, mode):
 
 
 def test_a_name_that_says_no_mode():
-    with pytest.raises(OptionError, match="pass --mode"):
+    with pytest.raises(OptionError, match="Pass --mode"):
         steps.mode_of("tiny_config", benchmark=False)

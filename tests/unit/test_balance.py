@@ -379,7 +379,7 @@ def test_one_rank_has_nobody_to_exchange_with(tmp_path):
 def build_deterministic():
     model = new_tower()
     torch.use_deterministic_algorithms(True)
-    with pytest.raises(OptionError, match="balance='auto': allowed is a number .* with deterministic algorithms"):
+    with pytest.raises(OptionError, match="balance='auto': it must be a number .* with deterministic algorithms"):
         helper_on(model, model, "auto")
     return helper_on(model, model, 0.1).graphs.workload.exchange is not None
 
@@ -391,5 +391,5 @@ def test_times_decide_nothing_in_a_deterministic_run(tmp_path):
 @pytest.mark.parametrize("new", [new_qwen25, new_siglip])
 def test_images_of_other_encoders_stay_on_their_ranks(new):
     model = new()
-    with pytest.raises(OptionError, match="vision_cuda_graph_balance=0.1: allowed is null with .*'s encoder"):
+    with pytest.raises(OptionError, match="vision_cuda_graph_balance=0.1: it must be null with .*'s encoder"):
         VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(impl="transformer_engine", balance=0.1))

@@ -38,8 +38,8 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--encoders", "qwen2"], "--encoders qwen2: allowed is any of qwen35_vl, qwen25_vl, siglip"),
-        (["--layers", "1"], "--layers 1: allowed are whole numbers from 2 on"),
+        (["--encoders", "qwen2"], "--encoders qwen2: it must be any of qwen35_vl, qwen25_vl, siglip"),
+        (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),
     ],
 )

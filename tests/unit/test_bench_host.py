@@ -29,4 +29,4 @@ def test_phases_are_those_of_each_kind_of_microbatch_and_add_up(small, capsys):
 
 def test_an_unknown_case_is_named(capsys):
     assert bench_host.main(["--cases", "3x448"]) == 2
-    assert "--cases 3x448: allowed is any of 1x448" in capsys.readouterr().err
+    assert "--cases 3x448: it must be any of 1x448" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_one_layout_may_be_asked_for(processes, monkeypatch, tmp_path):
 
 
 def test_fewer_than_two_gpus_are_refused(processes, monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="--gpus 1: allowed is 2 or more"):
+    with pytest.raises(ValueError, match="--gpus 1: it must be 2 or more"):
         run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "1")
 
 

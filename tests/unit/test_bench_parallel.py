@@ -312,7 +312,7 @@ def test_a_record_of_shared_gpus_leaves_the_measured_one(started, tmp_path):
 def test_ranks_per_gpu_out_of_range_are_refused(count, capsys):
     with pytest.raises(SystemExit):
         bench_parallel.parse(["--ranks-per-gpu", count])
-    assert f"--ranks-per-gpu {count}: allowed is 1 to 4" in capsys.readouterr().err
+    assert f"--ranks-per-gpu {count}: it must be 1 to 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("grow", [False, True])
@@ -354,7 +354,7 @@ def test_as_many_eager_runs_as_are_wanted_replace_earlier_ones(started, tmp_path
 def test_too_few_are_refused(option, value, least, capsys):
     with pytest.raises(SystemExit):
         bench_parallel.parse([option, value])
-    assert f"{option} {value}: allowed is {least} or more" in capsys.readouterr().err
+    assert f"{option} {value}: it must be {least} or more" in capsys.readouterr().err
 
 
 def test_scaling_is_over_one_gpu_of_the_same_commit_and_microbatches():
@@ -476,7 +476,7 @@ def test_more_gpus_than_there_are_are_refused(started, tmp_path):
 
 
 def test_a_machine_without_gpus_is_refused(started, tmp_path):
-    with pytest.raises(ValueError, match="--gpus 0: allowed is 1 or more"):
+    with pytest.raises(ValueError, match="--gpus 0: it must be 1 or more"):
         bench_parallel.main(["--gpus", "0", "--out", str(tmp_path / "r.jsonl")])
 
 

@@ -159,7 +159,7 @@ def test_a_size_that_is_a_case_is_measured_once():
 
 @pytest.mark.parametrize(
     "cases, tokens, said",
-    [(["2x448"], [], "--cases 2x448: allowed"), ([], [300], "--tokens 300: allowed"), ([], [2], "--tokens 2")],
+    [(["2x448"], [], "--cases 2x448: it must"), ([], [300], "--tokens 300: it must"), ([], [2], "--tokens 2")],
 )
 def test_unknown_cases_are_refused(cases, tokens, said):
     with pytest.raises(ValueError, match=said):

@@ -169,10 +169,10 @@ def test_an_eager_record_of_another_commit_is_no_measure(runs, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "line, said",
     [
-        (["--steps", "6"], "--steps 6: allowed is more than 6"),
-        (["--modes", "eager,fast"], "--modes fast: allowed"),
-        (["--images", ""], "--images : allowed"),
-        (["--language-models", "4x1000"], "--language-models 4x1000: allowed"),
+        (["--steps", "6"], "--steps 6: it must be more than 6"),
+        (["--modes", "eager,fast"], "--modes fast: it must"),
+        (["--images", ""], "--images : it must"),
+        (["--language-models", "4x1000"], "--language-models 4x1000: it must"),
         ([], "--out: without a GPU"),
     ],
 )
@@ -249,7 +249,7 @@ def test_the_longest_sample_of_each_mix(training):
 
 @pytest.mark.parametrize("text", ["4", "x2048", "0x2048", "4x", "4x1536", "ax2048", ""])
 def test_other_language_models_are_refused(training, text):
-    with pytest.raises(ValueError, match="--language-model .*: allowed is LAYERSxWIDTH"):
+    with pytest.raises(ValueError, match="--language-model .*: it must be LAYERSxWIDTH"):
         training.parse_language_model(text)
 
 

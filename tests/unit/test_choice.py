@@ -60,7 +60,7 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
 )
 def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, why):
     part = chosen({**PACKED, **settings})[1]["language model"]
-    assert part.graphs.startswith(graphs) and why in part.why
+    assert part.graphs.startswith(graphs) and why in part.why and not part.why.startswith("Cannot")
 
 
 def test_full_recompute_keeps_the_encoder_eager_and_says_so():

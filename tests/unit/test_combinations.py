@@ -283,7 +283,7 @@ def test_refused_with_the_reason(combination):
     with pytest.raises(OptionError, match=re.escape(combination.reason)) as caught:
         graph_options(words)
     assert caught.value.field == field
-    assert "allowed is" in str(caught.value)
+    assert "it must be" in str(caught.value)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c.what)
@@ -348,7 +348,7 @@ def test_what_can_work_passes(words):
 
 
 def test_in_batch_packing_is_refused_under_an_older_releases_name():
-    with pytest.raises(OptionError, match="dataset.pack_sequences_in_batch=True: allowed is false"):
+    with pytest.raises(OptionError, match="dataset.pack_sequences_in_batch=True: it must be false"):
         graph_options(f"{FULL} {VISION} dataset.pack_sequences_in_batch=true")
 
 

@@ -123,10 +123,24 @@ def test_a_process_without_a_record_failed(tmp_path):
 # The command line
 
 
+@pytest.fixture(autouse=True)
+def any_recipe(monkeypatch):
+    monkeypatch.setattr(compare, "unknown_recipe", lambda name: "")
+
+
 def dry(capsys, *words):
     assert compare.main(["--recipe", RECIPE, "--dry-run", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     return {mode: shlex.split(command) for mode, _, command in (line.partition(": ") for line in lines)}
+
+
+def test_a_dry_run_refuses_a_misspelt_recipe(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "unknown_recipe", comparison.unknown_recipe)
+    words = ["--modes", "eager", "--dry-run"]
+    assert compare.main(["--recipe", "qwen3_vl_smal_vision_graphs_pretrain_mock_config", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "no such recipe. Did you mean qwen3_vl_small_vision_graphs_pretrain" in said.err
+    assert compare.main(["--recipe", "qwen3_vl_small_vision_graphs_pretrain_mock_config", *words]) == 0
 
 
 def test_a_dry_run_prints_the_commands(capsys):
@@ -174,13 +188,13 @@ def test_several_gpus_run_under_torchrun(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--steps", "6"], "steps=6: allowed is a whole number of at least 7"),
-        (["--eager_runs", "1"], "eager_runs=1: allowed is a whole number of at least 2"),
-        (["--modes", "eager,plugn"], "modes='eager,plugn': allowed is any of eager, upstream, plugin"),
+        (["--steps", "6"], "steps=6: it must be a whole number of at least 7"),
+        (["--eager_runs", "1"], "eager_runs=1: it must be a whole number of at least 2"),
+        (["--modes", "eager,plugn"], "modes='eager,plugn': it must be any of eager, upstream, plugin"),
         (["--time_limit", "0"], "time_limit=0.0"),
-        (["--launcher", "torchrun"], "launcher='torchrun': allowed is none"),
-        (["train.train_iters=50"], "train.train_iters='50': allowed is what --steps says"),
-        (["--vision_cuda_graph_bukets", "2"], "allowed is --vision_cuda_graph_buckets"),
+        (["--launcher", "torchrun"], "launcher='torchrun': it must be none"),
+        (["train.train_iters=50"], "train.train_iters='50': it must be what --steps says"),
+        (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
         (["--vision_cuda_graph_tuning", "slots=0"], "vision_cuda_graph_tuning.slots"),
     ],
 )
@@ -193,19 +207,19 @@ def test_bad_input_is_refused_before_anything_runs(capsys, words, says):
 def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, monkeypatch, capsys):
     script = tmp_path / "run_recipe.py"
     script.write_text(
-        "import sys; print('noise\\nrecipe=1: allowed is 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
+        "import sys; print('noise\\nCannot use recipe=1: it must be 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
     monkeypatch.setattr(comparison, "RECIPE_SCRIPT", script)
     monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == "recipe=1: allowed is 2. Mend it.\n"
+    assert capsys.readouterr().err == "Cannot use recipe=1: it must be 2. Mend it.\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_without_a_gpu_nothing_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
-    assert "gpu=None: allowed is an NVIDIA GPU" in capsys.readouterr().err
+    assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

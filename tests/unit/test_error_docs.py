@@ -38,7 +38,16 @@ INDIRECT = {
 IN_FULL = ("PlanError", "AuditError")
 FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)
 # Not for a user: a seam that does not fit becomes a state, the group's failure a fallback that names its cause.
-INTERNAL = {"TimeIsUp", "OutOfSpace", "GraphError", "NoSourceError", "DriftError", "ReplayError"}
+INTERNAL = {
+    "TimeIsUp",
+    "ProbeError",
+    "SlowError",
+    "OutOfSpace",
+    "GraphError",
+    "NoSourceError",
+    "DriftError",
+    "ReplayError",
+}
 
 
 def calls(path):
@@ -51,7 +60,7 @@ def refused():
     """Yield the place and the name of every option that a line of code refuses."""
     for path in SOURCES:
         for name, node in calls(path):
-            if name != "OptionError" or not node.args or ast.unparse(node.args[0]) in INDIRECT:
+            if name not in ("OptionError", "because") or not node.args or ast.unparse(node.args[0]) in INDIRECT:
                 continue
             yield path, node.lineno, node.args[0]
 

@@ -106,7 +106,7 @@ def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
 @pytest.mark.parametrize(
     "word, said",
     [
-        ("vision_cuda_graph_tunning.slots=2", "allowed is vision_cuda_graph_tuning.NAME=VALUE"),
+        ("vision_cuda_graph_tunning.slots=2", "Did you mean vision_cuda_graph_tuning.NAME=VALUE"),
         ("cuda_graph_tuning.slots=2", "_tuning.NAME=VALUE"),
         ("vision_cuda_graph_tuning.slots.x=2", "has no parts"),
     ],

@@ -136,8 +136,8 @@ def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--cuda_graph_imp", "none"], "allowed is --cuda_graph_impl"),
-        (["--recpie", "x"], "allowed is --recipe"),
+        (["--cuda_graph_imp", "none"], "Did you mean --cuda_graph_impl"),
+        (["--recpie", "x"], "Did you mean --recipe"),
         (["--cuda-graph-impl", "cuda"], "cuda_graph_impl='cuda'"),
         (["--vision_cuda_graph_buckets", "64,32"], "Sort the list"),
     ],

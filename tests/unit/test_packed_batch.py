@@ -25,10 +25,10 @@ def packed(offsets=None, tokens=TOKENS, kv=None, padded=None, longest=TOKENS, sh
 
 
 BAD = {
-    "does not start at 0": (packed, {"offsets": offsets_of(1, 5, 12)}, "cu_seqlens_q starts at 1: allowed is 0"),
+    "does not start at 0": (packed, {"offsets": offsets_of(1, 5, 12)}, "cu_seqlens_q starts at 1: it must be 0"),
     "decreases": (packed, {"offsets": offsets_of(0, 7, 5, 12)}, "cu_seqlens_q[2]=5 after 7"),
     "too long": (packed, {"offsets": offsets_of(0, 5, 13)}, "cu_seqlens_q ends at 13, the pack has 12 tokens"),
-    "dtype": (packed, {"offsets": offsets_of(0, 5, 12, dtype=torch.int64)}, "torch.int64: allowed is torch.int32"),
+    "dtype": (packed, {"offsets": offsets_of(0, 5, 12, dtype=torch.int64)}, "torch.int64: it must be torch.int32"),
     "device": (packed, {"offsets": offsets_of(0, 5, 12).to("meta")}, "is on meta, the tokens are on cpu"),
     "shape": (packed, {"offsets": offsets_of(0, 5, 12)[None]}, "has shape (1, 3)"),
     "empty": (packed, {"offsets": offsets_of(0, 0)}, "the pack is empty"),
@@ -37,7 +37,7 @@ BAD = {
     "padding": (packed, {"padded": offsets_of(0, 4, 12)}, "document 0 has 5 tokens in cu_seqlens_q and room for 4"),
     "padded too long": (packed, {"padded": offsets_of(0, 6, 14)}, "cu_seqlens_q_padded ends at 14"),
     "bound": (packed, {"longest": 6}, "max_seqlen_q=6, a document has 7 tokens"),
-    "chunks": (packed, {"ranks": 2}, "document 0 has 5 tokens in cu_seqlens_q: allowed are multiples of 4"),
+    "chunks": (packed, {"ranks": 2}, "document 0 has 5 tokens in cu_seqlens_q: it must be a multiple of 4"),
     "padded bound": (
         packed,
         {"offsets": offsets_of(0, 5, 10), "padded": offsets_of(0, 5, 12), "longest": 6},

@@ -231,7 +231,7 @@ def test_what_cannot_be_recorded_is_refused(changes, message):
 def test_settings_that_experts_inside_the_graph_do_not_have(name):
     model = new_model(**EXPERTS)
     setattr(model.decoder.layers[0].mlp.config, name, 2)
-    with pytest.raises(OptionError, match=f"{name}=2: allowed is .*Set cuda_graph_modules=attn,moe_router"):
+    with pytest.raises(OptionError, match=f"{name}=2: it must be .*Set cuda_graph_modules=attn,moe_router"):
         TransformerBlockFamily(model.decoder).parts(())
 
 
@@ -247,14 +247,14 @@ def test_other_experts_are_refused():
     first = model.decoder.layers[0].mlp.experts
     adapted = type("LoRALinear", (torch.nn.Linear,), {})(2, 2)
     first.local_experts[1].linear_fc1 = adapted
-    with pytest.raises(OptionError, match="experts with LoRALinear"):
+    with pytest.raises(OptionError, match="linear layers of LoRALinear"):
         TransformerBlockFamily(model.decoder).parts(())
     model.decoder.layers[0].mlp.experts = adapted
     with pytest.raises(OptionError, match="experts of LoRALinear"):
         TransformerBlockFamily(model.decoder).parts(())
     model = new_model(**EXPERTS)
     model.decoder.layers[1].mlp.experts.local_experts[0].linear_fc2.weight.requires_grad_(False)
-    with pytest.raises(OptionError, match="weights are not alike"):
+    with pytest.raises(OptionError, match="weights that are not alike"):
         TransformerBlockFamily(model.decoder).parts(())
 
 

@@ -197,8 +197,8 @@ def refused(changes, options):
 @pytest.mark.parametrize(
     "changes, options, said",
     [
-        ({"cp_comm_type": "a2a"}, {}, "model.cp_comm_type='a2a': allowed is p2p with cuda_graph_max_packed_seqs=6"),
-        ({}, {"cuda_graph_packed_buckets": [322]}, "cuda_graph_packed_buckets=322: allowed is multiples of 4"),
+        ({"cp_comm_type": "a2a"}, {}, "model.cp_comm_type='a2a': it must be p2p with cuda_graph_max_packed_seqs=6"),
+        ({}, {"cuda_graph_packed_buckets": [322]}, "cuda_graph_packed_buckets=322: it must be a multiple of 4"),
     ],
 )
 def test_what_context_parallel_ranks_cannot_do_is_refused(tmp_path, changes, options, said):

@@ -39,7 +39,7 @@ def test_a_command_line_says_a_layout(words, ranks, name):
 
 @pytest.mark.parametrize("size", ["0", "-1"])
 def test_sizes_below_one_are_refused(size):
-    with pytest.raises(ValueError, match=f"--tensor-parallel {size}: allowed is 1 or more"):
+    with pytest.raises(ValueError, match=f"--tensor-parallel {size}: it must be 1 or more"):
         command.layout_of(command.parse(["--tensor-parallel", size]))
 
 
@@ -59,7 +59,7 @@ def test_layers_of_the_stages(stages, chunks, layers, fitting):
 
 @pytest.mark.parametrize("words", [["--pipeline-chunks", "0"], ["--pipeline-chunks", "2"]])
 def test_chunks_without_a_pipeline_are_refused(words):
-    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: allowed is 1, and more with"):
+    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: it must be 1, and more with"):
         command.layout_of(command.parse(words))
 
 

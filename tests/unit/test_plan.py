@@ -46,7 +46,7 @@ def test_in_batch_packing_joins_a_microbatch(lengths, count):
 
 
 def test_a_document_above_the_pack_is_refused():
-    with pytest.raises(PlanError, match="a document has 12 tokens, pack_size=10"):
+    with pytest.raises(PlanError, match="a document has 12 tokens, more than --pack-size 10"):
         first_fit([3, 12], 10)
 
 
@@ -113,7 +113,7 @@ def test_small_packs_have_buckets_of_their_size():
 
 
 def test_memory_limits_the_buckets():
-    with pytest.raises(PlanError, match=r"max_memory_gb=0\.1: .*at least"):
+    with pytest.raises(PlanError, match=r"--max-memory-gb 0\.1: it must be at least"):
         plan_packs([(4000,)], COST, 0.1)
     assert plan_packs([(4000,)], COST, 100.0).best.memory_gb <= 100
 
@@ -182,17 +182,17 @@ def test_bridges_packed_files(tmp_path):
 
 BAD_FILES = {
     "missing.json": (None, "does not exist"),
-    "a.txt": ("3", r"allowed is \.json"),
+    "a.txt": ("3", r"it must be \.json"),
     "broken.json": ("{", "cannot be read"),
     "a.json": ('{"x": 3}', "whole numbers"),
     "b.json": ('{"3": -1}', "below 0"),
     "c.json": ("[]", "no documents"),
     "d.json": ("7", "a histogram"),
-    "e.json": ("[3, 0]", "row 1: 0: allowed is"),
-    "f.json": ("[true]", "row 0: True: allowed is"),
-    "a.jsonl": ('{"words": 3}', "row 0: allowed is a field of length.*found words; use --field"),
+    "e.json": ("[3, 0]", "row 1: 0: it must be"),
+    "f.json": ("[true]", "row 0: True: it must be"),
+    "a.jsonl": ('{"words": 3}', "row 0: it must have a field of length.*found words; use --field"),
     "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
-    "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "ascending starts"),
+    "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "the starts must ascend"),
     "bad.parquet": ("no parquet", "cannot be read"),
 }
 
@@ -217,10 +217,10 @@ def test_cost_models_are_kept_as_json(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "allowed is a JSON file"),
+        (None, "it must be a JSON file"),
         ("[]", "has no 'packed'"),
         ('{"packed": {"origin": "x"}}', "fixed_ms.* missing"),
-        ("bad", "allowed is a JSON file"),
+        ("bad", "it must be a JSON file"),
     ],
 )
 def test_a_bad_cost_model(tmp_path, text, message):
@@ -234,7 +234,7 @@ def test_a_bad_cost_model(tmp_path, text, message):
 def test_a_cost_below_zero_is_refused(tmp_path):
     path = tmp_path / "cost.json"
     save_cost_model(path, "packed", replace(COST, host_ms=-1.0))
-    with pytest.raises(PlanError, match=r"host_ms=-1\.0: allowed is a number of at least 0"):
+    with pytest.raises(PlanError, match=r"host_ms=-1\.0: it must be a number of at least 0"):
         load_cost_model(path, "packed")
 
 
@@ -274,7 +274,7 @@ def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):
 
 
 def test_more_images_a_microbatch_than_there_are():
-    with pytest.raises(PlanError, match="allowed is 1 to the dataset's 1"):
+    with pytest.raises(PlanError, match="it must be 1 to the dataset's 1"):
         plan_images([Image(448, 448)], DEFAULTS["vision"], 2)
 
 
@@ -316,13 +316,21 @@ def test_the_command_plans_vision(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "pack_size is missing"),
-        (["--pack-size", "0"], "pack_size=0"),
+        ([], "--pack-size is missing"),
+        (["--pack-size", "0"], "--pack-size 0"),
         (["--pack-size", "100"], "raise it, or cut with --truncate"),
         (["--pack-size", "2048", "--cost-model", "none.json"], "cost model none.json"),
-        (["--pack-size", "2048", "--pad-to-multiple", "0"], "pad_to_multiple=0"),
-        (["--packing", "in_batch", "--micro-batch-size", "0"], "micro_batch_size=0"),
+        (["--pack-size", "2048", "--pad-to-multiple", "0"], "--pad-to-multiple 0"),
+        (["--packing", "in_batch", "--micro-batch-size", "0"], "--micro-batch-size 0"),
         (["--packing", "in_batch", "--micro-batch-size", "4000"], "no packs"),
+        (["--pack-size", "2048", "--field", "foo"], "--field has no effect: the file has lengths without fields"),
+        (
+            ["--pack-size", "2048", "--micro-batch-size", "2"],
+            "--micro-batch-size has no effect: only --packing in_batch",
+        ),
+        (["--packing", "in_batch", "--pack-size", "2048"], "--pack-size has no effect"),
+        (["--packing", "in_batch", "--truncate"], "--truncate has no effect"),
+        (["--pack-size", "2048", "--max-memory-gb", "0.1"], "--max-memory-gb 0.1: it must be at least "),
     ],
 )
 def test_the_command_refuses(histogram, capsys, arguments, message):
@@ -356,3 +364,38 @@ print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize("words", [["--pack-size", "8"], ["--packing", "first_fit"], ["--truncate"], ["--field", "x"]])
+def test_packs_are_not_packed_again(tmp_path, capsys, words):
+    file = write(tmp_path / "packs.jsonl", '{"input_ids": [1, 2, 3, 4], "seq_start_id": [0, 2]}')
+    assert main(["plan", "packed", str(file), *words]) == 2
+    assert f"{words[0]} has no effect: the file holds packs" in capsys.readouterr().err
+
+
+def test_a_field_of_a_table_beside_one_of_tokens(tmp_path):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pyarrow.table({"input_ids": [[1] * 3], "text_tokens": [7]}), tmp_path / "a.parquet")
+    assert read_documents(tmp_path / "a.parquet", "text_tokens").lengths == (7,)
+
+
+def test_a_histogram_of_any_size_takes_seconds(tmp_path):
+    images = read_images(write(tmp_path / "i.json", '{"640x480": 100000000000, "64x64": 3}'))
+    assert len(images) <= 200_001 and set(images) == {Image(640, 480), Image(64, 64)}
+    lengths = read_documents(write(tmp_path / "l.json", '{"300": 300000000000, "100": 100000000000, "7": 0}')).lengths
+    assert Counter(lengths) == {300: 150_000, 100: 50_000}
+
+
+def test_too_little_memory_names_the_least_that_works(tmp_path, capsys):
+    file = str(write(tmp_path / "a.json", '{"2048x2048": 40}'))
+    assert main(["plan", "vision", file, "--max-memory-gb", "1"]) == 2
+    said = capsys.readouterr().err
+    least = said.split("it must be at least ")[1].split(",")[0]
+    assert main(["plan", "vision", file, "--json", "--max-memory-gb", least]) == 0
+
+
+def test_few_sizes_get_a_bucket_each_of_just_that_size():
+    images = [Image(480, 640)] * 1000
+    assert plan_images(images, DEFAULTS["vision"]).buckets == (1200,)
+    plan = plan_images([*images, *[Image(448, 448)] * 500, *[Image(1024, 768)] * 200], DEFAULTS["vision"])
+    assert plan.buckets == (784, 1200, 3072) and plan.padding == 0

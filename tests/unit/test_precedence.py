@@ -144,7 +144,7 @@ def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
 )
 @pytest.mark.parametrize("config", [None, RECIPES[2]], ids=["alone", "over_a_recipe"])
 def test_a_contradiction_of_the_users_own_is_refused(config, words):
-    with pytest.raises(OptionError, match="allowed is"):
+    with pytest.raises(OptionError, match="it must be"):
         graph_options(config, *words)
 
 

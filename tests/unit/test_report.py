@@ -209,7 +209,7 @@ def test_event_files_without_a_loss_are_refused(tmp_path):
     writer = SummaryWriter(str(tmp_path))
     writer.add_scalar("batch-size", 4, 1)
     writer.close()
-    with pytest.raises(OptionError, match=r"have a loss.*tensorboard_dir"):
+    with pytest.raises(OptionError, match=r"have no loss.*tensorboard_dir"):
         read_runs([str(tmp_path)])
 
 
@@ -240,8 +240,8 @@ def test_a_folder_of_records_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", r"runs\.jsonl:2.*It is no JSON"),
-        ("[]", "It is no JSON object"),
+        ("{", r"runs\.jsonl:2 as a benchmark record: it is no JSON"),
+        ("[]", "it is no JSON object"),
         ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
         ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
     ],
@@ -254,11 +254,44 @@ def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
 
 
 def test_records_of_no_training_run_are_refused():
-    with pytest.raises(OptionError, match="records with losses"):
+    with pytest.raises(OptionError, match="it has no training runs"):
         read_runs([str(ROOT / "docs/benchmarks/autoload.jsonl")])
 
 
 # Inputs
+
+
+@pytest.mark.parametrize(
+    "others", [[], ['{"case": "a", "mode": "compile", "versions": {}, "error": "AssertionError: wrong"}']]
+)
+def test_records_of_measurements_are_no_training_runs(tmp_path, others):
+    file = tmp_path / "bench.jsonl"
+    file.write_text("\n".join(['{"case": "a", "mode": "eager", "versions": {}, "ms": 3}', *others]))
+    with pytest.raises(OptionError, match="it has no training runs"):
+        read_runs([str(file)])
+
+
+def test_runs_that_all_failed_are_reported(tmp_path):
+    file = tmp_path / "failed.jsonl"
+    file.write_text('{"case": "a", "mode": "plugin", "versions": {}, "error": "OutOfSpace: no memory"}')
+    assert [run.error for run in read_runs([str(file)])] == ["OutOfSpace: no memory"]
+
+
+def test_a_folder_gives_the_training_runs_of_its_files(tmp_path):
+    (tmp_path / "bench.jsonl").write_text('{"case": "a", "mode": "eager", "versions": {}, "ms": 3}')
+    with pytest.raises(OptionError, match="Cannot report .*: it has no training runs"):
+        read_runs([str(tmp_path)])
+    (tmp_path / "runs.jsonl").write_text(PRETRAIN.read_text())
+    assert len(read_runs([str(tmp_path)])) == len(RECORDS)
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(OptionError, match=r"broken\.jsonl:1"):
+        read_runs([str(tmp_path)])
+
+
+def test_the_folder_of_the_published_measurements_has_a_page(capsys):
+    assert cli.main(["report", str(ROOT / "docs/benchmarks"), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert len(runs) > 50 and not any("compile" in run["mode"] for run in runs)
 
 
 def test_a_mode_before_a_path_names_the_run(tmp_path):
@@ -277,11 +310,11 @@ def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere.log"], r"run='nowhere.log': allowed is a path that exists"),
-        ([str(LOG), str(LOG)], "every mode of a case once.*eager1=a.log"),
-        ([f"plugin={PRETRAIN}"], "PATH alone for a file of several runs"),
+        (["nowhere.log"], "Cannot read nowhere.log: it does not exist"),
+        ([str(LOG), str(LOG)], "two runs that are both named .*eager1=a.log"),
+        ([f"plugin={PRETRAIN}"], f"the file has {len(RECORDS)} runs. Write PATH alone"),
         ([str(ROOT / "docs/benchmarks/format.md")], "iteration N"),
-        ([str(ROOT / "recipes")], "TensorBoard event files or .jsonl"),
+        ([str(ROOT / "recipes")], "no TensorBoard event files and no .jsonl"),
     ],
 )
 def test_inputs_that_cannot_be_read_are_refused(words, says):
@@ -485,9 +518,9 @@ def test_the_command_prints_json_alone(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "allowed is a path that exists"),
-        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: allowed is a number above 0"),
-        ([str(LOG), "--markdown", str(LOG / "below")], "a place that can be written"),
+        (["nowhere"], "Cannot read nowhere: it does not exist"),
+        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: it must be a number above 0"),
+        ([str(LOG), "--markdown", str(LOG / "below")], "Cannot write "),
     ],
 )
 def test_refused_input_is_status_2_and_one_line(words, says, capsys):

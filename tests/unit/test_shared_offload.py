@@ -78,7 +78,7 @@ def test_a_bound_on_copies_in_flight_comes_with_graphs_of_whole_steps():
 def test_where_nothing_would_leave_it_is_refused(words, reason):
     with pytest.raises(OptionError, match=reason) as caught:
         graph_options(words)
-    assert caught.value.field == "activation_offload" and "allowed is" in str(caught.value)
+    assert caught.value.field == "activation_offload" and "it must be" in str(caught.value)
 
 
 @pytest.mark.parametrize(

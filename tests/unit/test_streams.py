@@ -12,7 +12,7 @@ from .toy import ToyProgram, toy_region
 
 
 def test_an_event_without_a_stream_of_its_own_is_refused():
-    with pytest.raises(ValueError, match="cuda_graph_event: allowed is None without cuda_graph_stream"):
+    with pytest.raises(ValueError, match="cuda_graph_event: it must be None without cuda_graph_stream"):
         ReplayStream(None, object())
 
 

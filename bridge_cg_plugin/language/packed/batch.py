@@ -130,21 +130,21 @@ def check_offsets(
         PackedBatchError: It cannot be the offsets of a pack of `tokens` tokens.
     """
     if offsets.dtype != torch.int32:
-        raise PackedBatchError(f"{name} is {offsets.dtype}: allowed is torch.int32, as attention kernels read it")
+        raise PackedBatchError(f"{name} is {offsets.dtype}: it must be torch.int32, as attention kernels read it")
     if offsets.device != device:
         raise PackedBatchError(f"{name} is on {offsets.device}, the tokens are on {device}: move it there")
     if offsets.dim() != 1:
-        raise PackedBatchError(f"{name} has shape {tuple(offsets.shape)}: allowed is [documents + 1], one pack a batch")
+        raise PackedBatchError(f"{name} has shape {tuple(offsets.shape)}: it must be [documents + 1], one pack a batch")
     values = tuple(host(offsets))
     if len(values) < 2 or values[-1] == 0:
         raise PackedBatchError(f"{name} holds {values}: the pack is empty; leave such batches out")
     if values[0] != 0:
-        raise PackedBatchError(f"{name} starts at {values[0]}: allowed is 0")
+        raise PackedBatchError(f"{name} starts at {values[0]}: it must be 0")
     for index, (before, after) in enumerate(pairwise(values)):
         if after < before:
             raise PackedBatchError(f"{name}[{index + 1}]={after} after {before}: offsets must not decrease")
     if values[-1] > tokens:
-        raise PackedBatchError(f"{name} ends at {values[-1]}, the pack has {tokens} tokens: allowed is at most that")
+        raise PackedBatchError(f"{name} ends at {values[-1]}, the pack has {tokens} tokens: it must be at most that")
     return values
 
 
@@ -163,14 +163,14 @@ def _check_chunks(name: str, offsets: Sequence[int], chunks: int) -> None:
     for index, length in enumerate(_lengths(offsets)):
         if length % chunks:
             raise PackedBatchError(
-                f"document {index} has {length} tokens in {name}: allowed are multiples of {chunks}, two chunks for "
+                f"document {index} has {length} tokens in {name}: it must be a multiple of {chunks}, two chunks for "
                 "each rank of context parallelism; pad documents where they are packed"
             )
 
 
 def _check_longest(name: str, longest: int, offsets: Sequence[int]) -> None:
     if longest < (actual := max(_lengths(offsets))):
-        raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: allowed is at least that")
+        raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: it must be at least that")
 
 
 def _lengths(offsets: Sequence[int]) -> tuple[int, ...]:

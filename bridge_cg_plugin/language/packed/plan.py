@@ -126,5 +126,5 @@ class PackPlan:
         if self._options.buckets == "auto":
             return
         if wrong := [tokens for tokens in self._options.buckets if tokens % self._unit]:
-            allowed = f"multiples of {self._unit}, which ranks share in equal parts"
+            allowed = f"a multiple of {self._unit}, which ranks share in equal parts"
             raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")

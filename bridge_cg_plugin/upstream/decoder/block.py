@@ -263,9 +263,8 @@ def _check_layer(layer: nn.Module) -> None:
     attention = getattr(layer, "self_attention", layer)
     known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
     if not (known or _is_identity(attention)):
-        raise OptionError(
-            MAX_PACKED_SEQS,
-            type(attention).__name__,
-            "layers with megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer",
-            "Remove the option for this model.",
+        kinds = "megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer"
+        why = f"its layers must have {kinds}, and one has {type(attention).__name__}"
+        raise OptionError.because(
+            MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
         )

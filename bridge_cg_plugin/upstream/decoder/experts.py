@@ -123,12 +123,12 @@ class _Linear:
             OptionError: Names what they are.
         """
         if other := {type(module).__name__ for module in self.modules} - set(LINEAR):
-            raise _refused(f"experts with {min(other)}", ", ".join(LINEAR))
+            raise _refused(f"linear layers of {min(other)}", ", ".join(LINEAR))
         weights = self.weights()
         if any(weight is None for weight in weights):
-            raise _refused("experts with one weight for all", "a weight for each")
+            raise _refused("experts with one weight for all", "experts with a weight for each")
         if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
-            raise _refused("experts whose weights are not alike", "weights of one shape, all trained or none")
+            raise _refused("weights that are not alike", "weights of one shape, all trained or none")
 
 
 def is_swiglu(config: Any) -> bool:
@@ -198,4 +198,5 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
 
 
 def _refused(found: str, allowed: str) -> OptionError:
-    return OptionError(MODULES, found, f"{allowed}, with experts inside the graph", REMEDY)
+    why = f"the model has {found}, and it must have {allowed}"
+    return OptionError.because(MODULES, f"Cannot record experts inside the graph: {why}. {REMEDY}")

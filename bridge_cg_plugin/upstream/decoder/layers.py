@@ -163,9 +163,8 @@ def check_router(router: UpstreamModule) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     if type(router) is not TopKRouter:
-        raise OptionError(
-            MODULES, "moe_router", "layers with megatron-core's TopKRouter", f"This has {type(router).__name__}."
-        )
+        why = f"routers must be megatron-core's TopKRouter, and one is {type(router).__name__}"
+        raise OptionError.because(MODULES, f"Cannot use {MODULES} with moe_router on this model: {why}. Remove it.")
     if router.config.moe_input_jitter_eps:
         raise OptionError(
             "model.moe_input_jitter_eps",

@@ -37,11 +37,9 @@ def check_mamba_layer(layer: UpstreamModule) -> None:
         OptionError: Names what the layer has.
     """
     if not _is_mixer(layer.mixer):
-        raise OptionError(
-            MAX_PACKED_SEQS,
-            type(layer.mixer).__name__,
-            "Mamba layers with megatron-core's MambaMixer",
-            "Remove the option for this model.",
+        why = f"its Mamba layers must have megatron-core's MambaMixer, and one has {type(layer.mixer).__name__}"
+        raise OptionError.because(
+            MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
         )
     if layer.mixer.cp.cp_size > 1:
         raise OptionError(

@@ -49,7 +49,7 @@ class CapturedRouter:
             raise OptionError("moe_router_load_balancing_type", min(other), allowed, REMEDY)
         if router.is_aux_loss_enabled() and config.moe_router_fusion:
             allowed = "False with a router's loss inside the graph"
-            raise OptionError("moe_router_fusion", True, allowed, f"Set it to False. Or {REMEDY}")
+            raise OptionError("moe_router_fusion", True, allowed, f"Set it to False, or set {MODULES}=attn,moe_router.")
         self._router, self._masked = router, not is_pure(router)
 
     def route(self, hidden: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:

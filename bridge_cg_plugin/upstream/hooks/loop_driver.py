@@ -26,9 +26,8 @@ def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     """Set graph options on the config of a model; see `bridge_cg_plugin.enable`."""
     config = config_of(model)
     if config is None:
-        raise OptionError(
-            "model", type(model).__name__, "a megatron-core model with a config", "Pass the model itself."
-        )
+        why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
+        raise OptionError.because("model", f"Cannot enable graphs: {why}")
     declared = {one.field: one.default for group in GROUPS for one in group.options if not one.tuning}
     for name, default in {**declared, **{group.tuning: None for group in GROUPS if group.tuned}}.items():
         if not hasattr(config, name):

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,17 @@ from ...options.normalization import warn_once
 from ...options.precedence import settle
 from ...options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
 from .graph_fields import apply_options
+from .training_config import check_configuration
 
+ApplyWords = Callable[[Any, Sequence[str]], None]
 _TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
 _NAN_CHECK = "check_for_nan_in_loss"
 _WORD = re.compile(r"(?P<how>[+]{0,2}|~)(?P<name>[A-Za-z_][\w.@/\-]*)(=(?P<value>.*))?", re.DOTALL)
 
 
-def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] = ()) -> GraphOptions:
+def apply_overrides(
+    config: Any, flags: Mapping[str, Any], words: Sequence[str] = (), apply: ApplyWords | None = None
+) -> GraphOptions:
     """Apply flags, and the words after them, which win; returns the graph options of the result.
 
     Words that set graph fields go the way of flags, so every spelling is accepted and checked with the rest of the
@@ -30,6 +34,7 @@ def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] 
         config: A Bridge `ConfigContainer`.
         flags: Fields of the model and what was written, as `options.flags.given_flags` returns them.
         words: Hydra-style `section.name=value`.
+        apply: Sets the words that are no graph options; Bridge's Hydra machinery if left out.
 
     Raises:
         OptionError: A word names nothing, or the options cannot work; says what is nearest or allowed.
@@ -39,7 +44,7 @@ def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] 
     for word in others:
         check_word(config, word)
     if others:
-        _apply_words(config, others)
+        (apply or _apply_words)(config, others)
     if any(word.startswith("dataset.seq_length=") for word in others):
         _follow_dataset(config, others)
     if not (flags or of_graphs):
@@ -51,6 +56,38 @@ def apply_overrides(config: Any, flags: Mapping[str, Any], words: Sequence[str] 
     options, written = normalize(config, settings, flags, of_graphs)
     check_options(options, facts_of(written))
     return _apply(options, config)
+
+
+def resolve(
+    config: Any, flags: Mapping[str, Any], words: Sequence[str] = (), apply: ApplyWords | None = None
+) -> GraphOptions:
+    """Apply flags and words as `apply_overrides` does, and check the result as training will.
+
+    Raises:
+        OptionError: A word names nothing, or training would refuse the result.
+    """
+    check_trackers(words)
+    options = apply_overrides(config, flags, words, apply)
+    check_configuration(config)
+    return options
+
+
+def check_trackers(words: Sequence[str]) -> None:
+    """Refuse words that say both that the random-state tracker is on and that it is off.
+
+    Raises:
+        OptionError: They do.
+    """
+    said = {
+        name: value
+        for name, value in collect([word for word in words if _leaf(word) in _TRACKER]).settings.items()
+        if name in _TRACKER
+    }
+    if len({str(value).lower() for value in said.values()}) > 1:
+        given = said["te_rng_tracker"]
+        raise OptionError(
+            "rng.te_rng_tracker", given, f"what model.use_te_rng_tracker={said['use_te_rng_tracker']} says", "Keep one."
+        )
 
 
 def apply_flags(config: Any, *sources: Any) -> GraphOptions:
@@ -161,7 +198,7 @@ def check_word(config: Any, word: str) -> None:
     """
     match = _WORD.fullmatch(word)
     if match is None or (match["value"] is None and match["how"] != "~"):
-        raise OptionError("argument", word, "section.name=value", "Correct or remove it.")
+        raise OptionError.because("argument", f"Cannot use {word!r}: it must be section.name=value.")
     owner, path = config, match["name"].split(".")
     for depth, part in enumerate(path):
         if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra knows what is allowed there
@@ -170,15 +207,16 @@ def check_word(config: Any, word: str) -> None:
         if part not in names:
             section = ".".join(path[:depth])
             names |= set() if section else set(ATTRIBUTES)
-            raise OptionError(match["name"], match["value"], *_nearest(part, names, section))
+            raise OptionError.unknown(
+                match["name"], f"field of {section or 'the configuration'}", _nearest(part, names, section)
+            )
         owner = getattr(owner, part, None)
 
 
-def _nearest(part: str, names: set[str], section: str) -> tuple[str, str]:
+def _nearest(part: str, names: set[str], section: str) -> str:
     near = difflib.get_close_matches(part, [n for n in names if not n.startswith("_")], n=1, cutoff=0.5)
     where = f"{section}." if section else ""
-    allowed = f"{where}{near[0]}" if near else f"a field of {section or 'the configuration'}"
-    return allowed, f"{section or 'The configuration'} has no field {part!r}."
+    return f"{where}{near[0]}" if near else ""
 
 
 def graph_words(words: Sequence[str]) -> list[str]:
@@ -204,7 +242,7 @@ def _apply_words(config: Any, words: Sequence[str]) -> None:
     try:
         process_config_with_overrides(config, cli_overrides=list(words))
     except OverridesError as error:
-        raise OptionError("overrides", " ".join(words), "what Hydra's grammar accepts", f"{error}.") from None
+        raise OptionError.because("overrides", f"Cannot use {' '.join(words)}: Hydra refuses it. {error}.") from None
 
 
 def _follow_dataset(config: Any, words: Sequence[str]) -> None:

@@ -11,6 +11,9 @@ from ...options import OptionError
 
 PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 
+# What Bridge and Transformers say where they get no answer from the hub.
+_NO_HUB = ("Failed to load configuration from", "couldn't connect to 'https://huggingface.co'")
+
 
 def build_recipe(name: str) -> Any:
     """Return the configuration that a recipe of this name makes.
@@ -25,8 +28,7 @@ def build_recipe(name: str) -> Any:
             return _built(name, found)
         known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    allowed = f"a recipe's name, such as {near[0]}" if near else "a recipe's name, a YAML file or name=value"
-    raise OptionError("recipe", name, allowed, "Correct it.")
+    raise OptionError.unknown(name, "recipe", near[0] if near else "")
 
 
 def is_benchmark(name: str) -> bool:
@@ -39,9 +41,13 @@ def _built(name: str, recipe: Callable[[], Any]) -> Any:
     try:
         return recipe()
     except Exception as error:
-        raise OptionError(
-            "recipe", name, "a recipe that builds on this machine", f"It stopped with {type(error).__name__}: {error}."
-        ) from error
+        why = f"it stopped with {type(error).__name__}: {str(error).rstrip('.')}."
+        if any(words in str(error) for words in _NO_HUB):
+            why = (
+                "its Hugging Face configuration is not cached, and the hub cannot be reached. "
+                f"`bridge-cg explain {name}` answers without it."
+            )
+        raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}") from error
 
 
 def _modules() -> Iterator[Any]:

@@ -60,14 +60,12 @@ def forward_step(name: str, mode: Mode) -> Callable[..., Any]:
     """
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1)
-        raise OptionError("step_func", name, " or ".join(near or STEPS), "There is no such step.")
+        raise OptionError.unknown(name, "forward step", " or ".join(near or STEPS))
     module, attribute = STEPS[name]
     try:
         found: Any = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise OptionError(
-            "step_func", name, "a step of the installed release", f"It does not import: {error}."
-        ) from error
+        raise OptionError.because("step_func", f"Cannot use the forward step {name}: {error}.") from error
     step: Callable[..., Any] = _made(found, mode) if inspect.isclass(found) else found
     return step
 
@@ -87,7 +85,9 @@ def mode_of(recipe: str, benchmark: bool) -> Mode:
     for part, mode in _MODES.items():
         if part in f"_{recipe}_":
             return mode
-    raise OptionError("mode", None, "pretrain or finetune", f"The name {recipe!r} does not say; pass --mode.")
+    raise OptionError.because(
+        "mode", f"Cannot tell from the name {recipe!r} how to train. Pass --mode pretrain or --mode finetune."
+    )
 
 
 def train_function(mode: Mode) -> Callable[..., None]:

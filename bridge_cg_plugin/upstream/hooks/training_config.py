@@ -63,6 +63,21 @@ def check_seams(wish: Wish, features: Collection[Feature] = tuple(Feature)) -> N
         )
 
 
+def check_configuration(config: Any) -> None:
+    """Check what a configuration says of graphs, without looking at this process or at the installed release.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+
+    Raises:
+        OptionError: Training would refuse the configuration.
+    """
+    written = _without_idle_fields(collect(config))
+    options = options_of(written)
+    if options.enabled or options.packed.enabled or options.offload.parts:
+        check_options(options, _facts(written, options), harmless=False)
+
+
 def check_training_config(config: Any) -> None:
     """Check a Bridge `ConfigContainer` for everything that graphs depend on.
 

@@ -35,7 +35,7 @@ def check(layouts: Sequence[Layout], slots: Sequence[Layout], gpus: int, most_sh
         ValueError: A layout needs more GPUs than there are, or there is none.
     """
     if gpus < 1:
-        raise ValueError(f"--gpus {gpus}: allowed is 1 or more; run it on a machine with NVIDIA GPUs")
+        raise ValueError(f"--gpus {gpus}: it must be 1 or more; run it on a machine with NVIDIA GPUs")
     for option, layout in [("layouts", each) for each in layouts] + [("slots", each) for each in slots]:
         sharing = ranks_per_gpu(layout.ranks, gpus)
         if sharing > most_sharing:

@@ -47,7 +47,7 @@ def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Itera
         ValueError: There are fewer than two GPUs.
     """
     if gpus < GPUS:
-        raise ValueError(f"--gpus {gpus}: allowed is {GPUS} or more; run it on a machine with that many NVIDIA GPUs")
+        raise ValueError(f"--gpus {gpus}: it must be {GPUS} or more; run it on a machine with that many NVIDIA GPUs")
     pairs = [tuple(range(first, first + GPUS)) for first in range(0, gpus - gpus % GPUS, GPUS)]
     cores = divide(os.sched_getaffinity(0), gpus)
     places = [Place({}, cores.of_ranks(GPUS, pair)) for pair in pairs]

@@ -126,7 +126,7 @@ def check_record(record: dict[str, Any]) -> None:
         if name not in FIELDS:
             raise ValueError(f"{where}: unknown field {name!r}; add it to FIELDS and to docs/benchmarks/format.md")
         if not isinstance(value, FIELDS[name]) or (isinstance(value, bool) and bool not in _types(FIELDS[name])):
-            raise ValueError(f"{where}: {name}={value!r} is {type(value).__name__}, allowed is {FIELDS[name]}")
+            raise ValueError(f"{where}: {name}={value!r} is {type(value).__name__}, it must be {FIELDS[name]}")
 
 
 def _types(allowed: type | tuple[type, ...]) -> tuple[type, ...]:

@@ -18,7 +18,14 @@ from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
 from bridge_cg_tools.benchmarks.models.modes import WRONG
-from bridge_cg_tools.benchmarks.records.results import COMMANDS, check_record, command_line, provenance, write_records
+from bridge_cg_tools.benchmarks.records.results import (
+    COMMANDS,
+    ROOT,
+    check_record,
+    command_line,
+    provenance,
+    write_records,
+)
 from bridge_cg_tools.benchmarks.runs import recipe_arguments
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 from bridge_cg_tools.benchmarks.runs.recorded import KINDS
@@ -111,12 +118,20 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
         What it was refused with, in one line; empty where it was not.
     """
     plugins = words_of("plugin", rest, takes_images(args, rest))
-    words = ["--recipe", args.recipe, *plugins, f"{ITERATIONS}={args.steps}", "--dry-run"]
+    start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
+    words = ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}", "--dry-run"]
     done = subprocess.run([sys.executable, str(RECIPE_SCRIPT), *words], capture_output=True, text=True)
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or [f"run_recipe.py ended with status {done.returncode}"]
-    return next((line for line in lines if ": allowed is " in line), lines[-1])
+    return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
+
+
+def unknown_recipe(name: str) -> str:
+    """Return what a recipe's name is refused with where there is none, in about a second; empty where there is one."""
+    command = [sys.executable, "-m", "bridge_cg_tools.cli", "explain", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return next((line for line in done.stderr.splitlines() if "there is no such recipe" in line), "")
 
 
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:

@@ -33,10 +33,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name, size in self.sizes().items():
             if size < 1:
-                raise ValueError(f"--{name}-parallel {size}: allowed is 1 or more")
+                raise ValueError(f"--{name}-parallel {size}: it must be 1 or more")
         if self.chunks < 1 or (self.chunks > 1 and self.pipeline == 1):
             raise ValueError(
-                f"--pipeline-chunks {self.chunks}: allowed is 1, and more with --pipeline-parallel of 2 or more"
+                f"--pipeline-chunks {self.chunks}: it must be 1, and more with --pipeline-parallel of 2 or more"
             )
 
     def sizes(self) -> dict[str, int]:
@@ -122,7 +122,7 @@ class Layout:
             chunks = f" --pipeline-chunks {self.chunks}" if self.interleaved else ""
             raise ValueError(
                 f"--pipeline-parallel {self.pipeline}{chunks} with {layers} layers: the first stage takes "
-                f"{self.first_stage_layers}, allowed is that and a multiple of {(self.pipeline - 1) * self.chunks}; "
+                f"{self.first_stage_layers}, the others must have a multiple of {(self.pipeline - 1) * self.chunks}; "
                 f"write --language-model {fitting}x2048, say"
             )
 

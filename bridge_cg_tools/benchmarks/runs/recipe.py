@@ -40,7 +40,7 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
         OptionError: There is no such recipe, field or step, or the options cannot work.
     """
     bridge_cg_plugin.activate()
-    from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+    from bridge_cg_plugin.upstream.hooks.overrides import resolve
     from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, is_benchmark
     from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
 
@@ -48,7 +48,7 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     if parsed.graphs or parsed.mock_data:
         vision = None if parsed.graphs else False
         config = with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
-    options = apply_overrides(config, given_flags(parsed), words)
+    options = resolve(config, given_flags(parsed), words)
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)
     return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
@@ -81,4 +81,4 @@ def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise OptionError("gpu", None, "an NVIDIA GPU that PyTorch sees", "Train where there is one, or add --dry-run.")
+        raise OptionError.because("gpu", "PyTorch sees no NVIDIA GPU. Train where there is one, or add --dry-run.")

@@ -91,7 +91,7 @@ def job_of(parsed: argparse.Namespace) -> Job:
     """
     for variable in parsed.env:
         if "=" not in variable:
-            raise OptionError("env", variable, "NAME=VALUE", "Correct it.")
+            raise OptionError.because("env", f"Cannot use --env {variable}: it must be NAME=VALUE.")
     return Job(
         nodes=parsed.nodes,
         gpus_per_node=parsed.gpus_per_node,

@@ -1,0 +1,131 @@
+"""Models of recipes by their names on Hugging Face's hub, without its configurations: which provider, which sizes."""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+_MODELS = "megatron.bridge.models"
+GPT = "gpt_provider.GPTModelProvider"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models whose names begin alike.
+
+    Attributes:
+        names: Regular expression of their names on the hub.
+        provider: Module and class of Bridge's provider, below its models.
+        sizes: Fields that follow from the model's configuration and decide whether graph options can work.
+        deepstack: Layers of the vision encoder whose features the language model takes.
+    """
+
+    names: str
+    provider: str
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    deepstack: tuple[int, ...] = ()
+
+
+_QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_provider.Qwen35VL"
+_COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": 151936}
+_DENSE = {**_COMMON, "num_moe_experts": None}
+_EXPERTS = {count: {**_COMMON, "num_moe_experts": count} for count in (128, 256, 512)}
+# The first that matches counts.
+FAMILIES = (
+    Family(
+        names=r"Qwen/Qwen3-VL-\d+B-A\d+B",
+        provider=f"{_QWEN3_VL}MoEModelProvider",
+        sizes=_EXPERTS[128],
+        deepstack=(8, 16, 24),
+    ),
+    Family(names=r"Qwen/Qwen3-VL-\d+B", provider=f"{_QWEN3_VL}ModelProvider", sizes=_DENSE, deepstack=(8, 16, 24)),
+    Family(names=r"Qwen/Qwen3\.[56]-397B", provider=f"{_QWEN35_VL}MoEModelProvider", sizes=_EXPERTS[512]),
+    Family(
+        names=r"Qwen/Qwen3\.[56]-\d+B-A\d+B",
+        provider=f"{_QWEN35_VL}MoEModelProvider",
+        sizes=_EXPERTS[256],
+    ),
+    Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
+    Family(names=r"Qwen/Qwen2\.5-VL-", provider="qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider", sizes=_DENSE),
+    Family(
+        names=r"google/gemma-3-(4|12|27)b",
+        provider="gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
+        sizes=_DENSE,
+    ),
+    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_EXPERTS[128]),
+    Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
+)
+# What a configuration on the hub decides. Nothing is known of it for a model of no family.
+_FROM_THE_HUB = (
+    "attention_dropout",
+    "hidden_dropout",
+    "num_moe_experts",
+    "moe_input_jitter_eps",
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "spatial_merge_size",
+)
+
+
+@dataclass(slots=True)
+class StandInBridge:
+    """Stands in for Bridge's `AutoBridge`, which asks the hub for a model's configuration.
+
+    Attributes:
+        name: The model's name on the hub.
+    """
+
+    name: str
+
+    def to_megatron_provider(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a provider with the sizes that are known; notes a model of which none are."""
+        family = next((family for family in FAMILIES if re.match(family.names, self.name)), None)
+        if family is None:
+            _unknown.append(self.name)
+            return unknown_model()
+        module, _, kind = family.provider.rpartition(".")
+        return _provider(getattr(importlib.import_module(f"{_MODELS}.{module}"), kind), family)
+
+
+_unknown: list[str] = []
+
+
+def _bridge(name: Any, *args: Any, **kwargs: Any) -> StandInBridge:
+    return StandInBridge(str(name))
+
+
+def replace_auto_bridge() -> list[str]:
+    """Have recipes take providers from here; returns the list to which models of unknown sizes are added."""
+    _unknown.clear()
+    stand_in = SimpleNamespace(from_hf_pretrained=_bridge, from_hf_config=_bridge)
+    vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
+    return _unknown
+
+
+def _provider(kind: type, family: Family) -> Any:
+    """Return a provider without running its constructor, which looks at sizes that nobody knows here."""
+    made: Any = object.__new__(kind)
+    for one in dataclasses.fields(kind):
+        if one.default_factory is not dataclasses.MISSING:
+            setattr(made, one.name, one.default_factory())
+        elif one.default is not dataclasses.MISSING:
+            setattr(made, one.name, one.default)
+    for name, value in family.sizes.items():
+        setattr(made, name, value)
+    if hasattr(made, "vision_config"):
+        known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
+        made.vision_config = SimpleNamespace(**known)
+    return made
+
+
+def unknown_model() -> Any:
+    """Return a model's configuration of which only what every model has is known."""
+    gpt = importlib.import_module(f"{_MODELS}.gpt_provider").GPTModelProvider
+    known = vars(_provider(gpt, Family(names="", provider=GPT)))
+    return SimpleNamespace(**{name: value for name, value in known.items() if name not in _FROM_THE_HUB})
