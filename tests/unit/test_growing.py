@@ -209,6 +209,24 @@ def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
 
 
+def test_recordings_move_while_smaller_buckets_still_come(tower, monkeypatch):
+    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
+    with stack:
+        (region,), demand = graphs._regions, graphs._growing.demand
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, OTHER)
+        assert len(capacities(graphs)) == 2
+        smaller = [demand._menu.buckets_of(128)[0], *demand._menu.buckets_of(64)[1:]]
+        for step in range(SETTLED + 4):
+            monkeypatch.setattr(demand, "next", lambda new=step % 6 == 2: smaller.pop() if new and smaller else None)
+            monkeypatch.setattr(demand, "due", lambda: True)
+            with graphs.step():
+                assert_equals_eager(tower, graphs, SMALL, step)
+        assert 128 in capacities(graphs) and not smaller
+        assert {recorded.pool for recorded in region.sources.current.recordings.values()} == {region._slots[0].pool}
+
+
 @pytest.mark.parametrize("target", [None, 0.006])
 def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
     kept = {"offload_above_gb": target} if target else {"offload": ("attention", "mlp"), "recompute": ()}
