@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
@@ -217,7 +218,7 @@ def test_recordings_move_while_smaller_buckets_still_come(tower, monkeypatch):
             with graphs.step():
                 assert_equals_eager(tower, graphs, OTHER)
         assert len(capacities(graphs)) == 2
-        smaller = [demand._menu.buckets_of(128)[0], *demand._menu.buckets_of(64)[1:]]
+        smaller = [Bucket(128, (frames, 128)) for frames in (4, 8, 16)]
         for step in range(SETTLED + 4):
             monkeypatch.setattr(demand, "next", lambda new=step % 6 == 2: smaller.pop() if new and smaller else None)
             monkeypatch.setattr(demand, "due", lambda: True)
