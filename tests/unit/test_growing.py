@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
