@@ -1,6 +1,7 @@
 """A loop that calls megatron-core's schedule itself: graphs after warm-up, log-probability passes, several models."""
 
 import copy
+import gc
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -164,6 +165,17 @@ def test_reports_are_printed_at_exit(capsys):
     assert "vision CUDA graphs" in capsys.readouterr().out
 
 
+def test_a_model_that_is_dropped_is_reported(capsys):
+    model = Policy()
+    for seed in range(3):
+        call(model, 2, seed=seed)
+    del model
+    gc.collect()
+    LOOPS.report()
+    assert capsys.readouterr().out.count("eager fallbacks:") == 1
+    assert not active_graphs()
+
+
 def test_deactivated_nothing_is_captured():
     bridge_cg_plugin.deactivate()
     model = Policy()
@@ -190,6 +202,16 @@ def test_enable_puts_a_model_on_graphs():
     for seed in range(3):
         call(model, 2, seed=seed)
     assert active_graphs()[0].captured and active_graphs()[0].workload.strict
+
+
+def test_enable_says_how_many_calls_run_eager():
+    model = plain()
+    bridge_cg_plugin.enable(model, "vision_cuda_graph_impl=transformer_engine cuda_graph_warmup_steps=2")
+    for seed in range(2):
+        call(model, 1, seed=seed)
+        assert not active_graphs()[0].captured
+    call(model, 1)
+    assert active_graphs()[0].captured
 
 
 def test_the_environment_says_it_for_every_model(monkeypatch):

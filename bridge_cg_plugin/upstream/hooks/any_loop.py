@@ -71,6 +71,8 @@ class Loops:
         driver = self._drivers[chunks[0]] = LoopDriver(
             chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
         )
+        # A script's model is gone before the process ends; one that is left is in `report`.
+        weakref.finalize(chunks[0], _report, driver).atexit = False
         return driver
 
     def _tell(self, chunks: Sequence[nn.Module]) -> None:
@@ -96,14 +98,18 @@ class Loops:
     def report(self) -> None:
         """Print the reports of all graphs."""
         for driver in self._drivers.values():
-            for graphs in driver.graphs:
-                announce(graphs.report())
+            _report(driver)
 
     def forget(self) -> None:
         """Drop all drivers, whose graphs somebody else has dropped."""
         self._drivers.clear()
         self._bridges.clear()
         self._told.clear()
+
+
+def _report(driver: "LoopDriver") -> None:
+    for graphs in driver.graphs:
+        announce(graphs.report())
 
 
 LOOPS = Loops()

@@ -34,6 +34,9 @@ def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
         if not hasattr(config, name):
             setattr(config, name, default)
     apply_options(graph_options(config, *options), config)
+    steps = facts_of(collect(*options)).warmup_steps
+    if steps is not None:
+        config.cuda_graph_warmup_steps = steps
 
 
 class LoopDriver:
