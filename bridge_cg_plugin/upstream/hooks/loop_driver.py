@@ -8,13 +8,13 @@ from torch import nn
 
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
-from ...options.groups import GROUPS
 from ...options.normalization import options_of
 from ...options.sources import collect
 from ..encoders.registry import find_encoder
 from ..wrappers import config_of
 from .graph_fields import apply_options
 from .packed_helper import PackedCudaGraphHelper
+from .provider_fields import EVERY
 from .vision_helper import VisionTECudaGraphHelper
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
@@ -29,8 +29,7 @@ def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
         raise OptionError(
             "model", type(model).__name__, "a megatron-core model with a config", "Pass the model itself."
         )
-    declared = {one.field: one.default for group in GROUPS for one in group.options if not one.tuning}
-    for name, default in {**declared, **{group.tuning: None for group in GROUPS if group.tuned}}.items():
+    for name, default in EVERY.items():
         if not hasattr(config, name):
             setattr(config, name, default)
     apply_options(graph_options(config, *options), config)
