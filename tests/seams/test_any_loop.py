@@ -3,17 +3,21 @@
 import copy
 import gc
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import nn
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
@@ -155,6 +159,51 @@ def test_options_that_cannot_work_are_refused_before_the_first_pass():
     model = Policy(recompute_granularity="full")
     with pytest.raises(OptionError, match="recompute_granularity"):
         call(model, 1)
+
+
+def plain_states(monkeypatch):
+    """Let this process have random states that no graph can use; returns how often they were forked, as a list."""
+    forks = []
+    tracker = SimpleNamespace(fork=lambda name="": forks.append(name) or nullcontext())
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(tensor_parallel.random, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(tensor_parallel.random, "get_all_rng_states", lambda: {"model-parallel-rng": torch.zeros(3)})
+    return forks
+
+
+def test_random_states_that_graphs_cannot_use_do_not_matter_where_nothing_is_drawn(monkeypatch):
+    forks = plain_states(monkeypatch)
+    model = Policy(use_te_rng_tracker=False)
+    model.vision_model.config.sequence_parallel = True  # layers below a fork
+    for seed in range(3):
+        call(model, 3, seed=seed)
+    (graphs,) = active_graphs()
+    statistics = graphs.statistics()
+    assert statistics.replays > 0 and len(forks) == 9 - statistics.replays
+
+
+def test_dropout_that_draws_from_them_is_refused_with_what_to_do(monkeypatch):
+    plain_states(monkeypatch)
+    model = Policy()
+    model.vision_model.config.attention_dropout = 0.1
+    call(model, 1)
+    with pytest.raises(CaptureError, match="attention_dropout draws.*te_rng_tracker"):
+        call(model, 1)
+
+
+@pytest.mark.parametrize(("variable", "backend"), [("0", "transformer_engine"), ("1", "cudnn"), (None, "cudnn")])
+def test_recordings_attend_as_the_loop_chose(monkeypatch, variable, backend):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(direct_attention, "kernels_available", lambda: True)
+    monkeypatch.setattr("bridge_cg_plugin.vision.kernels.cudnn_graphs.unavailable", lambda: None)
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    model = Policy()
+    call(model, 1)
+    if variable is not None:
+        monkeypatch.setenv("NVTE_FUSED_ATTN", variable)  # as attention_backend is written when a model is built
+    call(model, 1)
+    assert active_graphs()[0].captured
+    assert active_graphs()[0].workload.attention == backend
 
 
 def test_reports_are_printed_at_exit(capsys):
