@@ -61,7 +61,7 @@ class Loops:
         driver = self._drivers.get(chunks[0])
         if driver is not None or chunks[0] in self._bridges:
             return driver
-        if os.environ.get(OPTIONS) and chunks[0] not in self._told:
+        if chunks[0] not in self._told:
             self._tell(chunks)
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
@@ -77,11 +77,14 @@ class Loops:
 
     def _tell(self, chunks: Sequence[nn.Module]) -> None:
         """Set the options of the environment on a model's config, once."""
+        self._told.add(chunks[0])
+        options = os.environ.get(OPTIONS)
+        if not options:
+            return
         from .loop_driver import enable
 
-        self._told.add(chunks[0])
         try:
-            enable(chunks, os.environ[OPTIONS])
+            enable(chunks, options)
         except OptionError as error:
             error.add_note(f"The environment variable {OPTIONS} says so.")
             raise
