@@ -279,6 +279,29 @@ def test_a_misspelt_option_of_the_environment_is_refused(monkeypatch):
     assert "BRIDGE_CG_OPTIONS" in "".join(refused.value.__notes__)
 
 
+class Other(Policy):
+    """A model whose encoder is of another kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision_model = nn.Linear(2, 2)
+
+    def forward(self, rows, seed):
+        return self.vision_model(torch.ones(1, 2)).sum()
+
+
+@pytest.mark.parametrize("options", ["", " cuda_graph_max_packed_seqs=4 cuda_graph_impl=transformer_engine"])
+def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatch, caplog, options):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine" + options)
+    model = Other()
+    for seed in range(3):
+        losses, _ = call(model, 1, seed=seed)
+        assert losses[0].isfinite()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Other has no vision encoder" in said and ("and no decoder" in said) == bool(options)
+    assert not active_graphs()
+
+
 def test_enable_wants_a_model_with_a_config():
     with pytest.raises(OptionError, match="config"):
         bridge_cg_plugin.enable(nn.Linear(2, 2), "vision_cuda_graph_impl=transformer_engine")

@@ -217,10 +217,10 @@ def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def find_vision_model(holder: nn.Module) -> nn.Module | None:
     """Return what a module holds as `vision_model`, or the module where it is a vision model itself."""
-    vision = getattr(holder, "vision_model", None)
-    if isinstance(vision, nn.Module):
-        return vision
-    return holder if hasattr(holder, "patch_embed") and hasattr(holder, "decoder") else None
+    for module in (getattr(holder, "vision_model", None), holder):
+        if isinstance(module, nn.Module) and hasattr(module, "patch_embed") and hasattr(module, "decoder"):
+            return module
+    return None
 
 
 QWEN3_VL = EncoderFamily(

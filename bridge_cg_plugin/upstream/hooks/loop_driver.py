@@ -6,14 +6,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...announce import warn
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
 from ...options.normalization import options_of
 from ...options.sources import collect
 from ..encoders.registry import find_encoder
-from ..wrappers import config_of
+from ..wrappers import config_of, unwrapped
 from .graph_fields import apply_options
-from .packed_helper import PackedCudaGraphHelper
+from .packed_helper import PackedCudaGraphHelper, find_decoders
 from .provider_fields import EVERY
 from .vision_helper import VisionTECudaGraphHelper
 
@@ -68,6 +69,14 @@ class LoopDriver:
             )
         if packed:
             self._helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+        if stages == 1:
+            self._name_what_is_missing(chunks, vision and found is None, packed)
+
+    def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
+        missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))
+        if missing:
+            name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+            warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
     @property
     def graphs(self) -> list[GraphManager]:
