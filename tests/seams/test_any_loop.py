@@ -302,6 +302,14 @@ def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatc
     assert not active_graphs()
 
 
+@pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
+def test_enable_refuses_graphs_that_bridges_loop_alone_drives(impl):
+    model = plain()
+    with pytest.raises(OptionError, match="in a loop other than Bridge's"):
+        bridge_cg_plugin.enable(model, f"vision_cuda_graph_impl=transformer_engine cuda_graph_impl={impl}")
+    bridge_cg_plugin.enable(model, "cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=4")
+
+
 def test_enable_wants_a_model_with_a_config():
     with pytest.raises(OptionError, match="config"):
         bridge_cg_plugin.enable(nn.Linear(2, 2), "vision_cuda_graph_impl=transformer_engine")

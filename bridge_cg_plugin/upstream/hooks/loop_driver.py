@@ -9,7 +9,9 @@ from torch import nn
 from ...announce import warn
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
+from ...options.language_model import IMPL
 from ...options.normalization import options_of
+from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import collect
 from ..encoders.registry import find_encoder
 from ..wrappers import config_of, unwrapped
@@ -20,6 +22,8 @@ from .vision_helper import VisionTECudaGraphHelper
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
+# Graphs of a language model that nothing makes in other loops.
+DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
@@ -33,7 +37,16 @@ def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     for name, default in EVERY.items():
         if not hasattr(config, name):
             setattr(config, name, default)
-    apply_options(graph_options(config, *options), config)
+    wanted = graph_options(config, *options)
+    impl = wanted.language_model.impl
+    if impl in DRIVEN_BY_BRIDGE and not wanted.packed.enabled:
+        raise OptionError(
+            IMPL,
+            impl,
+            f"none, or transformer_engine with {MAX_PACKED_SEQS}, in a loop other than Bridge's",
+            f"Bridge's own loop alone drives other graphs of a language model; set {IMPL}=none.",
+        )
+    apply_options(wanted, config)
     steps = facts_of(collect(*options)).warmup_steps
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
