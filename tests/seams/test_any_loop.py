@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import pickle
 import statistics
 import time
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +22,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS, _with_graphs
+from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
 from tests.unit.towers import assert_close, draw, loss_of, new_tower
@@ -265,15 +267,30 @@ def test_reports_are_printed_at_exit(capsys):
     assert "vision CUDA graphs" in capsys.readouterr().out
 
 
-def test_a_model_that_is_dropped_is_reported(capsys):
+def test_a_model_that_is_dropped_is_freed_and_reported(capsys):
     model = Policy()
+    model.vision_model.config.no_sync_func = (
+        model.eval
+    )  # as DDP's methods are in a config, from where a driver finds it
     for seed in range(3):
         call(model, 2, seed=seed)
+    left = weakref.ref(model)
     del model
     gc.collect()
+    assert left() is None
     LOOPS.report()
     assert capsys.readouterr().out.count("eager fallbacks:") == 1
     assert not active_graphs()
+
+
+def test_a_copy_of_a_model_has_no_driver():
+    model = Policy()
+    call(model, 1)
+    held = getattr(model, HELD)
+    for copied in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+        assert held.driver is not None and copied.driver is None
+        setattr(model, HELD, copied)
+        assert LOOPS._known(model) is None
 
 
 def test_deactivated_nothing_is_captured():

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...announce import warn
+from ...announce import announce, warn
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
 from ...options.language_model import IMPL
@@ -66,22 +66,26 @@ class LoopDriver:
         OptionError: An option cannot work.
     """
 
+    _reported = False
+    _helpers: Sequence[Any] = ()
+
     def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
         written = collect(config)
         check_options(options_of(written), facts_of(written), harmless=False)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
-        self._helpers: list[Any] = []
+        helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
         found = find_encoder(chunks) if vision else None
         if found is not None:
-            self._helpers.append(
+            helpers.append(
                 VisionTECudaGraphHelper(chunks, found.model.config, num_microbatches=most, capture_mode=ON_DEMAND)
             )
         if packed:
-            self._helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+            helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+        self._helpers = helpers
         if stages == 1:
             self._name_what_is_missing(chunks, vision and found is None, packed)
 
@@ -113,6 +117,15 @@ class LoopDriver:
     def _uncaptured(self) -> list[tuple[GraphManager, Any]]:
         parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
         return [(part.graphs, part) for part in parts if part.graphs is not None and not part.graphs.captured]
+
+    def report(self) -> None:
+        """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
+        if not self._reported:
+            self._reported = True
+            for graphs in self.graphs:
+                announce(graphs.report())
+
+    __del__ = report
 
     def end(self) -> None:
         """Report and drop the graphs."""
