@@ -98,6 +98,32 @@ def training(records: Records) -> str:
     return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
 
 
+# Cases of the tower that the README names.
+SHOWN = ("1x448", "4x448", "8mix")
+WHOLE_STEPS = {"mixed": "optimizer step, encoder on graphs", "mixed_full_iteration": "the same, with the language model on graphs"}
+
+
+def headline(bench: Records, runs: Records) -> str:
+    """Return a few of the tower's times with exact kernels, and of whole optimizer steps, in one table."""
+    eager, found = by_case(bench, "eager"), by_case(bench, "plugin")
+    rows = [
+        [f"vision encoder, {r['tokens']} tokens", f"{eager[case]['ms']:.0f}", f"{r['ms']:.0f}"]
+        + [f"**{over_eager(r, eager)}**", "outputs bit-equal" if r["forward_rel"] == 0 else f"{r['forward_rel']:.0e}"]
+        for case, r in ((case, found[case]) for case in SHOWN if case in found and case in eager)
+    ]
+    steps = [r for r in runs if r["mode"] == "plugin" and release(r) == newest(runs)]
+    for r in (r for r in steps if r["case"] in WHOLE_STEPS):
+        ms = f"{r['ms'] / r['ratio']:.0f}"
+        inside = f"{len(r['losses'])} losses inside eager's spread" if r["inside_spread"] else "another loss"
+        rows.append([WHOLE_STEPS[r["case"]], ms, f"{r['ms']:.0f}", f"**{r['ratio']:.2f}**", inside])
+    return table(["forward and backward", "eager ms", "on graphs ms", "ratio", "beside eager"], rows)
+
+
+def newest(runs: Records) -> str:
+    """Return the newest release of Bridge in some records."""
+    return max(map(release, runs), key=lambda name: tuple(map(int, name.split("."))))
+
+
 def release(record: dict[str, Any]) -> str:
     """Return the release of Bridge that a record was measured with."""
     return str(record["versions"]["megatron-bridge"])
@@ -140,4 +166,6 @@ own spread up to that step. {origin(runs)}
     PACKED.write_text(fill(PACKED.read_text(), packed_parts(FOLDER)))
     PARALLEL.write_text(fill(PARALLEL.read_text(), layout_parts(FOLDER)))
     readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text(), {"results": body.rstrip()}))
+    whole = [r for r in runs if r["mode"] == "plugin" and r["case"] in WHOLE_STEPS]
+    said = f"{headline(bench, runs)}\n\n{origin([*bench, *whole])}"
+    readme.write_text(fill(readme.read_text(), {"results": said}))
