@@ -100,7 +100,10 @@ def training(records: Records) -> str:
 
 # Cases of the tower that the README names.
 SHOWN = ("1x448", "4x448", "8mix")
-WHOLE_STEPS = {"mixed": "optimizer step, encoder on graphs", "mixed_full_iteration": "the same, with the language model on graphs"}
+WHOLE_STEPS = {
+    "mixed": "optimizer step, encoder on graphs",
+    "mixed_full_iteration": "the same, with the language model on graphs",
+}
 
 
 def headline(bench: Records, runs: Records) -> str:
