@@ -26,7 +26,7 @@ from bridge_cg_tools.benchmarks.pages.markdown import fill, origin
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import performance_parts
 from bridge_cg_tools.benchmarks.pages.results_page import PAGES
-from bridge_cg_tools.benchmarks.pages.vision_page import encoder_parts, kernel_parts, vision_parts
+from bridge_cg_tools.benchmarks.pages.vision_page import GRAPHS, encoder_parts, kernel_parts, vision_parts
 from bridge_cg_tools.benchmarks.records import results
 
 from .towers import tower
@@ -388,8 +388,8 @@ def test_tables_of_kernels_and_precision(folder):
 
 def test_tables_of_other_encoders(folder):
     parts = encoder_parts(folder)
-    assert "| qwen25_vl_8mix | 32 | 6720 | plugin | 180.0 | **0.30** |  | 14.1 |" in parts["encoders"]
-    assert "| qwen25_vl_8mix | 32 | 6720 | plugin_fast | 120.0 | **0.20** |  |  |" in parts["encoders"]
+    assert "| qwen25_vl_8mix | 32 | 6720 | plugin | 180.0 | 0.30 |  | 14.1 |" in parts["encoders"]
+    assert "| qwen25_vl_8mix | 32 | 6720 | plugin_fast | 120.0 | 0.20 |  |  |" in parts["encoders"]
     assert "| siglip_2_images | plugin | 0e+00 | 2.0e-02 | 3.0e-02 |" in parts["encoder-differences"]
     assert "eager |" not in parts["encoder-differences"]
 
@@ -439,6 +439,44 @@ def test_tables_of_results_are_narrow(page):
 def test_the_performance_page_is_short():
     text = (ROOT / "docs/performance.md").read_text()
     assert len(text.split()) <= 900 and len(lines(text, "| ---")) <= 2
+
+
+def measured(name):
+    return {(r["case"], r["mode"]): r for r in results.read_records(FOLDER / f"{name}.jsonl")}
+
+
+def figures():
+    """Return what the text of the performance page takes from records."""
+    bench, coco, profile = measured("vision_bench"), measured("vision_sizes"), measured("vision_profile")
+    small, large = bench["1x448", "eager"], bench["1x2048", "eager"]["ms"]
+    eager_ms, replayed = coco["coco", "eager"]["ms"], coco["coco", "plugin"]
+    fast, flash = (large / bench["1x2048", mode]["ms"] for mode in ("plugin_fast", "plugin_flash"))
+    kernels = profile["1x2048", "plugin_fast"]
+    mixed = profile["8mix", "plugin_fast"]
+    passes = ("norms", "rotary embedding", "bias and activation", "copies", "element-wise")
+    moving = sum(mixed["families"][name] for name in passes)
+    less = measured("offload")["1x2048", "mixed_25"]
+    graphs = [(case, r["ms"]) for (case, mode), r in bench.items() if mode in GRAPHS and case in CASES]
+    over = [min(ms for of, ms in graphs if of == case) / bench[case, "limit"]["ms"] for case in CASES]
+    siglip = (measured("encoders")[f"siglip_{n}_images_27layers", "plugin"]["ratio"] - 1 for n in (2, 4))
+    return [
+        f"busy for {small['gpu_busy_ms']:.0f} of {small['ms']:.0f} ms",
+        f"the speedup is {eager_ms / replayed['ms']:.1f} with {replayed['padding_share']:.1%} padding",
+        f"took {replayed['capture_s']:.0f} s",
+        "take {:.0%} longer than eager with two images, and {:.0%} longer with four".format(*siglip),
+        f"increases the speedup from {fast:.1f} to {flash:.1f}",
+        f"differ from eager's by {bench['1x2048', 'plugin_flash']['forward_rel']:.0e}".replace("e-0", "e-"),
+        f"to {less['memory_ratio']:.0%} for {less['ratio'] - 1:.0%} more time",
+        f"takes {min(over):.1f} to {max(over):.1f} times the limit",
+        f"the matrix products alone take {profile['1x448', 'plugin_fast']['families']['matrix products']:.1f} ms",
+        f"attention takes {kernels['families']['attention']:.0f} of {kernels['gpu_busy_ms']:.0f} ms",
+        f"kernels take {moving:.0f} of {mixed['gpu_busy_ms']:.0f} ms",
+    ]
+
+
+def test_figures_in_the_text_follow_from_records():
+    text = " ".join((ROOT / "docs/performance.md").read_text().replace(" %", "%").split())
+    assert not [figure for figure in figures() if figure not in text]
 
 
 def test_a_page_without_marks_is_an_error():

@@ -167,7 +167,7 @@ def precision(records: Records) -> str:
 def encoders(records: Records) -> str:
     """Return the times of other encoders than Qwen3-VL's."""
     rows = [
-        [*_encoder(r), r["tokens"], r["mode"], number(r, "ms"), f"**{r['ratio']:.2f}**", number(r, "gpu_busy_ms")]
+        [*_encoder(r), r["tokens"], r["mode"], number(r, "ms"), number(r, "ratio", ".2f"), number(r, "gpu_busy_ms")]
         + [number(r, "memory_gb")]
         for r in _measured_encoders(records)
     ]
