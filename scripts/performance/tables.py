@@ -1,4 +1,4 @@
-"""Write docs/benchmarks/README.md, the README's results, the tables of docs/performance.md, packed.md and parallel.md.
+"""Write the tables of docs/benchmarks, docs/performance.md and docs/parallel.md, and the README's results.
 
 python scripts/performance/tables.py
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/packed.md, from the records."""
+"""The tables of docs/benchmarks/packed.md, from the records."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def speed(records: Records) -> str:
 def _equality(record: dict[str, Any]) -> str:
     """Return how near graphs are to eager; records of before the comparison under deterministic algorithms say less."""
     if record["mode"] == WHOLE:
-        return "[as near to fp32](#how-exact)"
+        return "[as near to fp32](../packed.md#how-exact)"
     if record.get("bit_equal"):
         return "to the bit"
     return f"to {number(record, 'grad_rel', '.0e')}, eager to {number(record, 'grad_noise', '.0e')}"
