@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks, docs/performance.md and docs/parallel.md, and the README's results.
+"""Write the tables of docs/benchmarks and docs/performance.md, and the README's results.
 
 python scripts/performance/tables.py
 """

@@ -15,7 +15,8 @@ from bridge_cg_tools.benchmarks.layouts import jobs as layout_runs
 from bridge_cg_tools.benchmarks.layouts import times as layout_times
 from bridge_cg_tools.benchmarks.measuring import machine
 from bridge_cg_tools.benchmarks.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.pages.markdown import fill
+from bridge_cg_tools.benchmarks.records.results import ROOT, check_record, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel
 
@@ -189,6 +190,12 @@ def test_the_page_has_a_line_for_each_layout(started, tmp_path):
     assert cells[1]["graphs peak GiB"] == "1.0/2.0"
     assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00 (0.00)", "0.00 (0.00)")
     assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
+
+
+def test_the_page_holds_what_the_records_give():
+    folder = ROOT / "docs/benchmarks"
+    text = (folder / "parallel.md").read_text()
+    assert fill(text, layout_parts(folder)) == text
 
 
 def run_of(mode, losses):

@@ -1,4 +1,4 @@
-"""The table of docs/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
+"""The tables of docs/benchmarks/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
 
 import re
 from collections.abc import Sequence

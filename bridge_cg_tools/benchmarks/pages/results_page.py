@@ -14,7 +14,7 @@ from bridge_cg_tools.report.spread import compare_to_spread
 FOLDER = ROOT / "docs/benchmarks"
 PAGE = ROOT / "docs/performance.md"
 PACKED = FOLDER / "packed.md"
-PARALLEL = ROOT / "docs/parallel.md"
+PARALLEL = FOLDER / "parallel.md"
 HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes.
 All modes, plots, and what remains above the limit are in [performance](../performance.md)."""
 
