@@ -12,7 +12,7 @@ from .piece import Growth
 from .rank_consensus import RankConsensus
 from .region import Region
 
-# Steps without a new bucket after which recordings move into the memory of the largest.
+# Steps without a larger bucket after which recordings move into the memory of the largest.
 SETTLED = 16
 
 
@@ -48,8 +48,10 @@ class Growing:
         Raises:
             CaptureError: It failed, and the run is strict.
         """
+        self._quiet += 1
         if self.demand.due() and (bucket := self.demand.next()) is not None:
-            self._quiet = 0
+            if bucket.tokens > max((other.tokens for other in self.demand.buckets), default=0):
+                self._quiet = 0
             return self._recorded(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._drop, bucket))
         wishes = [region.wishes for region, _ in self._regions]
         if any(wishes):
@@ -57,7 +59,6 @@ class Growing:
             what = f"bucket {first[1]} for one more microbatch in flight"
             self._recorded(partial(self._fulfill, wishes, first), what)
             return False
-        self._quiet += 1
         if self._quiet > SETTLED:
             self._move()
         return False

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
 from bridge_cg_plugin.options import OptionError
 
 
@@ -33,6 +31,8 @@ def set_words(config: Any, words: Sequence[str]) -> None:
 
 
 def _parsed(name: str, value: str) -> Any:
+    import yaml
+
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks and docs/performance.md, and the README's results.
+"""Write docs/benchmarks/README.md, the README's results, and all tables of docs that come from records.
 
 python scripts/performance/tables.py
 """

@@ -268,6 +268,8 @@ def source_of(words):
     if program[0].startswith("scripts/"):
         read = (BENCHMARKS / "runs" / "recipe_arguments.py").read_text() if "recipe" in program[0] else ""
         return (ROOT / program[0]).read_text() + read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
+    if program[:2] == ["-m", "examples.plain_loop"]:
+        return (ROOT / "examples" / "plain_loop.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
         return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":

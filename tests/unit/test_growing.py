@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
@@ -207,6 +208,24 @@ def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
             assert_equals_eager(tower, graphs, OTHER)
             assert_equals_eager(tower, graphs, SMALL)
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+def test_recordings_move_while_smaller_buckets_still_come(tower, monkeypatch):
+    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
+    with stack:
+        (region,), demand = graphs._regions, graphs._growing.demand
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, OTHER)
+        assert len(capacities(graphs)) == 2
+        smaller = [Bucket(128, (frames, 128)) for frames in (4, 8, 16)]
+        for step in range(SETTLED + 4):
+            monkeypatch.setattr(demand, "next", lambda new=step % 6 == 2: smaller.pop() if new and smaller else None)
+            monkeypatch.setattr(demand, "due", lambda: True)
+            with graphs.step():
+                assert_equals_eager(tower, graphs, SMALL, step)
+        assert 128 in capacities(graphs) and not smaller
+        assert {recorded.pool for recorded in region.sources.current.recordings.values()} == {region._slots[0].pool}
 
 
 @pytest.mark.parametrize("target", [None, 0.006])
