@@ -18,8 +18,8 @@ FOLDER = ROOT / "docs/benchmarks"
 # Each page with marks, and what stands between them.
 PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
     "docs/performance.md": performance_parts,
-    "docs/packed.md": packed_parts,
-    "docs/parallel.md": layout_parts,
+    "docs/benchmarks/packed.md": packed_parts,
+    "docs/benchmarks/parallel.md": layout_parts,
     "docs/benchmarks/vision.md": vision_parts,
     "docs/benchmarks/kernels.md": kernel_parts,
     "docs/benchmarks/memory.md": memory_parts,
@@ -27,7 +27,8 @@ PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
 }
 HEAD = """`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
 More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), [memory](memory.md),
-[other encoders](encoders.md). [Performance](../performance.md) has the conclusions for users."""
+[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md).
+[Performance](../performance.md) has the conclusions for users."""
 
 
 def speed(records: Records) -> str:
