@@ -60,7 +60,8 @@ LINES = {
     "packed_speed": [
         "| dense | 2048 | 90.0 | 30.0 | 30.0 | **3.00** | 2.50 | to the bit |",
         "| moe | 2048 | 200.0 | 40.0 | 80.0 | **2.50** | 2.00 | to 0e+00, eager to 1e-03 |",
-        "| moe, experts too | 2048 | 200.0 | 40.0 | 50.0 | **4.00** | 2.00 | [as near to fp32](../packed.md#how-exact) |",
+        "| moe, experts too | 2048 | 200.0 | 40.0 | 50.0 | **4.00** | 2.00 "
+        "| [as near to fp32](../packed.md#how-exact) |",
         "| dense | 2048 | +1.0% | 33.0 | 9.0 | 2.0 | 3.0 |",
         "| moe | 2048 |  |  | 9.0 | 2.0 |  |",
         "| moe, experts too | 2048 |  |  | 9.0 | 3.0 |  |",
