@@ -1,14 +1,19 @@
 """The example of a loop of its own: it trains on a CPU eager and on graphs, and compares both."""
 
+import inspect
 import json
 
 import pytest
+import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
-from examples import plain_loop
+from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
+from examples import plain_jobs, plain_loop
 
 STEPS = 8
 
@@ -79,3 +84,18 @@ def test_the_comparison_says_different_where_nothing_replays(here, monkeypatch, 
 def test_a_misspelt_option_is_refused():
     with pytest.raises(OptionError, match="vision_cuda_graph_bucket"):
         plain_loop.main(["--steps", "1", "vision_cuda_graph_bucket=64"])
+
+
+def test_the_gpus_step_calls_qwen3_vl_with_a_batch_of_photographs(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **unused: tensor)
+    samples = PhotographDataset(2, 2048, 2, FEW_SIZES, 1, 0)
+
+    def model(**arguments):
+        inspect.signature(Qwen3VLModel.forward).bind(None, **arguments)
+        assert len(arguments["pixel_values"]) == arguments["image_grid_thw"].prod(-1).sum()
+        return torch.where(arguments["loss_mask"] > 0, 3.0, 1e9)  # what is masked does not count
+
+    losses, loss_of = plain_jobs._caption_step(iter([samples.collate_fn([samples[0]])]), model)
+    assert losses.shape == (1, 2048)
+    loss, told = loss_of(losses)
+    assert loss == told["loss"] == 3
