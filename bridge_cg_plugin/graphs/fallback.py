@@ -91,7 +91,7 @@ class Fallback(StrEnum):
     )
     NOT_CAPTURED_YET = (
         "not_captured_yet",
-        "a capture is not possible now: inside a backward, inside another capture, or the bucket waits for a later step",
+        "a capture is not possible now: in a backward, in another capture, or the bucket waits for a later step",
         "none needed",
     )
     NOT_CAPTURED = (
