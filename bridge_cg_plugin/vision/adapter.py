@@ -13,12 +13,13 @@ from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
 from .host_grids import Grid, HostGrids
+from .shape import Sized
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
-class EncoderBatch(Protocol):
+class EncoderBatch(Sized, Protocol):
     """A microbatch, with what the host knows of its size."""
 
     @property
@@ -28,18 +29,6 @@ class EncoderBatch(Protocol):
     @property
     def rows(self) -> Grid:
         """Frames, height and width of each image or video, in patches."""
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-
-    @property
-    def frames(self) -> int:
-        """Images and video frames."""
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of the largest frame."""
 
     def copied(self) -> "EncoderBatch":
         """Return a batch with tensors of its own."""
