@@ -196,9 +196,9 @@ def test_recordings_find_their_kernels_compiled(tower_module, model, grads, grap
     from triton import knobs
 
     from bridge_cg_plugin.upstream.kernels.ahead import compile_kernels
-    from bridge_cg_plugin.vision.kernels import bias, layernorm, reduction, rotary
+    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 
-    for module in (bias, layernorm, reduction, rotary):
+    for module in (bias, layernorm, padding, reduction, rotary):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):
                 kernel.device_caches.clear()

@@ -10,7 +10,7 @@ from bridge_cg_plugin.vision.compiling import KernelCompiler
 
 from .towers import tower
 
-KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_rotate_qkv", "_rotate_qkv"]
+KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding", "_rotate_qkv", "_rotate_qkv"]
 
 
 def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training():
@@ -46,7 +46,7 @@ def test_an_error_is_left_to_the_recording():
 def compiled(monkeypatch):
     """What kernels would be compiled for, as on a machine with a GPU."""
     pytest.importorskip("triton")
-    from bridge_cg_plugin.vision.kernels import bias, layernorm, reduction, rotary
+    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 
     found = []
 
@@ -55,7 +55,7 @@ def compiled(monkeypatch):
         assert all(each.is_meta for each in tensors)
         found.append((kernel.__name__, [tuple(each.shape) for each in tensors], settings))
 
-    for module in (bias, layernorm, reduction, rotary):
+    for module in (bias, layernorm, padding, reduction, rotary):
         monkeypatch.setattr(module, "launch", note)
     monkeypatch.setattr(ahead, "kernels_available", lambda: True)
     return found

@@ -48,7 +48,7 @@ def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
             yield _Widths(_gelu, (weight.shape[0], weight.dtype))
         if rotates_at_projection(module):
             heads, width = module.num_attention_heads_per_partition, module.hidden_size_per_attention_head
-            yield _Widths(_rotary, (heads, width, module.linear_qkv.weight.dtype))
+            yield _Widths(_attention, (heads, width, module.linear_qkv.weight.dtype))
 
 
 def _meta(*shape: int, dtype: torch.dtype, leaf: bool = False) -> Tensor:
@@ -75,7 +75,9 @@ def _gelu(rows: int, width: int, dtype: torch.dtype) -> None:
     _backward(bias_gelu(x, bias), (x, bias))
 
 
-def _rotary(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    """What comes before cuDNN's attention and after it."""
+    from ...vision.kernels.padding import clear_padding
     from ...vision.kernels.rotary import rotate_qkv
 
     mixed = _meta(tokens, heads * 3 * width, dtype=dtype, leaf=True)
@@ -83,6 +85,7 @@ def _rotary(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     parts = rotate_qkv(mixed, table, table, heads)
     gradients = _meta(tokens, heads, 3, width, dtype=dtype).unbind(2)  # as cuDNN's attention leaves them
     torch.autograd.grad(parts, mixed, gradients)
+    clear_padding(mixed.detach(), _meta(2, dtype=torch.int32))
 
 
 def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> None:
