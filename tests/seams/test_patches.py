@@ -11,6 +11,7 @@ from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
     any_loop,
     batches,
+    between,
     full_iteration,
     host_tokens,
     pack_indices,
@@ -39,6 +40,7 @@ GROUPS = (
     packed_helper,
     pack_indices,
     host_tokens,
+    between,
     batches,
     provider_fields,
     deepstack,

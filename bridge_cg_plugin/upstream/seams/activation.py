@@ -34,7 +34,9 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("encoders.qwen3_vl_patches", "encoders.deepstack"),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
+        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between"),
+    ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
     "megatron.bridge.recipes": ("hooks.recipe_names",),
