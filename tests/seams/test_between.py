@@ -1,15 +1,22 @@
 """Between encoder and language model: upstream's results and gradients to the bit, without a read of the device."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import Qwen3VLTransformerBlock
+from megatron.core.packed_seq_params import PackedSeqParams
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import between, host_tokens
 from bridge_cg_plugin.upstream.hooks.host_tokens import TOKENS
 from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+from bridge_cg_plugin.upstream.seams.registry import seam
+from bridge_cg_plugin.upstream.seams.seam import drift
+from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from bridge_cg_plugin.vision.known_mask import KnownMask
 from tests.unit import vlm
 from tests.unit.waits import HostWait, no_host_waits
@@ -153,6 +160,75 @@ def patched(on):
         bridge_cg_plugin.activate()
 
 
+def groups(tensor=1, context=1, rank=0):
+    of = SimpleNamespace
+    return of(tp=of(size=lambda: tensor), cp=of(size=lambda: context, rank=lambda: rank))
+
+
+LAYOUTS = [groups(), groups(2), *(groups(context=2, rank=r) for r in range(2)), groups(2, 2, 1)]
+LAYOUT_NAMES = ["one rank", "tensor", "context, first", "context, last", "both"]
+every_layout = pytest.mark.parametrize("ranks", LAYOUTS, ids=LAYOUT_NAMES)
+
+
+@every_layout
+@pytest.mark.parametrize("width", [(), (3,)], ids=str)
+def test_batches_are_packed_as_upstream_packs_them(modelling, ranks, width):
+    new, old = modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__
+    given = [torch.randn(3, 16, *width, requires_grad=True) for _ in range(2)]
+    given[1].data.copy_(given[0].data)
+    mask = torch.ones(3, 16, dtype=torch.bool)
+    expected, params = old(given[0], mask, True, ranks)
+    with no_host_waits():
+        found, described = new(given[1], mask, True, ranks)
+    assert found.equal(expected)
+    for packed in (found, expected):
+        (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()
+    assert given[1].grad.equal(given[0].grad)
+    for name, value in vars(params).items():
+        assert same(getattr(described, name), value) or getattr(described, name) == value
+
+
+@every_layout
+def test_padding_is_left_to_upstream(modelling, ranks):
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[1, 12:] = False
+    values = torch.randn(2, 16)
+    new, old = modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__
+    assert new(values, mask, True, ranks)[0].equal(old(values, mask, True, ranks)[0])
+    short = torch.ones(2, 15, dtype=torch.bool)
+    assert new(values[:, :15], short, True, ranks)[0].equal(old(values[:, :15], short, True, ranks)[0])
+
+
+@every_layout
+def test_a_batch_of_the_step_is_packed_without_the_device(modelling, ranks):
+    host = make(BATCHES["a text-only sample"])["input_ids"]
+    tokens, mask = host.to("meta"), torch.ones(host.shape, dtype=torch.bool, device="meta")
+    for known in (TOKENS, host_tokens.STEP_TOKENS):
+        known.remember(tokens, host)
+    packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
+    expected = modelling.preprocess_packed_seqs.__wrapped__(host, torch.ones_like(host).bool(), True, ranks)[0]
+    assert TOKENS.known(packed).equal(expected)
+    features = torch.zeros(*host.shape, 3, device="meta")
+    assert modelling.preprocess_packed_seqs(features, mask, True, ranks)[0].shape == (*expected.shape, 3)
+
+
+@pytest.mark.parametrize("known", [(), (TOKENS,)], ids=["unknown tokens", "tokens of another step"])
+def test_a_batch_whose_padding_is_unknown_is_upstreams(modelling, known):
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    for copies in known:
+        copies.remember(tokens, torch.zeros(2, 16, dtype=torch.long))
+    with pytest.raises((NotImplementedError, RuntimeError)):  # upstream reads the device
+        modelling.preprocess_packed_seqs(tokens, torch.ones(2, 16, dtype=torch.bool, device="meta"), True, groups())
+
+
+def test_a_step_with_another_mask_is_drift():
+    step = seam("step_packing")
+    found = SourceReader().find(step)
+    assert drift(step, found) == []
+    for line in ("original_tokens = tokens.clone()", "attention_mask = torch.ones("):
+        assert drift(step, replace(found, code=found.code.replace(line, "pass")))
+
+
 def trained(samples, **changes):
     """Run the whole model forward and backward; return its losses and every gradient."""
     with vlm.on_cpu():
@@ -201,3 +277,63 @@ def test_features_are_placed_and_added_without_a_wait(modelling, samples):
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     with no_host_waits(), pytest.raises(HostWait):
         placed(plain, call)
+
+
+@contextmanager
+def without_layers(model):
+    """Let a model's forward run with layers in neither half: features are the pixels', losses all that layers get."""
+
+    def encode(hidden_states, grid_thw):
+        features = [hidden_states[::4, : vlm.HIDDEN] * (n + 1) for n in range(3)]
+        return features[0], features[1:]
+
+    def language_model(decoder_input, visual_pos_masks, deepstack_visual_embeds, **others):
+        hidden = decoder_input
+        for features in deepstack_visual_embeds or ():
+            hidden = Qwen3VLTransformerBlock._deepstack_process(None, hidden, visual_pos_masks, features)
+        return hidden, visual_pos_masks, {name: others[name] for name in ("input_ids", "position_ids")}
+
+    encoder = mock.patch.object(model.vision_model, "forward", encode)
+    with vlm.on_cpu(), encoder, mock.patch.object(model.language_model, "forward", language_model):
+        yield
+
+
+def through(model, call, packed, waits):
+    """Return what the language model gets of a batch, and the gradients of embeddings and pixels."""
+    samples, length = call["input_ids"].shape
+    offsets = torch.arange(samples + 1, dtype=torch.int32) * length
+    params = (
+        PackedSeqParams("thd", offsets, offsets, offsets, offsets, max_seqlen_q=length, max_seqlen_kv=length)
+        if packed
+        else None
+    )
+    call = {name: value.clone() for name, value in call.items()}
+    pixels = [value.requires_grad_() for name, value in call.items() if name.startswith("pixel")]
+    model.zero_grad()
+    with without_layers(model), nullcontext() if waits else no_host_waits():
+        hidden, mask, others = model(
+            **call,
+            attention_mask=torch.ones(samples, length, dtype=torch.bool),
+            packed_seq_params=params,
+            position_ids=torch.arange(3 * samples * length).view(3, samples, length),
+        )
+        (hidden * torch.arange(hidden.numel()).view_as(hidden)).sum().backward()
+    weight = model.language_model.embedding.word_embeddings.weight
+    return [hidden.detach(), mask, *others.values(), weight.grad, *(value.grad for value in pixels)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize(
+    "samples", [s for n, s in BATCHES.items() if n != "images and videos"], ids=[n for n in BATCHES if "and v" not in n]
+)
+def test_the_forward_between_encoder_and_layers_does_not_wait(active, samples, packed):
+    with vlm.on_cpu():
+        model = vlm.build(graphs=False)
+    call = make(samples)
+    with patched(False):
+        expected = through(model, call, packed, waits=True)
+        if any(samples):
+            with pytest.raises(HostWait):
+                through(model, call, packed, waits=False)
+    found = through(model, call, packed, waits=False)
+    assert all(same(*pair) for pair in zip(found, expected, strict=True))

@@ -7,20 +7,25 @@ and what they give goes to the device. Otherwise they run as upstream calls them
 import functools
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...graphs.host_copies import on_device
+from ...graphs.host_copies import HostTensors, on_device
 from ...vision.known_mask import KnownMask
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .host_tokens import TOKENS, on_graphs
+from ..seams.seam import drift
+from ..seams.source_reader import NoSourceError, SourceReader
+from .host_tokens import STEP_TOKENS, TOKENS, on_graphs
 from .vision_helper import GRIDS
 
 Function = Callable[..., Any]
 GRID_NAMES = ("image_grid_thw", "video_grid_thw")
+# Which tokens are kept, of batches that were padded to one length.
+KEPT = HostTensors()
 
 
 def _ids_on_host(tokens: Any) -> Tensor | None:
@@ -86,7 +91,74 @@ def _parts_on_host(old: Function) -> Function:
     return split_deepstack_embs
 
 
+def _packed_at_once(old: Function) -> Function:
+    """Put samples without padding behind each other by their shape, where upstream looks for padding in each."""
+
+    @functools.wraps(old)
+    def preprocess_packed_seqs(
+        input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
+    ) -> Any:
+        if not (pre_process and pg_collection is not None and on_graphs()):
+            return old(input_ids, attention_mask, pre_process, pg_collection)
+        context, rank = pg_collection.cp.size(), pg_collection.cp.rank()
+        chunks = pg_collection.tp.size() * (2 * context if context > 1 else 1)
+        if input_ids.shape[1] % chunks or not _keeps_all(input_ids, attention_mask):
+            return old(input_ids, attention_mask, pre_process, pg_collection)
+        packed = _one_row(input_ids, context, rank)
+        known = TOKENS.known(input_ids)
+        if known is not None:
+            TOKENS.remember(packed, _one_row(known, context, rank))
+        return packed, _params(input_ids)
+
+    return preprocess_packed_seqs
+
+
+def _keeps_all(values: Tensor, mask: Tensor) -> bool:
+    """Whether the host knows that a batch has no padding; `values` are its tokens or what stands for each of them."""
+    host = KEPT.known(mask) if mask.dtype == torch.bool else None
+    if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
+        host = torch.ones(mask.shape, dtype=torch.bool)
+        KEPT.remember(mask, host)
+    return host is not None and bool(host.numpy().all())
+
+
+@lru_cache(1)
+def _step_keeps_all() -> bool:
+    """Whether Bridge's step, which packs, gives its model a mask that keeps every token, padding included."""
+    step = seam("step_packing")
+    try:
+        return not drift(step, SourceReader().find(step))
+    except NoSourceError:
+        return False
+
+
+def _one_row(values: Tensor, context: int, rank: int) -> Tensor:
+    """Return a rank's two chunks of each sample, `[1, batch * sequence / context, ...]` of `[batch, sequence, ...]`."""
+    if context == 1:
+        return values.reshape(1, -1, *values.shape[2:])
+    chunks = values.unflatten(1, (2 * context, -1))
+    return torch.stack((chunks[:, rank], chunks[:, -rank - 1]), dim=1).flatten(0, 2)[None]
+
+
+def _params(values: Tensor) -> Any:
+    """Return upstream's description of a pack of whole rows."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    samples, length = values.shape[:2]
+    offsets = torch.arange(samples + 1, dtype=torch.int32, device=values.device) * length
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        max_seqlen_q=length,
+        cu_seqlens_kv=offsets,
+        max_seqlen_kv=length,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+    )
+
+
 PATCHES = (
     Patch(seam("image_tokens"), _image_tokens_on_host),
     Patch(seam("deepstack_parts"), _parts_on_host),
+    Patch(seam("packed_rows"), _packed_at_once),
 )
