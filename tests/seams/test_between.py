@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import between, host_tokens
 from bridge_cg_plugin.upstream.hooks.host_tokens import TOKENS
+from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
@@ -149,6 +150,74 @@ def test_a_mask_that_the_host_does_not_know_is_split_by_upstream(modelling):
     mask = torch.tensor([[True, False, True, True]])
     part, _ = modelling.split_deepstack_embs(mask, [torch.zeros(3, 2)], **SIZES[0])
     assert type(part) is torch.Tensor and part.tolist() == [[True, False]]
+
+
+ROPE = (2, IMAGE, VIDEO, START)
+
+
+def grids_of(call):
+    return {name: call[name] for name in between.GRID_NAMES if name in call}
+
+
+def pack(samples, length, device="cpu"):
+    host = torch.arange(samples + 1, dtype=torch.int32) * length
+    offsets = host.to(device)
+    PACK_OFFSETS.remember(offsets, host)
+    return PackedSeqParams("thd", offsets, offsets, offsets, offsets, max_seqlen_q=length, max_seqlen_kv=length)
+
+
+@pytest.fixture
+def uploaded(monkeypatch):
+    """What went to the device, in order."""
+    found = []
+    monkeypatch.setattr(between, "on_device", lambda host, device: found.append((host, device.type)) or host.to(device))
+    return found
+
+
+@pytest.mark.parametrize("form", ["unpacked", "flat", "one sample"])
+@every_batch_with_images
+def test_positions_are_upstreams_and_need_no_device(modelling, samples, form, uploaded):
+    call = make(samples[:1] if form == "one sample" else samples)
+    ids = call["input_ids"]
+    packed = {"unpacked": lambda *_: None}.get(form, pack)
+    if form == "flat":
+        call["input_ids"] = ids.reshape(1, -1)
+    if not grids_of(call):
+        pytest.skip("nothing but text")
+    old = modelling.get_rope_index.__wrapped__
+    expected = old(*ROPE, call["input_ids"], **grids_of(call), packed_seq_params=packed(*ids.shape))
+    moved = elsewhere(call)
+    params = packed(*ids.shape, "meta")
+    found = modelling.get_rope_index(*ROPE, moved["input_ids"], **grids_of(moved), packed_seq_params=params)
+    assert [values.device.type for values in found] == ["meta", "meta"]
+    assert [device for _, device in uploaded] == ["meta", "meta"]
+    assert all(same(host, values) for (host, _), values in zip(uploaded, expected, strict=True))
+    on_cpu = modelling.get_rope_index(*ROPE, call["input_ids"], **grids_of(call), packed_seq_params=packed(*ids.shape))
+    assert all(same(*pair) for pair in zip(on_cpu, expected, strict=True))
+
+
+@pytest.mark.parametrize("unknown", ["input_ids", "image_grid_thw", "offsets", "padding"])
+def test_positions_that_the_host_cannot_compute_are_upstreams(modelling, unknown, uploaded):
+    call = make(BATCHES["images in several samples"])
+    moved = elsewhere(call)
+    others = {}
+    if unknown == "offsets":
+        offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+        others = {"packed_seq_params": PackedSeqParams("thd", offsets, offsets)}
+    elif unknown == "padding":
+        others = {"attention_mask": torch.ones_like(moved["input_ids"])}
+    else:
+        moved[unknown] = call[unknown].to("meta")
+    with pytest.raises((NotImplementedError, RuntimeError)):  # upstream reads the device
+        modelling.get_rope_index(*ROPE, moved["input_ids"], **grids_of(moved), **others)
+    assert not uploaded
+
+
+def test_positions_of_text_are_computed_where_they_are_needed(modelling, uploaded):
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    with no_host_waits():
+        positions, _ = modelling.get_rope_index(*ROPE, tokens)
+    assert not uploaded and positions[0].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 @contextmanager
@@ -301,12 +370,7 @@ def without_layers(model):
 def through(model, call, packed, waits):
     """Return what the language model gets of a batch, and the gradients of embeddings and pixels."""
     samples, length = call["input_ids"].shape
-    offsets = torch.arange(samples + 1, dtype=torch.int32) * length
-    params = (
-        PackedSeqParams("thd", offsets, offsets, offsets, offsets, max_seqlen_q=length, max_seqlen_kv=length)
-        if packed
-        else None
-    )
+    params = pack(samples, length) if packed else None
     call = {name: value.clone() for name, value in call.items()}
     pixels = [value.requires_grad_() for name, value in call.items() if name.startswith("pixel")]
     model.zero_grad()

@@ -4,6 +4,7 @@ Where the host knows the token ids, upstream's own functions run on these and on
 and what they give goes to the device. Otherwise they run as upstream calls them.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
 from .host_tokens import STEP_TOKENS, TOKENS, on_graphs
+from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 
 Function = Callable[..., Any]
@@ -157,8 +159,40 @@ def _params(values: Tensor) -> Any:
     )
 
 
+def _positions_on_host(old: Function) -> Function:
+    """Compute positions on the host. Without images upstream computes them on the device, where it reads nothing."""
+    signature = inspect.signature(old)
+
+    @functools.wraps(old)
+    def get_rope_index(*args: Any, **kwargs: Any) -> Any:
+        call = dict(signature.bind(*args, **kwargs).arguments)
+        has_images = any(call.get(name) is not None for name in GRID_NAMES)
+        host = _on_host(call) if has_images and call.get("attention_mask") is None else None
+        params = call.get("packed_seq_params")
+        known = None if host is None or params is None else _params_on_host(params)
+        if host is None or (known is None and params is not None):
+            return old(*args, **kwargs)
+        made = old(**host if params is None else {**host, "packed_seq_params": known})
+        return tuple(on_device(values, call["input_ids"].device) for values in made)
+
+    return get_rope_index
+
+
+def _params_on_host(params: Any) -> Any:
+    """Return a pack's description with its offsets on the host; None where the host does not know one."""
+    moved = copy.copy(params)
+    for name, value in vars(params).items():
+        if isinstance(value, Tensor):
+            known = PACK_OFFSETS.known(value)
+            if known is None:
+                return None
+            setattr(moved, name, torch.tensor(known, dtype=value.dtype).view(value.shape))
+    return moved
+
+
 PATCHES = (
     Patch(seam("image_tokens"), _image_tokens_on_host),
     Patch(seam("deepstack_parts"), _parts_on_host),
     Patch(seam("packed_rows"), _packed_at_once),
+    Patch(seam("positions"), _positions_on_host),
 )

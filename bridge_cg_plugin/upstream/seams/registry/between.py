@@ -62,6 +62,18 @@ SEAMS = (
         patched_by="hooks.between",
     ),
     Seam(
+        name="positions",
+        module=MODEL,
+        target="get_rope_index",
+        kind="function",
+        touch="extended",
+        purpose="positions of a batch with images are computed on the host",
+        features=(Feature.BETWEEN,),
+        undo=RESTORED,
+        parameters=("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "packed_seq_params"),
+        patched_by="hooks.between",
+    ),
+    Seam(
         name="step_packing",
         module=STEP,
         target="forward_step",
