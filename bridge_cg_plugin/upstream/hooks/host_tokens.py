@@ -37,7 +37,7 @@ class _StepTokens(Tensor):
 
     host: Tensor
 
-    def clone(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def clone(self, **kwargs: Any) -> Tensor:
         """Return a plain tensor of these tokens."""
         made = self.as_subclass(Tensor).clone(**kwargs)
         for known in (TOKENS, STEP_TOKENS):
