@@ -21,7 +21,7 @@ class _ByStorage[Copy]:
         self._known: OrderedDict[Key, tuple[torch.UntypedStorage, int, Copy]] = OrderedDict()
 
     def _store(self, tensor: Tensor, copy: Copy) -> None:
-        if tensor.device.type == "cpu" or not tensor.is_contiguous():
+        if on_host(tensor) or not tensor.is_contiguous():
             return
         self._known[_key(tensor)] = (tensor.untyped_storage(), version_of(tensor), copy)
         self._known.move_to_end(_key(tensor))
@@ -68,7 +68,7 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
 
     def known(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Return a tensor's elements as `values` does, None where the device would have to be read."""
-        if tensor.device.type == "cpu":
+        if on_host(tensor):
             return as_integers(tensor)
         values = self._find(tensor)
         return values[: tensor.numel()] if values is not None and tensor.numel() <= len(values) else None
@@ -93,10 +93,15 @@ class HostTensors(_ByStorage[Tensor]):
 
         Nobody may write to it.
         """
-        if tensor.device.type == "cpu":
+        if on_host(tensor):
             return tensor
         host = self._find(tensor)
         return host.view(tensor.shape) if host is not None and host.numel() == tensor.numel() else None
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading a tensor waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 def _key(tensor: Tensor) -> Key:

@@ -11,10 +11,12 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import 
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs import host_copies
 from bridge_cg_plugin.upstream.hooks import between, host_tokens
 from bridge_cg_plugin.upstream.hooks.host_tokens import TOKENS
 from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
@@ -350,49 +352,61 @@ def test_features_are_placed_and_added_without_a_wait(modelling, samples):
 
 @contextmanager
 def without_layers(model):
-    """Let a model's forward run with layers in neither half: features are the pixels', losses all that layers get."""
+    """Let a model's forward run without layers in either half: features are pixels, the output is what layers get.
+
+    Yields the other tensors that the language model gets.
+    """
+    got = []
 
     def encode(hidden_states, grid_thw):
         features = [hidden_states[::4, : vlm.HIDDEN] * (n + 1) for n in range(3)]
         return features[0], features[1:]
 
     def language_model(decoder_input, visual_pos_masks, deepstack_visual_embeds, **others):
+        got.extend([visual_pos_masks, others["input_ids"], others["position_ids"]])
         hidden = decoder_input
         for features in deepstack_visual_embeds or ():
             hidden = Qwen3VLTransformerBlock._deepstack_process(None, hidden, visual_pos_masks, features)
-        return hidden, visual_pos_masks, {name: others[name] for name in ("input_ids", "position_ids")}
+        return hidden
 
     encoder = mock.patch.object(model.vision_model, "forward", encode)
     with vlm.on_cpu(), encoder, mock.patch.object(model.language_model, "forward", language_model):
-        yield
+        yield got
+
+
+def gradients(model, hidden):
+    """Return the output, and what its backward gives the embeddings."""
+    model.zero_grad()
+    (hidden * torch.arange(hidden.numel()).view_as(hidden)).sum().backward()
+    return [hidden.detach(), model.language_model.embedding.word_embeddings.weight.grad]
 
 
 def through(model, call, packed, waits):
     """Return what the language model gets of a batch, and the gradients of embeddings and pixels."""
     samples, length = call["input_ids"].shape
-    params = pack(samples, length) if packed else None
     call = {name: value.clone() for name, value in call.items()}
     pixels = [value.requires_grad_() for name, value in call.items() if name.startswith("pixel")]
-    model.zero_grad()
-    with without_layers(model), nullcontext() if waits else no_host_waits():
-        hidden, mask, others = model(
+    with without_layers(model) as got, nullcontext() if waits else no_host_waits():
+        hidden = model(
             **call,
             attention_mask=torch.ones(samples, length, dtype=torch.bool),
-            packed_seq_params=params,
+            packed_seq_params=pack(samples, length) if packed else None,
             position_ids=torch.arange(3 * samples * length).view(3, samples, length),
         )
-        (hidden * torch.arange(hidden.numel()).view_as(hidden)).sum().backward()
-    weight = model.language_model.embedding.word_embeddings.weight
-    return [hidden.detach(), mask, *others.values(), weight.grad, *(value.grad for value in pixels)]
+        return [*gradients(model, hidden), *got, *(value.grad for value in pixels)]
+
+
+@pytest.fixture
+def model(active):
+    with vlm.on_cpu():
+        return vlm.build(graphs=False)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
 @pytest.mark.parametrize(
     "samples", [s for n, s in BATCHES.items() if n != "images and videos"], ids=[n for n in BATCHES if "and v" not in n]
 )
-def test_the_forward_between_encoder_and_layers_does_not_wait(active, samples, packed):
-    with vlm.on_cpu():
-        model = vlm.build(graphs=False)
+def test_the_forward_between_encoder_and_layers_does_not_wait(model, samples, packed):
     call = make(samples)
     with patched(False):
         expected = through(model, call, packed, waits=True)
@@ -401,3 +415,33 @@ def test_the_forward_between_encoder_and_layers_does_not_wait(active, samples, p
                 through(model, call, packed, waits=False)
     found = through(model, call, packed, waits=False)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
+
+
+def stepped(model, samples, packed):
+    """Return what the language model gets of a batch that Bridge's step takes from its iterator, and gradients."""
+    call = make(samples, length=50)  # the step pads it
+    tokens = call.pop("input_ids")
+    visual = vlm._Visual(**call) if call else None
+    loss_mask = torch.ones(tokens.shape)
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": loss_mask, "visual_inputs": visual}
+    state = vlm.state(graphs=False)
+    state.cfg.dataset.enable_in_batch_packing = packed
+    with without_layers(model) as got:
+        hidden, _ = vlm.qwen3_vl_step.forward_step(state, iter([batch]), model)
+        return [*gradients(model, hidden), *got]
+
+
+@pytest.mark.skipif(not seam("step_padding").expected_in(bridge_release()), reason="this release's step is upstream's")
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("name", ["one image", "images in several samples", "a text-only sample", "no images"])
+def test_the_host_knows_what_the_step_gives_its_model(model, name, packed, monkeypatch):
+    with patched(False):
+        expected = stepped(model, BATCHES[name], packed)
+    asked = []
+    for copies in (TOKENS, GRIDS, PACK_OFFSETS):
+        known = copies.known
+        monkeypatch.setattr(copies, "known", lambda tensor, known=known: asked.append(known(tensor)) or asked[-1])
+    monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)  # nothing is known that was not announced
+    found = stepped(model, BATCHES[name], packed)
+    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    assert asked and all(values is not None for values in asked)

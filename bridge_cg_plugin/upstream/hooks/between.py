@@ -107,7 +107,7 @@ def _packed_at_once(old: Function) -> Function:
         if input_ids.shape[1] % chunks or not _keeps_all(input_ids, attention_mask):
             return old(input_ids, attention_mask, pre_process, pg_collection)
         packed = _one_row(input_ids, context, rank)
-        known = TOKENS.known(input_ids)
+        known = TOKENS.known(input_ids) if input_ids.dim() == 2 else None  # embeddings and positions pass here, too
         if known is not None:
             TOKENS.remember(packed, _one_row(known, context, rank))
         return packed, _params(input_ids)
