@@ -13,9 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
 from bridge_cg_plugin.upstream.hooks import between, host_tokens
-from bridge_cg_plugin.upstream.hooks.host_tokens import TOKENS
 from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+from bridge_cg_plugin.upstream.host_tokens import TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift

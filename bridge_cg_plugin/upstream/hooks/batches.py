@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import SEAMS
-from .host_tokens import TOKENS, on_graphs
+from .host_tokens import on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...graphs.host_copies import HostTensors, on_device
 from ...vision.known_mask import KnownMask
+from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
-from .host_tokens import STEP_TOKENS, TOKENS, on_graphs
+from .host_tokens import STEP_TOKENS, on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 

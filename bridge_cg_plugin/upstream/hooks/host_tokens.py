@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...graphs.host_copies import HostTensors, on_device
+from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from .graph_helper import active_helpers
 from .packed_helper import PACK_OFFSETS
 
-TOKENS = HostTensors()
 # Those that the step's padding returned and the step then cloned: its model gets no others.
 STEP_TOKENS = HostTensors()
 
