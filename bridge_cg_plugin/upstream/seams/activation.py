@@ -21,7 +21,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.gpt_step": ("hooks.batches",),
     "megatron.bridge.training.vlm_step": ("hooks.batches",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
-        *("hooks.batches", "decoder.per_layer_graphs", "hooks.host_tokens"),
+        *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
     ),
     "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
     "megatron.core.packed_seq_params": ("hooks.pack_indices",),
