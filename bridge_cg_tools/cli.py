@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib
 import json
 import re
 import sys
@@ -11,10 +12,14 @@ from typing import NoReturn
 
 from bridge_cg_plugin import __version__
 
+from . import recipes
 from .answers import Tell, answer_alone
 from .explain import command as explained
 from .planner import command as planner
 from .report import command as reports
+
+# Commands with a parser of their own, and the names of their modules.
+TRAINING = ("train", "compare")
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,8 +35,14 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    1 where `doctor` found a problem or `audit` a drift, 2 for input that is refused.
+    1 where `doctor` found a problem, `audit` a drift or `compare` a run that failed or differs, 2 for input that is
+    refused.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and given[0] in TRAINING:
+        module = importlib.import_module(f"bridge_cg_tools.benchmarks.runs.{given[0]}")
+        status: int = module.main(given[1:])
+        return status
     parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -40,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--details", action="store_true", help="import what is patched, and name every seam and feature"
     )
+    commands.add_parser("train", help="train a recipe of Bridge or a preset, with graph flags; train --help has them")
+    commands.add_parser("compare", help="train a recipe eager and on graphs, and say whether both train the same")
+    listing = commands.add_parser("recipes", help="list the presets with graphs and Bridge's recipes")
+    listing.add_argument("filter", nargs="?", default="", help="part of a name")
     audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
     audit.add_argument(
         "sources",
@@ -53,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
     reports.add_arguments(report)
     plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
-    for command in (doctor, audit, explain, report):
+    for command in (doctor, audit, explain, report, listing):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(arguments)
     if rest and args.command != "explain":
@@ -73,6 +88,8 @@ def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) 
         return reports.run_report(args, tell)
     if args.command == "plan":
         return planner.run(args, tell)
+    if args.command == "recipes":
+        return recipes.run(args.filter, args.json, tell)
     if args.command == "audit":
         return run_audit(args.sources, args.json, tell)
     return run_doctor(args.json, not args.no_gpu, args.details, tell)

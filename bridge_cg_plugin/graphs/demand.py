@@ -12,7 +12,7 @@ from .fallback import Fallback
 # Microbatches that a choice rests on.
 WINDOW = 256
 # Costs are in tokens that replays compute in the same time. Eager takes this many times a replay's, and at least as
-# long as the host needs to launch its kernels: 27 layers on an H200, docs/performance.md.
+# long as the host needs to launch its kernels: 27 layers on an H200, docs/benchmarks/vision.md.
 EAGER_FACTOR, EAGER_LEAST = 2.5, 5000.0
 # A recording takes about half a second. It has to save as much within this many microbatches: less padding within so
 # many times those that the choice rests on, since few of them say little of what is to come.

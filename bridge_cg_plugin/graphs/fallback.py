@@ -30,15 +30,14 @@ class Fallback(StrEnum):
     TOO_MANY_TOKENS = (
         "too_many_tokens",
         "the microbatch is larger than the largest bucket",
-        "raise `max_vision_cuda_graph_seq_length`, or add a bucket to `vision_cuda_graph_buckets`, for packs to "
-        "`cuda_graph_packed_buckets`",
+        "raise `max_vision_cuda_graph_seq_length`, or add a bucket (`vision_cuda_graph_buckets`, "
+        "`cuda_graph_packed_buckets`)",
     )
     TOO_FEW_TOKENS = (
         "too_few_tokens",
-        "it has at most `vision_cuda_graph_tuning.exact_below` tokens, a pack at most 256 on a rank, and no bucket of "
-        "exactly its size",
-        "add its size to `vision_cuda_graph_buckets`, for packs to `cuda_graph_packed_buckets`; or set "
-        "`vision_cuda_graph_tuning.exact_below=0` and accept eager's rounding to change",
+        "at most `vision_cuda_graph_tuning.exact_below` tokens (packs: 256 on a rank), and no bucket of exactly this "
+        "size",
+        "add a bucket of this size; or set `vision_cuda_graph_tuning.exact_below=0`, which changes the rounding",
     )
     TOO_MANY_FRAMES = (
         "too_many_frames",
@@ -47,144 +46,137 @@ class Fallback(StrEnum):
     )
     FRAME_TOO_LARGE = (
         "frame_too_large",
-        "its largest frame is above the bound of every bucket that is large enough; happens in deterministic mode",
+        "deterministic mode: the largest frame is too large for every bucket",
         "use smaller images, or leave deterministic mode",
     )
     TOO_MANY_DOCUMENTS = (
         "too_many_documents",
         "the pack has more documents than `cuda_graph_max_packed_seqs`",
-        "raise `cuda_graph_max_packed_seqs`; `bridge-cg plan packed` says how far",
+        "raise it; `bridge-cg plan packed` recommends a number",
     )
     DOCUMENT_TOO_LONG = (
         "document_too_long",
-        "a document is longer than `cuda_graph_packed_tuning.max_seqlen`, or, under context parallelism, what is "
-        "missing to a bucket's tokens",
-        "raise `cuda_graph_packed_tuning.max_seqlen`, or add a bucket nearer to the pack's size",
+        "a document is longer than `cuda_graph_packed_tuning.max_seqlen`; or, with context parallelism, the padding to "
+        "the bucket is",
+        "raise `cuda_graph_packed_tuning.max_seqlen`, or add a bucket near the pack's size",
     )
     SHARDED_TOKENS = (
         "sharded_tokens",
-        "sequence parallelism, and the pack has not exactly a bucket's tokens",
-        "pad packs to one length, and make it a bucket",
+        "sequence parallelism, and the pack does not have exactly a bucket's tokens",
+        "pad packs to one length, and add a bucket of this length",
     )
     EAGER_IS_FASTER = (
         "eager_is_faster",
-        "a larger microbatch was measured to run faster eager than this one's bucket replays; most often the bucket is "
-        "much larger than the microbatch",
-        "add a bucket nearer to its size; `vision_cuda_graph_tuning.cost_fallback=False` replays all the same",
+        "eager was measured to be faster than a replay of this bucket; often the bucket is much larger than the "
+        "microbatch",
+        "add a bucket near its size, or set `vision_cuda_graph_tuning.cost_fallback=False`",
     )
     # Slots and recordings
     NO_FREE_SLOT = (
         "no_free_slot",
-        "as many microbatches as there are slots are between their forward and their backward",
-        "raise `vision_cuda_graph_tuning.slots`, for packs `cuda_graph_packed_tuning.slots`; each slot takes the "
-        "memory of the largest bucket",
+        "all slots hold microbatches between forward and backward",
+        "raise `vision_cuda_graph_tuning.slots` or `cuda_graph_packed_tuning.slots`; each slot needs the memory of the "
+        "largest bucket",
     )
     EVALUATION_NOT_CAPTURED = (
         "evaluation_not_captured",
-        "evaluation with `vision_cuda_graph_tuning.evaluation=False`, for packs "
-        "`cuda_graph_packed_tuning.evaluation=False`",
-        "set `vision_cuda_graph_tuning.evaluation=True`, for packs `cuda_graph_packed_tuning.evaluation=True`",
+        "evaluation, and the tuning value `evaluation` is False",
+        "set `vision_cuda_graph_tuning.evaluation=True` or `cuda_graph_packed_tuning.evaluation=True`",
     )
     MODE_NOT_CAPTURED = (
         "mode_not_captured",
-        "the first microbatch in a mode that was not captured: without gradients while in training mode, with "
-        "gradients in evaluation mode, or with modules in different modes",
+        "the first microbatch in an unusual mode: training without gradients, evaluation with gradients, or modules in "
+        "different modes",
         "none needed: the second one gets graphs",
     )
     NOT_CAPTURED_YET = (
         "not_captured_yet",
-        "a recording would have to be made where none can: inside a backward, or inside another capture",
+        "a capture is not possible now: in a backward, in another capture, or the bucket waits for a later step",
         "none needed",
     )
     NOT_CAPTURED = (
         "not_captured",
-        "the region was asked for a replay while it has no recordings",
+        "the region has no graphs",
         "none needed",
     )
     CAPTURE_FAILED = (
         "capture_failed",
-        "capturing failed, all of it or for this microbatch's bucket or state of the model; the warning and "
-        "`not captured:` in the report say why",
+        "capture failed for all or for this bucket; the warning and `not captured:` in the report give the reason",
         "do what the warning names",
     )
     # A model that is not what was recorded
     MODEL_CHANGED = (
         "model_changed",
-        "the model is not what was captured: adapters switched off or added, a submodule replaced, an attribute set; "
-        "the warning names what changed",
-        "none needed: a state that is asked for a second time gets graphs of its own",
+        "the model differs from the captured one: adapters, a submodule or an attribute changed; the warning names it",
+        "none needed: the second microbatch in this state gets graphs",
     )
     FORWARD_HOOKS = (
         "forward_hooks",
-        "a forward or backward hook on a module inside the graph, or on every module; a replay would not run it, and "
-        "the warning names it",
-        "remove the hook; graphs go on as soon as it is gone",
+        "a module inside the graph has a forward or backward hook, which a replay would not run; the warning names it",
+        "remove the hook; graphs then continue",
     )
     PARAMETER_HOOKS = (
         "parameter_hooks",
-        "somebody put a hook on a parameter; the next microbatches hand it the gradient on graphs",
+        "a hook was added to a parameter; the next microbatches run it on graphs",
         "none needed",
     )
     PARAMETERS_CHANGED = (
         "parameters_changed",
-        "parameters were frozen or unfrozen since capture",
-        "none needed: graphs are captured for the new set when it is asked for again",
+        "parameters were frozen or unfrozen after capture",
+        "none needed: the second microbatch in this state gets graphs",
     )
     MEMORY_MOVED = (
         "memory_moved",
-        "memory of parameters or of their `main_grad` moved while another microbatch was between its forward and its "
-        "backward",
-        "move memory between steps; it is then captured anew at once",
+        "memory of parameters or of their `main_grad` moved while another microbatch was between forward and backward",
+        "move memory between steps",
     )
     AUTOCAST_CHANGED = (
         "autocast_changed",
-        "autocast is on, off or of another type than at capture",
-        "none needed: the second such microbatch gets graphs of its own",
+        "autocast differs from the capture",
+        "none needed: the second such microbatch gets graphs",
     )
     NUMERICS_CHANGED = (
         "numerics_changed",
-        "deterministic algorithms or the precision of fp32 matrix products are set otherwise than at capture",
-        "set them as they were; graphs go on at once",
+        "deterministic algorithms or the precision of fp32 matrix products differ from the capture",
+        "set them as at capture; graphs then continue",
     )
     # Calls and batches of another kind
     CALL_ARGUMENTS = (
         "call_arguments",
-        "a call with arguments that no graph was captured with: an encoder's `inference_params` or "
-        "`extra_block_kwargs`, one of Hugging Face asked for more than its usual result, arguments of a language model "
-        "or decoder, or fields of `PackedSeqParams`",
+        "the call has arguments that no graph was captured with, such as `inference_params`, `extra_block_kwargs`, "
+        "further results of a tower of Hugging Face or fields of `PackedSeqParams`",
         "call it without them",
     )
     INPUT_GRADIENTS = (
         "input_gradients",
-        "pixels, rotary angles or another input require a gradient that no graph returns; eager computes it",
+        "an input requires a gradient that no graph returns",
         "pass `tensor.detach()` if nothing needs the gradient",
     )
     OTHER_BATCH = (
         "other_batch",
-        "pixels and grid do not fit each other as a graph needs it, but eager takes them: images of another size where "
-        "all have one, empty grid rows, one patch for a whole grid",
+        "only eager takes these pixels and grid: an image of another size, empty grid rows, or one patch for a whole "
+        "grid",
         "use the model's processor",
     )
     OTHER_SHAPES = (
         "other_shapes",
-        "`full_iteration`: a tensor of the microbatch has another shape or type than in the last warm-up step, or is "
-        "missing, as with another micro batch size in evaluation",
-        "keep the micro batch size and what the dataset gives the same",
+        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type than in the last warm-up "
+        "step",
+        "use one micro batch size and the same dataset fields",
     )
     OTHER_LAYOUT = (
         "other_layout",
-        "the pack has padding between documents and the packs of warm-up steps had none, or the reverse; or image "
-        "features or rotary angles where those had none",
-        "pack all data alike, and show warm-up steps what comes later",
+        "padding between documents, image features or rotary angles differ from the packs of warm-up steps",
+        "pack all data alike, and include every kind in warm-up steps",
     )
     UNPACKED_BATCH = (
         "unpacked_batch",
         "the batch is not packed",
-        "none needed; a model that trains on unpacked data alone wants `cuda_graph_max_packed_seqs` unset",
+        "none needed; if all data is unpacked, unset `cuda_graph_max_packed_seqs`",
     )
     NO_SEQ_IDX = (
         "no_seq_idx",
-        "a model with Mamba layers got `PackedSeqParams` without `total_tokens`, or with those of another pack, so "
-        "without `seq_idx`: eager lets states run on from one document into the next",
+        "a model with Mamba layers got `PackedSeqParams` without `seq_idx`, because `total_tokens` is missing or of "
+        "another pack",
         "give `total_tokens`, as Bridge's steps do",
     )

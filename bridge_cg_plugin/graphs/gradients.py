@@ -233,7 +233,9 @@ class GradientSinks:
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook of somebody else than when this object was made."""
         found = self._hooks.foreign()
-        return bool(found or self.handed) and found.intersection(self.parameters) != self.handed
+        if not (found or self.handed):
+            return False
+        return found.intersection(self.parameters) != self.handed
 
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:

@@ -78,6 +78,7 @@ class Slot:
 
     Attributes:
         buffers: Static inputs of each bucket.
+        lease: Number of the lease that holds it; None while it is free.
     """
 
     def __init__(self, index: int, device: torch.device, pool: object, shared: SharedInputs | None = None) -> None:
@@ -86,7 +87,7 @@ class Slot:
         self.shared = shared
         self.pool = pool
         self.buffers: dict[Bucket, Buffers] = {}
-        self._lease: int | None = None
+        self.lease: int | None = None
         self._leases = 0
         self._device = device
         self._last_stream: torch.cuda.Stream | None = None
@@ -102,14 +103,14 @@ class Slot:
     @property
     def free(self) -> bool:
         """Whether no microbatch holds the slot."""
-        return self._lease is None
+        return self.lease is None
 
     def take(self) -> "Lease":
         """Hand the slot to a microbatch."""
         self._leases += 1
-        self._lease = self._leases
+        self.lease = self._leases
         self.order_after_last_use()
-        return Lease(self, self._lease)
+        return Lease(self, self.lease)
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the slot's last work if that ran on another stream."""
@@ -122,12 +123,8 @@ class Slot:
 
     def give_back(self, number: int) -> None:
         """Free the slot if the lease is still the current one."""
-        if self._lease == number:
-            self._lease = None
-
-    def holds(self, number: int) -> bool:
-        """Whether the lease is the current one."""
-        return self._lease == number
+        if self.lease == number:
+            self.lease = None
 
 
 class Lease:
@@ -149,7 +146,7 @@ class Lease:
         Raises:
             ReplayError: The slot was given back, so its activations are gone.
         """
-        if not self.slot.holds(self._number):
+        if self.slot.lease != self._number:
             raise ReplayError(
                 "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
                 "activations inside a CUDA graph); run such a microbatch eager"

@@ -42,7 +42,7 @@ def offload_option(details: str = "") -> Any:
         None,
         some_of(OFFLOAD_MODULES),
         "LIST",
-        f"parts whose activations go to the host: {', '.join(OFFLOAD_MODULES)}; all or none",
+        f"parts whose activations are offloaded to the host: {', '.join(OFFLOAD_MODULES)}; all or none",
         details,
     )
 
@@ -64,7 +64,7 @@ def offload_above_option(details: str = "") -> Any:
         None,
         positive_number,
         "GIB",
-        "device memory of a slot that a mix of offloading and recompute keeps to",
+        "device memory of a slot; offloading and recompute keep below it",
         details,
     )
 
@@ -81,7 +81,7 @@ def offload_host_option() -> Any:
         positive_number,
         "GIB",
         "most page-locked host memory of a process",
-        "None is four fifths of what the host has, shared by the run's processes on it",
+        "None is four fifths of the host's memory, divided among the run's processes on it",
         tuning=True,
     )
 

@@ -12,9 +12,9 @@ def capture_option() -> Any:
         "at_once",
         one_of(("at_once", "on_demand")),
         "WHEN",
-        "when buckets are recorded: at_once or on_demand",
-        "`at_once`: after warm-up, for all that may come. `on_demand`: after warm-up what warm-up steps showed, and "
-        "before each later step one more bucket at most, where microbatches of late would save more by it than it "
-        "takes. Limits then take no memory, and what has no bucket yet runs eager (`not_captured_yet`)",
+        "when buckets are captured: at_once or on_demand",
+        "`at_once`: all buckets after warm-up. `on_demand`: the buckets of warm-up steps after warm-up, then at most "
+        "one more before each step, if recent microbatches would gain more than its capture costs. Microbatches "
+        "without a bucket run eager (`not_captured_yet`)",
         tuning=True,
     )

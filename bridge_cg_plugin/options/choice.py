@@ -18,10 +18,10 @@ class ChoiceOptions:
         None,
         one_of(SETTINGS),
         "HOW",
-        "graphs of everything that can be on graphs: exact, fastest or off",
-        "`exact` computes bit-equal outputs and eager's gradients; `fastest` also takes kernels that round gradients "
-        "otherwise. Both set the other fields where nobody has: vision graphs, graphs of packed or of unpacked "
-        "sequences; what a combination forbids stays eager, and the log says why. None leaves all fields as they are",
+        "every graph that the model supports: exact, fastest or off",
+        "`exact` gives bit-identical outputs and the same gradients as eager. `fastest` also uses kernels that round "
+        "gradients differently. Both set only fields that are not set. Parts that cannot be captured stay eager, and "
+        "the log gives the reason. None sets no field",
         field=SETTING,
     )
 

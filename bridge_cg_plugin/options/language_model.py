@@ -125,8 +125,8 @@ class LanguageModelGraphOptions:
         one_of(IMPLEMENTATIONS),
         "IMPL",
         "language-model graphs: none, local, transformer_engine or full_iteration",
-        "megatron-core's own per-layer graphs; per-layer graphs by Transformer Engine; one graph of forward and "
-        "backward of the whole step, on a model that takes images of the whole language model",
+        "`local`: per-layer graphs by megatron-core. `transformer_engine`: per-layer graphs by Transformer Engine. "
+        "`full_iteration`: one graph of the whole step; on a model that takes images, of the whole language model",
         field=IMPL,
         since="0.4",
     )
@@ -135,7 +135,7 @@ class LanguageModelGraphOptions:
         Parser(_MODULES_ALLOWED, lambda field, value: normalize_cuda_graph_modules(value, field).modules),
         "LIST",
         f"parts of a layer to capture: {', '.join(MODULE_NAMES)}; [] is the whole layer",
-        "With impl `local`, `moe_router` and `moe_preprocess` come together",
+        "With `cuda_graph_impl=local`, `moe_router` and `moe_preprocess` are captured together",
         field=MODULES,
         old=(SCOPE, f"deprecated: write --{MODULES}, or --{IMPL} full_iteration"),
         since="0.5",
@@ -145,7 +145,7 @@ class LanguageModelGraphOptions:
         Parser(" or ".join(_SCOPE_NAMES), lambda field, value: normalize_inference_cuda_graph_scope(value, "none")),
         "SCOPE",
         "inference graphs: none, layer or block",
-        "Who owns them. The default follows from the implementation",
+        "The default depends on `cuda_graph_impl`",
         field=INFERENCE,
         since="0.5",
     )

@@ -25,9 +25,9 @@ class PackedOptions:
         None,
         whole_number(1, "auto"),
         "N",
-        "graphs of packed sequences, of up to this many documents, or auto",
-        "Smaller scans less, larger falls back less. `auto` is half as many again as the packs of warm-up steps had, "
-        "and one for padding; `bridge-cg plan packed` recommends a number. None is no such graphs",
+        "graphs of packed sequences with up to this many documents, or auto",
+        "A smaller number is faster, a larger one has fewer fallbacks. `auto` is 1.5 times the most documents of "
+        "warm-up steps, plus one for padding. `bridge-cg plan packed` recommends a number. None captures no packs",
         field="cuda_graph_max_packed_seqs",
         flags=("max_packed_seqs", "cuda_graph_max_packed_seqs"),
     )
@@ -35,7 +35,7 @@ class PackedOptions:
         "auto",
         capacities,
         "LIST",
-        "capacities in tokens of packs, ascending, or auto",
+        "bucket sizes in tokens of packs, ascending, or auto",
         "`auto` chooses them from the packs of warm-up steps",
     )
     max_seqlen: int | None = option(
@@ -43,7 +43,7 @@ class PackedOptions:
         whole_number(1),
         "TOKENS",
         "tokens of the longest document that a graph takes",
-        "None is all that a bucket holds",
+        "None is the bucket's tokens",
         tuning=True,
     )
     capture_mode: Literal["at_once", "on_demand"] = capture_option()
@@ -51,16 +51,16 @@ class PackedOptions:
         "auto",
         whole_number(1, "auto"),
         "N",
-        "packs between forward and backward at once, or auto",
+        "most packs between forward and backward at the same time, or auto",
         "As for vision graphs",
         tuning=True,
     )
-    offload: tuple[str, ...] | None = offload_option("As for vision graphs, where all layers are one region")
+    offload: tuple[str, ...] | None = offload_option("As for vision graphs, if all layers are one region")
     recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
-    evaluation: bool = option(True, flag, "BOOL", "evaluation of packs runs on graphs too", tuning=True)
+    evaluation: bool = option(True, flag, "BOOL", "run evaluation of packs on graphs too", tuning=True)
     strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
 
     @property

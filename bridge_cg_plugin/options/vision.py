@@ -63,14 +63,14 @@ class VisionGraphOptions:
         one_of(("none", "transformer_engine"), "Upstream's other implementations have no vision graphs."),
         "IMPL",
         "vision-encoder graphs: none or transformer_engine",
-        "The second is upstream's name for graphs that the train loop's helper captures",
+        "`transformer_engine` is upstream's name; the plugin captures the graphs",
     )
     modules: tuple[str, ...] = option(
         (),
         _MODULES,
         "LIST",
-        "attn or mlp: that part of every layer; [] is the whole encoder",
-        f"Empty or both: the whole encoder is one region. None: what upstream's deprecated `{SCOPE_FIELD}` says",
+        "parts of every layer to capture: attn or mlp; [] is the whole encoder",
+        f"Both parts are the whole encoder too. None uses upstream's deprecated `{SCOPE_FIELD}`",
         old=(SCOPE_FIELD, "deprecated: write --vision_cuda_graph_modules"),
         feature="vision graphs of parts of layers",
         without=((), MODULES, MODULES[::-1]),
@@ -79,17 +79,17 @@ class VisionGraphOptions:
         "auto",
         capacities,
         "LIST",
-        "capacities in tokens, ascending, or auto",
-        "`auto` chooses them from what warm-up steps saw. With a list, `max_vision_cuda_graph_seq_length` is added to "
-        "it if it is set",
+        "bucket sizes in tokens, ascending, or auto",
+        "`auto` chooses them from the microbatches of warm-up steps. `max_vision_cuda_graph_seq_length` is added to a "
+        "list",
     )
     headroom: float = option(
         1.25,
         factor,
         "FACTOR",
-        "how far automatic buckets reach beyond the largest microbatch of warm-up steps",
-        "Used without `max_vision_cuda_graph_seq_length`, not with `capture_mode=on_demand`. Graphs end at that "
-        "microbatch instead, with one line in the log, where warm-up steps have left no memory for more",
+        "size of the largest automatic bucket, relative to the largest microbatch of warm-up steps",
+        "Ignored with `max_vision_cuda_graph_seq_length` or `capture_mode=on_demand`. If memory is short, it is 1 and "
+        "a line is logged",
         tuning=True,
     )
     max_seq_length: int | None = option(
@@ -97,16 +97,16 @@ class VisionGraphOptions:
         whole_number(1),
         "TOKENS",
         "tokens of the largest bucket",
-        "Tokens are patches, before merging. None takes the largest microbatch that warm-up steps saw, times the "
-        "headroom, rounded up",
+        "Tokens are patches before merging. None uses the largest microbatch of warm-up steps times `headroom`, "
+        "rounded up",
         field="max_vision_cuda_graph_seq_length",
     )
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
         "N",
-        "microbatches between forward and backward at once, or auto",
-        "`auto` is the pipeline's depth, twice that when interleaved, never more than the microbatches of a step",
+        "most microbatches between forward and backward at the same time, or auto",
+        "`auto` is the pipeline depth, doubled when interleaved, and at most the microbatches of a step",
         tuning=True,
     )
     max_frames: int | Literal["auto"] = option(
@@ -114,37 +114,36 @@ class VisionGraphOptions:
         whole_number(1, "auto"),
         "N",
         "most images and video frames of one microbatch, or auto",
-        "`auto` is 64, or twice what warm-up steps saw if that is more, rounded up to 16",
+        "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16",
         tuning=True,
     )
     buckets_max_gb: float | None = option(
         None,
         positive_number,
         "GIB",
-        "limit of one slot's graph memory",
-        "Automatic buckets plan for it: what a token takes is measured before capture, and a fifth of the limit is "
-        "kept as margin. No effect without a GPU or in deterministic mode",
+        "graph memory of one slot that automatic buckets may use",
+        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. No effect "
+        "without a GPU or in deterministic mode",
     )
     capture_mode: Literal["at_once", "on_demand"] = capture_option()
     exact_below: int = option(
         256,
         whole_number(0),
         "TOKENS",
-        "up to here only graphs of exactly the microbatch's size",
-        "Below it matrix libraries choose kernels by the number of rows, so padding would change eager's rounding. "
-        "Other sizes run eager; 0 pads them as any other",
+        "microbatches of up to this size need a bucket of exactly their size, else they run eager",
+        "For few rows, matrix libraries choose kernels by the number of rows, so padding would change the rounding. "
+        "0 pads all sizes",
         tuning=True,
     )
     kernels: Literal["auto", "exact", "fast"] = option(
         "auto",
         one_of(("auto", "exact", "fast")),
         "KIND",
-        "which kernels replace eager's",
-        "`exact` replaces eager's kernels only by ones that round as they do; `fast` also by ones that add up a row in "
-        "another order (LayerNorm's backward, with the residual's gradient in it; the patch embedding's weight "
-        "gradient): gradients then differ from eager's by rounding even where eager repeats itself. Outputs are equal "
-        "in all. `auto` is `exact` under deterministic algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), "
-        "`fast` otherwise",
+        "kernels that may replace eager's: auto, exact or fast",
+        "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another order "
+        "(LayerNorm's backward, the patch embedding's weight gradient), so gradients differ by rounding. Outputs are "
+        "equal in all cases. `auto` is `exact` under deterministic algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or "
+        "PyTorch's), `fast` otherwise",
         feature="fast kernels",
         without=("exact",),
         tuning=True,
@@ -153,27 +152,24 @@ class VisionGraphOptions:
         "auto",
         one_of(("auto", "transformer_engine", "cudnn", "flash")),
         "KIND",
-        "what calls cuDNN's attention over several frames",
-        "Transformer Engine, or the plugin itself through NVIDIA's "
-        "package `nvidia-cudnn-frontend` (1.29 or newer; Transformer Engine 2.20 depends on it), with the bucket's own "
-        "number and size of frames ([design](design.md#attention)). The kernels and outputs are the same. `auto` is "
-        "`cudnn` where that is possible. Without the package, without a GPU, under deterministic algorithms "
-        "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`) or where eager does not attend by cuDNN's kernels "
-        "(`NVTE_FUSED_ATTN=0`, `attention_backend`; read at each capture, later changes have no effect on recordings) "
-        "it is `transformer_engine`; `cudnn` is so too, with a line in the log. `flash` is as `auto`, but frames in "
-        "buckets for frames of 640 tokens and more attend by FlashAttention's kernels (package `flash-attn-4`, "
-        "`requirements/flash.txt`; Hopper GPUs), which are faster and round otherwise than eager's: outputs are as "
-        "near to fp32 as eager's, not equal to the bit",
+        "attention over several frames: auto, transformer_engine, cudnn or flash",
+        "`cudnn` calls cuDNN directly (package `nvidia-cudnn-frontend`, 1.29 or newer) for the bucket's number and "
+        "size of frames, with the same kernels and outputs ([design](design.md#attention)). `auto` is `cudnn` if "
+        "possible. Both use Transformer Engine without the package or a GPU, under deterministic algorithms, or if "
+        "eager does not use cuDNN's kernels (`NVTE_FUSED_ATTN=0`, `attention_backend`, read at capture). `flash` is "
+        "`auto`, with FlashAttention in buckets for frames of 640 tokens and more (package `flash-attn-4`, "
+        "`requirements/flash.txt`; Hopper GPUs). It is faster and rounds differently: outputs are as close to fp32 as "
+        "eager's, but not bit-identical",
         tuning=True,
     )
     streams: Literal["auto", 1, 2] = option(
         "auto",
         Parser(" or ".join(STREAMS), _parse_streams),
         "N",
-        "streams that a graph's kernels are on",
-        "With 2, weight gradients and what else no later kernel waits for run beside the others "
-        "([design](design.md#side-work)). `auto` is 2 for buckets of up to 4096 tokens whose activations stay on the "
-        "device, 1 for all others. Outputs and gradients are the same",
+        "streams that a graph's kernels run on",
+        "With 2, weight gradients run in parallel with other kernels ([design](design.md#side-work)). `auto` is 2 for "
+        "buckets of up to 4096 tokens whose activations stay on the device, 1 otherwise. Outputs and gradients are the "
+        "same",
         feature="two streams",
         without=(1,),
         tuning=True,
@@ -182,70 +178,67 @@ class VisionGraphOptions:
         True,
         flag,
         "BOOL",
-        "weight gradients are added to main_grad inside the GEMM",
-        "In fp32; else they are first rounded to the weight's dtype, as eager does without Megatron's option of this "
-        "name",
+        "add weight gradients to main_grad inside the GEMM, in fp32",
+        "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name",
         tuning=True,
     )
     gradient_hooks: Literal["awaited", "always"] = option(
         "awaited",
         one_of(("awaited", "always")),
         "WHEN",
-        "who gets to know that a gradient is in `main_grad`",
-        "Data parallelism's reduction alone, in the microbatches "
-        "whose gradients it waits for, or autograd in all of them, so that hooks fire. Hooks that you put on a "
-        "parameter fire always; those on its `AccumulateGrad` node need `always`",
+        "when autograd hooks of parameters run: awaited or always",
+        "`awaited` notifies only data parallelism's reduction, in the microbatches whose gradients it waits for. "
+        "`always` runs autograd in every microbatch. Hooks on a parameter run in both cases; hooks on its "
+        "`AccumulateGrad` node need `always`",
         tuning=True,
     )
     cost_fallback: bool = option(
         True,
         flag,
         "BOOL",
-        "a microbatch runs eager where that was measured to be faster than its replay",
-        "Training only ([design](design.md#measured-costs)). Whole encoder only; never under deterministic algorithms "
-        "or tensor parallelism, where runs and ranks must decide alike",
+        "run a microbatch eager if that was measured to be faster than its replay",
+        "Only in training and for the whole encoder ([design](design.md#measured-costs)). Off under deterministic "
+        "algorithms and tensor parallelism, where all must decide alike",
         tuning=True,
     )
     balance: float | Literal["auto"] | None = option(
         None,
         part_or_auto,
         "PART",
-        "images move between data-parallel ranks where that saves this part of the largest's, or time (auto)",
-        "They are encoded there, in each microbatch in which that takes at least this part off the rank that has the "
-        "most patches; `auto`: in which that saves more time than it takes, as measured in the run "
+        "move images between data-parallel ranks if that takes this part off the largest rank, or saves time (auto)",
+        "Decided for each microbatch, by patches; `auto` decides by times measured in the run "
         "([balance](parallel.md#images-of-other-ranks)). None moves nothing",
     )
     offload: tuple[str, ...] | None = offload_option(
-        "Host memory is page-locked; activations go there inside the forward's graph and come back inside the "
-        "backward's ([offloading](offload.md)). `layernorm` are inputs and outputs of the layers' norms. None is "
-        "nothing, or anything under `vision_cuda_graph_offload_above_gb`"
+        "The copies are part of the graphs ([offloading](offload.md)). `layernorm` is inputs and outputs of the "
+        "layers' norms. None is no part, or any part with `vision_cuda_graph_offload_above_gb`"
     )
     recompute: tuple[str, ...] | None = recompute_option(
-        "Outputs of norms, of GELU, and of the projection to queries, keys and values and the MLP's first layer. What "
-        "a kernel does not give back to the bit is kept. None as above"
+        "`linear` is the QKV projection and the MLP's first layer. Outputs that are not bit-identical when recomputed "
+        "are kept. None as for `vision_cuda_graph_offload`"
     )
     offload_above_gb: float | None = offload_above_option(
-        "The mix is chosen from measured costs; the two options above then say what it may use. None does all that "
-        "they say"
+        "The mix is chosen from measured costs, within `vision_cuda_graph_offload` and `vision_cuda_graph_recompute`. "
+        "None does everything that these name"
     )
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
     evaluation: bool = option(
-        True, flag, "BOOL", "evaluation runs on graphs too", "These are forward-only graphs", tuning=True
+        True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
     )
-    strict: bool = option(False, flag, "BOOL", "a failed capture stops the run", "Else the run goes on eager")
+    strict: bool = option(False, flag, "BOOL", "a failed capture stops the run", "Otherwise the run continues eager")
     check_interval: int = option(
         0,
         whole_number(0),
         "STEPS",
-        "every how many steps a microbatch is also run eager and compared; 0 is never",
+        "compare a replay with eager every this many steps; 0 is never",
     )
     check_tolerance: float = option(
         0.05,
         positive_number,
         "X",
         "largest relative difference that the check accepts",
-        "In the L2 norm, of outputs and of any parameter's gradient",
+        "In the L2 norm, for outputs and for the gradient of each parameter",
         tuning=True,
     )
     check_action: Literal["warn", "stop"] = option(
@@ -259,10 +252,9 @@ class VisionGraphOptions:
         False,
         flag,
         "BOOL",
-        "under sequence parallelism, gradients of deepstack features are summed over the tensor-parallel ranks",
-        "Qwen3-VL's, eager and on graphs; upstream leaves them partial "
-        "([sequence parallelism and deepstack](parallel.md#sequence-parallelism-and-deepstack)). It needs no graphs, "
-        "and has no effect without sequence parallelism or on a model without deepstack",
+        "sum gradients of deepstack features over tensor-parallel ranks, under sequence parallelism",
+        "For Qwen3-VL, eager and on graphs. Upstream does not sum them "
+        "([sequence parallelism and deepstack](parallel.md#sequence-parallelism-and-deepstack))",
         field="vision_deepstack_gradient_allreduce",
     )
 

@@ -60,7 +60,7 @@ def fingerprint(rows: Grid) -> int:
     for place, (frames, height, width) in enumerate(rows):
         step = 2 * place * _STEP
         total += frames * (of_frames + step) + height * (of_height + step) + width * (of_width + step)
-    return _signed(total) | _NEGATIVE
+    return total % -_NEGATIVE + _NEGATIVE
 
 
 def _signed(number: int) -> int:

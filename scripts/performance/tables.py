@@ -1,4 +1,4 @@
-"""Write docs/benchmarks/README.md, the README's results, the tables of docs/performance.md, packed.md and parallel.md.
+"""Write docs/benchmarks/README.md, the README's results, and all tables of docs that come from records.
 
 python scripts/performance/tables.py
 """

@@ -209,7 +209,7 @@ def test_what_is_missing_or_has_no_effect_is_said(capsys, words, said):
 def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
     if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
         pytest.skip("the recipe comes with a later megatron-bridge")
-    from scripts.performance import run_recipe
+    from bridge_cg_tools.benchmarks.runs import train as run_recipe
 
     words = ["qwen3_vl_8b_sft_config", "cuda_graph_impl=transformer_engine"]
     status, out, err = explain(capsys, *words)

@@ -422,7 +422,7 @@ def test_doctor_shows_each_feature(active, break_seam, capsys):
     found = doctor.diagnose(wants_gpu=False)
     assert {name: f["state"] for name, f in found.features.items()} == dict.fromkeys((f.value for f in F), "ready")
     break_seam(seam("siglip_forward"))
-    assert main(["doctor", "--no-gpu"]) == 1
+    assert main(["doctor", "--no-gpu", "--details"]) == 1
     out = capsys.readouterr().out
     assert "not available vision graphs of Gemma 3: seam siglip_forward" in out
     assert "ready         vision graphs of Qwen2.5-VL" in out
@@ -438,7 +438,7 @@ def test_doctor_shows_what_works_for_other_models(active, break_seam):
         "seams": ("Gemma3VLModelProvider.init",),
         "models": ("Gemma3VLModelProvider",),
     }
-    assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in doctor.render(found)
+    assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in doctor.render(found, details=True)
 
 
 def test_doctor_shows_what_works_for_no_model(active, break_seam):
@@ -480,6 +480,6 @@ def test_doctor_shows_features_of_a_plugin_that_is_off(active, break_seam):
     found = doctor.diagnose(wants_gpu=False)
     states = {name: feature["state"] for name, feature in found.features.items()}
     assert states == {f.value: "ready" if f in (F.PLANNER, F.SCRIPTS) else "off" for f in F}
-    assert "  off           vision graphs\n" in doctor.render(found)
+    assert "  off           vision graphs\n" in doctor.render(found, details=True)
     break_seam(seam("siglip_forward"))
     assert doctor.diagnose(wants_gpu=False).features["vision graphs of Gemma 3"]["state"] == "not available"

@@ -14,9 +14,9 @@ from bridge_cg_plugin.upstream.hooks import recipes, steps
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.runs import train as run_recipe
 from bridge_cg_tools.benchmarks.runs.startable import check_start
 from bridge_cg_tools.cli import main as bridge_cg
-from scripts.performance import run_recipe
 
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]

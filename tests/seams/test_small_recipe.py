@@ -16,7 +16,7 @@ from bridge_cg_plugin.options import VisionGraphOptions, vision_options
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower
-from scripts.performance import run_recipe
+from bridge_cg_tools.benchmarks.runs import train as run_recipe
 
 from .test_recipes import launched
 

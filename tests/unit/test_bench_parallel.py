@@ -15,7 +15,8 @@ from bridge_cg_tools.benchmarks.layouts import jobs as layout_runs
 from bridge_cg_tools.benchmarks.layouts import times as layout_times
 from bridge_cg_tools.benchmarks.measuring import machine
 from bridge_cg_tools.benchmarks.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.pages.markdown import fill
+from bridge_cg_tools.benchmarks.records.results import ROOT, check_record, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel
 
@@ -174,21 +175,36 @@ def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
     assert {record["microbatches"] for record in records.values()} == {3}
 
 
+def tables(text):
+    """Return the lines of each table by the names of its columns, a bar left at both ends."""
+    found = []
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            header, _, *lines = block.splitlines()
+            found.append([dict(zip(header.split(" | "), line.split(" | "), strict=True)) for line in lines])
+    return found
+
+
 def test_the_page_has_a_line_for_each_layout(started, tmp_path):
     out = tmp_path / "parallel.jsonl"
     words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--microbatches", "3", "--layouts", "DP2", "one GPU"]
     assert bench_parallel.main(words) == 0
-    header, _, *lines = layout_parts(tmp_path)["layouts"].splitlines()
-    cells = [dict(zip(header.split(" | "), line.split(" | "), strict=True)) for line in lines if line.startswith("|")]
+    cells, others = tables(layout_parts(tmp_path)["layouts"])
     assert [each["| layout"] for each in cells] == ["| one_GPU", "| DP2"]
     assert [each["ratio"] for each in cells] == ["**1.00**", "**0.78**"]
-    assert [(each["eager scales"], each["graphs scale |"]) for each in cells] == [
+    assert [(each["eager scales"], each["graphs scale |"]) for each in others] == [
         ("1.00", "1.00 |"),
         ("0.62", "0.80 |"),
     ]
-    assert cells[1]["graphs peak GiB"] == "1.0/2.0"
-    assert (cells[1]["losses"], cells[1]["gradient norms"]) == ("0.00 (0.00)", "0.00 (0.00)")
+    assert others[1]["graphs peak GiB"] == "1.0/2.0"
+    assert (cells[1]["losses"], cells[1]["gradient norms |"]) == ("0.00 (0.00)", "0.00 (0.00) |")
     assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
+
+
+def test_the_page_holds_what_the_records_give():
+    folder = ROOT / "docs/benchmarks"
+    text = (folder / "parallel.md").read_text()
+    assert fill(text, layout_parts(folder)) == text
 
 
 def run_of(mode, losses):

@@ -22,13 +22,17 @@ from bridge_cg_tools.benchmarks.models.workloads import (
     tokens_of,
     workloads,
 )
-from bridge_cg_tools.benchmarks.pages import performance_page as page
 from bridge_cg_tools.benchmarks.pages.markdown import fill, origin
+from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
+from bridge_cg_tools.benchmarks.pages.performance_page import performance_parts
+from bridge_cg_tools.benchmarks.pages.results_page import PAGES
+from bridge_cg_tools.benchmarks.pages.vision_page import GRAPHS, encoder_parts, kernel_parts, vision_parts
 from bridge_cg_tools.benchmarks.records import results
 
 from .towers import tower
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "benchmarks"
 ORIGIN = {
     "repeats": 9,
     "seed": 0,
@@ -41,6 +45,9 @@ ORIGIN = {
 
 def record(case="1x448", mode="eager", **fields):
     return {"case": case, "mode": mode, "tokens": 784, "images": 1, "ms": 75.0, "ratio": 1.0, **ORIGIN, **fields}
+
+
+OF_VISION = [performance_parts, vision_parts, kernel_parts, encoder_parts, memory_parts]
 
 
 # Their form
@@ -332,50 +339,144 @@ def lines(text, start):
     return [line for line in text.splitlines() if line.startswith(start)]
 
 
-def test_tables_of_the_page(folder):
-    parts = page.page_parts(folder)
-    assert lines(parts["goals"], "| 1x448 |")[0].split(" | ")[2:15] == (
-        ["100.0", "40.0", "**0.40**", "38.0", "0.38", *[""] * 6, "0.10", "3.4"]
-    )
-    assert "| 11.1 |" in lines(parts["goals"], "| 1x448 |")[0]  # the faster kernels over the limit
-    assert lines(parts["modes"], "| 1x2048 | upstream |")[0].endswith("| `ValueError: a / b` |")
-    assert "bit-equal" in lines(parts["modes"], "| 1x448 | plugin |")[0]
-    assert lines(parts["modes"], "| 1x448 | upstream |")[0].endswith("| 5e-01 | 2.0e+00 | wrong |")
+def test_tables_of_the_performance_page(folder):
+    parts = performance_parts(folder)
+    assert lines(parts["gains"], "| 1 of 448 x 448 |") == [
+        "| 1 of 448 x 448 | 784 | 100.0 | 38.0 | **2.6** | 3.4 | 11.1 |"
+    ]
+    assert "| mixed | 4x2048 | 560 | 300 | **1.9** | 1e-02 |" in parts["training"]
+    assert "28x2560" not in parts["training"]  # without an eager time there is no speedup
+
+
+def test_default_options_have_two_streams_for_few_tokens(folder):
+    timed = {"forward_rel": 0.0, "grad_rel": 0.02}
+    records = [
+        record(case, mode, ms=ms, tokens=tokens, **timed)
+        for case, tokens in (("1x448", 784), ("8mix", 6720))
+        for mode, ms in (("eager", 100.0), ("plugin_fast", 50.0), ("plugin_streams", 25.0))
+    ]
+    (folder / "vision_bench.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    gains = performance_parts(folder)["gains"]
+    assert "| 784 | 100.0 | 25.0 | **4.0** |" in gains and "| 6720 | 100.0 | 50.0 | **2.0** |" in gains
+
+
+def test_tables_of_the_vision_encoder(folder):
+    parts = vision_parts(folder)
+    # The last figure is the fastest mode over the limit.
+    assert "| 1x448 | 784 | 0.40 | 0.38 |  |  |  | 0.10 | 11.1 |" in parts["ratios"]
+    assert lines(parts["times"], "| 1x448 | eager |") == ["| 1x448 | eager | 100.0 | 1.00 | 90.0 |  |  |  | 3.0 |"]
+    assert lines(parts["differences"], "| 1x448 | plugin |")[0].startswith("| 1x448 | plugin | bit-equal | 1.0e-02 |")
+    assert lines(parts["differences"], "| 1x448 | upstream |") == ["| 1x448 | upstream | 5e-01 | 2.0e+00 |  | wrong |"]
+    assert lines(parts["failures"], "| upstream |") == ["| upstream | 1x2048 | `ValueError: a / b` |"]
+    assert "1x2048 | upstream" not in parts["times"] + parts["differences"]
     assert len(lines(parts["sweep"], "| ")) == 2 + len(SWEEP) + 2  # head, rule; 784 and 2304 are single images, too
     assert "| 2.0% | 63 | eager_is_faster 1 |" in parts["sizes"]
-    assert lines(parts["precision"], "| 1x448 | 27 | plugin_fast |")[0].endswith(
-        "| 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
-    )
-    assert lines(parts["encoders"], "| qwen25_vl_8mix | 32 | 6720 |")[0].endswith(
-        "| 600.0 | 180.0 | **0.30** |  |  | 0e+00 | 2.0e-02 | 3.0e-02 | 120.0 (0.20) | 2.0e-02 | 14.1 |"
-    )
-    assert lines(parts["encoders"], "| siglip_2_images | 27 |")[0].endswith("| 3.0e-02 |  |  | 7.9 |")
     assert "| mixed | 4x2048 | 560 | 300 (0.54, 1e-02) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
-    assert lines(parts["memory"], "| 1x2048 | 1 | mixed 40 |")[0].endswith(
-        "| **40%** | 75.0 | **1.020** | 6.0 | 200 | 90% | yes |"
+
+
+def test_tables_of_kernels_and_precision(folder):
+    parts = kernel_parts(folder)
+    first = parts["families"].split("\n\n")[1]
+    assert lines(first, "| ")[0] == "| 1x448, ms | eager | plugin |"
+    assert "| matrix products | 20.0 | 20.0 |" in first and "| commit | abc | abc |" in first
+    assert parts["families"].count("| GPU busy | 30.0 | 30.0 |") == len(CASES)
+    assert lines(parts["precision"], "| 27 layers |") and lines(parts["precision"], "| 1x448 | plugin_fast |") == [
+        "| 1x448 | plugin_fast | 1.00e-02 | 2.00e-02 | 3.00e-02 | 4.00e-02 | 3.00e-03 | 2.00e-03 | 1.00e-03 |"
+    ]
+
+
+def test_tables_of_other_encoders(folder):
+    parts = encoder_parts(folder)
+    assert "| qwen25_vl_8mix | 32 | 6720 | plugin | 180.0 | 0.30 |  | 14.1 |" in parts["encoders"]
+    assert "| qwen25_vl_8mix | 32 | 6720 | plugin_fast | 120.0 | 0.20 |  |  |" in parts["encoders"]
+    assert "| siglip_2_images | plugin | 0e+00 | 2.0e-02 | 3.0e-02 |" in parts["encoder-differences"]
+    assert "eager |" not in parts["encoder-differences"]
+
+
+def test_tables_of_memory(folder):
+    parts = memory_parts(folder)
+    assert lines(parts["memory"], "| 1x2048 | mixed 40 |")[0].endswith(
+        "| **40%** | 75.0 | **1.020** | 6.0 | 200 (90%) | yes |"
     )
-    assert lines(parts["memory"], "| 1x2048 | 1 | mixed 10 |")[0].endswith("| `CaptureError: too little` |")
+    assert lines(parts["memory"], "| 1x2048 | mixed 10 |")[0].endswith("| `CaptureError: too little` |")
     assert lines(parts["memory-limit"], "| eager |")[0].endswith("| `OutOfSpace: CUDA out of memory` |")
     mixed = lines(parts["memory-limit"], "| plugin mixed |")[0]
     assert "| 40.0 | 39.0 | 9.0 |" in mixed and "| 0.80 | 10.0000 to 9.0000 | 1.0e-05 |" in mixed
     assert lines(parts["memory-flat"], "| 200 |") == ["| 200 | 4.0000 | 5.0000 | 1.0000 | 2.0000 |"]
-    assert lines(parts["families"], "| 1x448 | plugin |")[0].endswith("| 20.0 | 10.0 |")
-    widths = {name: {line.count(" | ") for line in lines(text, "| ")} for name, text in parts.items()}
-    assert all(len(found) <= 1 for found in widths.values()), widths
 
 
-def test_a_page_without_records_has_no_tables(tmp_path):
-    assert set(page.page_parts(tmp_path).values()) == {""}
+@pytest.mark.parametrize("parts", OF_VISION)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(parts, folder):
+    for text in parts(folder).values():
+        for block in text.split("\n\n"):
+            assert len({line.count(" | ") for line in lines(block, "| ")}) <= 1, block
 
 
-def test_every_part_has_its_place_on_the_page(folder):
-    text = (FOLDER.parent / "performance.md").read_text()
-    filled = fill(text, page.page_parts(folder))
-    assert "| tokens | eager ms |" in filled
-    assert fill(filled, page.page_parts(folder)) == filled
-    empty = fill(filled, dict.fromkeys(page.page_parts(folder), ""))
-    assert "| tokens | eager ms |" not in empty and "NVIDIA H200, 2026" not in empty
+@pytest.mark.parametrize("parts", OF_VISION)
+def test_a_page_without_records_has_no_tables(parts, tmp_path):
+    assert set(parts(tmp_path).values()) == {""}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_part_has_its_place_on_its_page(name):
+    text, parts = (ROOT / name).read_text(), PAGES[name](FOLDER)
+    assert fill(text, parts) == text, "run scripts/performance/tables.py"
+    empty = fill(text, dict.fromkeys(parts, ""))
+    assert all(part not in empty for part in parts.values() if part)
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted(FOLDER.glob("*.md")), ROOT / "docs/performance.md", ROOT / "README.md"], ids=lambda p: p.name
+)
+def test_tables_of_results_are_narrow(page):
+    """A reader sees about 7 columns of numbers at 1400 pixels; 9 columns where they are short."""
+    most = 7 if page.name == "performance.md" else 9
+    wide = [line for line in lines(page.read_text(), "| ---") if line.count("---") > most]
+    assert not wide
+
+
+def test_the_performance_page_is_short():
+    text = (ROOT / "docs/performance.md").read_text()
+    assert len(text.split()) <= 900 and len(lines(text, "| ---")) <= 2
+
+
+def measured(name):
+    return {(r["case"], r["mode"]): r for r in results.read_records(FOLDER / f"{name}.jsonl")}
+
+
+def figures():
+    """Return what the text of the performance page takes from records."""
+    bench, coco, profile = measured("vision_bench"), measured("vision_sizes"), measured("vision_profile")
+    small, large = bench["1x448", "eager"], bench["1x2048", "eager"]["ms"]
+    eager_ms, replayed = coco["coco", "eager"]["ms"], coco["coco", "plugin"]
+    fast, flash = (large / bench["1x2048", mode]["ms"] for mode in ("plugin_fast", "plugin_flash"))
+    kernels = profile["1x2048", "plugin_fast"]
+    mixed = profile["8mix", "plugin_fast"]
+    passes = ("norms", "rotary embedding", "bias and activation", "copies", "element-wise")
+    moving = sum(mixed["families"][name] for name in passes)
+    less = measured("offload")["1x2048", "mixed_25"]
+    graphs = [(case, r["ms"]) for (case, mode), r in bench.items() if mode in GRAPHS and case in CASES]
+    over = [min(ms for of, ms in graphs if of == case) / bench[case, "limit"]["ms"] for case in CASES]
+    siglip = (measured("encoders")[f"siglip_{n}_images_27layers", "plugin"]["ratio"] - 1 for n in (2, 4))
+    return [
+        f"busy for {small['gpu_busy_ms']:.0f} of {small['ms']:.0f} ms",
+        f"the speedup is {eager_ms / replayed['ms']:.1f} with {replayed['padding_share']:.1%} padding",
+        f"took {replayed['capture_s']:.0f} s",
+        "take {:.0%} longer than eager with two images, and {:.0%} longer with four".format(*siglip),
+        f"increases the speedup from {fast:.1f} to {flash:.1f}",
+        f"differ from eager's by {bench['1x2048', 'plugin_flash']['forward_rel']:.0e}".replace("e-0", "e-"),
+        f"to {less['memory_ratio']:.0%} for {less['ratio'] - 1:.0%} more time",
+        f"takes {min(over):.1f} to {max(over):.1f} times the limit",
+        f"the matrix products alone take {profile['1x448', 'plugin_fast']['families']['matrix products']:.1f} ms",
+        f"attention takes {kernels['families']['attention']:.0f} of {kernels['gpu_busy_ms']:.0f} ms",
+        f"kernels take {moving:.0f} of {mixed['gpu_busy_ms']:.0f} ms",
+    ]
+
+
+def test_figures_in_the_text_follow_from_records():
+    text = " ".join((ROOT / "docs/performance.md").read_text().replace(" %", "%").split())
+    assert not [figure for figure in figures() if figure not in text]
 
 
 def test_a_page_without_marks_is_an_error():

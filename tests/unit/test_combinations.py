@@ -52,7 +52,7 @@ REFUSED = {
         "cuda_graph_modules",
     ),
     "graphs without `te_rng_tracker`": (f"{TE} rng.te_rng_tracker=false", "rng.te_rng_tracker"),
-    "packed-sequence graphs of parts of layers with activations that leave the device": (
+    "packed-sequence graphs of parts of layers with offloading or recompute": (
         f"{TE} {PACKED} cuda_graph_modules=attn cuda_graph_packed_offload=all",
         "cuda_graph_modules",
     ),
@@ -113,11 +113,11 @@ REFUSED = {
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
     ),
-    "images that move between ranks, with context parallelism": (
+    "`vision_cuda_graph_balance` with context parallelism": (
         f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
         "vision_cuda_graph_balance",
     ),
-    "images that move between ranks by measured times, with tensor parallelism": (
+    "`vision_cuda_graph_balance=auto` with tensor parallelism": (
         f"{VISION} vision_cuda_graph_balance=auto tensor_model_parallel_size=2",
         "vision_cuda_graph_balance",
     ),
@@ -142,7 +142,7 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",
     ),
-    "packed-sequence graphs with context parallelism in another way than `p2p`": (
+    "packed-sequence graphs with context parallelism other than `p2p`": (
         f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
         "model.cp_comm_type",
     ),
@@ -172,7 +172,7 @@ REFUSED = {
         f"{TE} {PACKED} cuda_graph_warmup_steps=0",
         "model.cuda_graph_warmup_steps",
     ),
-    "packed-sequence graphs with activation offloading": (
+    "packed-sequence graphs with megatron-core's activation offloading": (
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
     ),
@@ -220,7 +220,7 @@ REFUSED = {
         f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=attn",
         "offload_modules",
     ),
-    "offloading `mlp_norm` with one of captured attention and MLP, or a captured router": (
+    "offloading `mlp_norm` if only attention or only the MLP is captured, or a router": (
         f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn",
         "offload_modules",
     ),

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.runs import comparison
+from bridge_cg_tools.benchmarks.runs import compare, comparison
 from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
 from bridge_cg_tools.report.records import read_records
-from scripts.performance import compare
 
 RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.
@@ -209,7 +208,7 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
     script.write_text(
         "import sys; print('noise\\nCannot use recipe=1: it must be 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
-    monkeypatch.setattr(comparison, "RECIPE_SCRIPT", script)
+    monkeypatch.setattr(comparison, "RECIPE", script)
     monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "Cannot use recipe=1: it must be 2. Mend it.\n"

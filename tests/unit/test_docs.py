@@ -266,14 +266,18 @@ def source_of(words):
     """Return the source of the project's program that a command starts, empty where it starts another one."""
     program = words[words.index("python") + 1 :] if "python" in words else words
     if program[0].startswith("scripts/"):
-        read = (BENCHMARKS / "runs" / "recipe_arguments.py").read_text() if "recipe" in program[0] else ""
-        return (ROOT / program[0]).read_text() + read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
+        return (ROOT / program[0]).read_text()
+    if program[:2] == ["-m", "examples.plain_loop"]:
+        return (ROOT / "examples" / "plain_loop.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
         return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":
         assert re.search(rf"^  {program[1]}\b", (ROOT / "run").read_text(), re.MULTILINE), program
     if program[0] == "bridge-cg":
         assert program[1] in cli_commands()
+        if program[1] in cli.TRAINING:
+            read = "".join((BENCHMARKS / "runs" / f"{name}.py").read_text() for name in ("recipe_arguments", "compare"))
+            return read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
     return ""
 
 

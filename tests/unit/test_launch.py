@@ -8,8 +8,8 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools import launch
+from bridge_cg_tools.benchmarks.runs import train as run_recipe
 from bridge_cg_tools.launch import Job
-from scripts.performance import run_recipe
 
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
 

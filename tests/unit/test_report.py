@@ -144,7 +144,7 @@ def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent()
     place = lines.index("eager fallbacks: no_free_slot 1, too_many_tokens 3")
     last = [f"step 7 too_many_tokens ({tokens} tokens)" for tokens in (5000, 6000, 7000)]
     assert lines[place + 1] == f"last fallbacks: {', '.join(last)}, step 7 no_free_slot"
-    remedy = "raise max_vision_cuda_graph_seq_length, or add a bucket to vision_cuda_graph_buckets"
+    remedy = "raise max_vision_cuda_graph_seq_length, or add a bucket (vision_cuda_graph_buckets"
     assert lines[place + 2].startswith(f"remedy of too_many_tokens: {remedy}")
     assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
 

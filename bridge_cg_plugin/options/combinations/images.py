@@ -39,7 +39,7 @@ def _refused(
 IMAGES = (
     _refused(
         "pipeline parallelism",
-        "The graph goes from the token embeddings to the loss, which a pipeline splits",
+        "The graph covers everything from the embeddings to the loss, and a pipeline splits this",
         lambda f: (f.pipeline_stages or 1) > 1,
         "model.pipeline_model_parallel_size",
         lambda f: f.pipeline_stages,
@@ -47,7 +47,7 @@ IMAGES = (
     ),
     _refused(
         "context parallelism",
-        "Bridge's model splits sequences between ranks with sizes read on the host",
+        "Bridge's model reads sizes on the host when it splits sequences between ranks",
         lambda f: (f.context_ranks or 1) > 1,
         "model.context_parallel_size",
         lambda f: f.context_ranks,
@@ -55,7 +55,7 @@ IMAGES = (
     ),
     _refused(
         "in-batch packing",
-        "The bounds of packed sequences reach the layers as Python objects, which a graph cannot take",
+        "Document bounds are Python objects, which a graph cannot take as input",
         lambda f: f.in_batch_packing,
         lambda f: f"dataset.{f.in_batch_packing}",
         lambda f: True,
@@ -63,8 +63,7 @@ IMAGES = (
     ),
     _refused(
         "recompute",
-        "megatron-core's checkpointing does not run inside a backward that returns gradients of chosen inputs, as the "
-        "recorded one does",
+        "megatron-core's checkpointing does not support the backward that is captured",
         lambda f: f.recompute_granularity is not None,
         "model.recompute_granularity",
         lambda f: f.recompute_granularity,
@@ -72,7 +71,7 @@ IMAGES = (
     ),
     _refused(
         "mixture-of-experts layers",
-        "How many tokens each expert gets is read on the host",
+        "The host reads the number of tokens of each expert",
         lambda f: f.moe,
         "model.num_moe_experts",
         lambda f: "above 1",
@@ -80,7 +79,7 @@ IMAGES = (
     ),
     _refused(
         "multi-token prediction",
-        "Its further losses are scaled and logged outside the language model's output",
+        "Its additional losses are not part of the language model's output",
         lambda f: f.multi_token_layers,
         "model.mtp_num_layers",
         lambda f: f.multi_token_layers,
@@ -88,8 +87,7 @@ IMAGES = (
     ),
     _refused(
         "fp8 or fp4",
-        "Weights quantized in a step's first microbatch are kept for the others, which a graph of every microbatch is "
-        "not told",
+        "Weights are quantized only in the first microbatch of a step, but the graph is the same for all microbatches",
         lambda f: f.low_precision,
         "model.fp8",
         lambda f: f.low_precision,

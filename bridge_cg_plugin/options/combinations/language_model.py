@@ -46,13 +46,13 @@ def _explicit_modules(options: GraphOptions, facts: Facts) -> bool:
     return not lm.enabled and bool(lm.modules) and written
 
 
-_RANDOM = "Recomputed parts inside a graph must draw no random numbers: the replay would draw others"
+_RANDOM = "The recompute inside a graph would draw other random numbers than the forward"
 _LM = f"{IMPL}=none"
 
 LANGUAGE_MODEL = (
     Combination(
         "`full_iteration` with modules",
-        "One graph holds the whole step, so there are no parts to choose",
+        "One graph holds the whole step",
         lambda o, f: _full(o) and o.language_model.modules,
         lambda o, f: (
             MODULES,
@@ -70,7 +70,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "an inference scope that the implementation does not have",
-        "Only megatron-core's own graphs, impl local, run inference",
+        "Only local graphs run inference",
         lambda o, f: o.language_model.inference_scope not in INFERENCE_SCOPES[o.language_model.impl],
         lambda o, f: (
             INFERENCE,
@@ -88,7 +88,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "`moe_preprocess` without `moe_router`",
-        "Preprocessing takes what the router computed inside the same graph",
+        "Preprocessing uses the router's results inside the same graph",
         lambda o, f: _has(o, "moe_preprocess") and not _has(o, "moe_router"),
         lambda o, f: (MODULES, _names(o), "moe_router,moe_preprocess", "Add moe_router."),
     ),
@@ -107,7 +107,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "graphs without `te_rng_tracker`",
-        "Other random states cannot be captured",
+        "Other random-state trackers cannot be captured",
         lambda o, f: f.te_rng_tracker is False and o.enabled,
         lambda o, f: (
             "rng.te_rng_tracker",
@@ -118,7 +118,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "full recompute with per-layer graphs",
-        "Recompute covers layers whose activations live in the graphs' memory",
+        "The activations of captured layers are in graph memory",
         lambda o, f: f.recompute_granularity == "full" and o.language_model.per_layer,
         lambda o, f: (
             "model.recompute_granularity",
@@ -129,7 +129,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "recompute of `moe` with a captured `moe_router`",
-        "Recompute covers a part that is already captured",
+        "The recomputed part contains a captured one",
         lambda o, f: (
             f.recompute_granularity == "selective"
             and "moe" in f.recompute_modules
@@ -167,7 +167,7 @@ LANGUAGE_MODEL = (
     ),
     Combination(
         "NaN check of the loss with `full_iteration`",
-        "The check reads the loss on the host, which ends a capture",
+        "The check reads the loss on the host, which a capture does not allow",
         lambda o, f: f.nan_check and _full(o),
         lambda o, f: (
             "rerun_state_machine.check_for_nan_in_loss",

@@ -74,7 +74,7 @@ OFFLOAD = (
     ),
     Combination(
         "offloading with `local` graphs, apart from parts of MoE layers",
-        "megatron-core's own graphs offload parts of MoE layers only, outside what they capture",
+        "Local graphs offload only parts of MoE layers that are not captured",
         lambda o, f: (
             o.offload.enabled
             and o.language_model.impl == "local"
@@ -89,19 +89,19 @@ OFFLOAD = (
     ),
     Combination(
         "offloading with `full_iteration` and no limit in flight",
-        "The whole step is one graph, which must bound the copies itself",
+        "The whole step is one graph, so the copies in flight need a limit",
         lambda o, f: o.offload.enabled and o.language_model.impl == "full_iteration" and o.offload.max_inflight is None,
         lambda o, f: (CORE_FIELDS["max_inflight"], None, "a whole number of at least 0", "Set it, 1 for example."),
     ),
     Combination(
         "offloading with `cpu_offloading`",
-        "Both move the same activations, megatron-core's cpu_offloading whole layers of them",
+        "Both move the same activations",
         lambda o, f: (o.offload.enabled or o.offload.parts) and f.cpu_offloading,
         lambda o, f: ("model.cpu_offloading", True, f"false with {_asked(o)}", "Switch one of both off."),
     ),
     Combination(
         "offloading with full recompute",
-        "Recomputed layers run a second time inside the backward, where megatron-core would count their offloads again",
+        "Recomputed layers run twice, and megatron-core would count their offloads twice",
         lambda o, f: o.offload.enabled and f.recompute_granularity == "full",
         lambda o, f: (
             "model.recompute_granularity",
@@ -112,26 +112,25 @@ OFFLOAD = (
     ),
     Combination(
         "offloading `core_attn` with recompute of it",
-        "What is recomputed is not offloaded by megatron-core, without a word",
+        "megatron-core does not offload what is recomputed, and gives no message",
         lambda o, f: o.offload.enabled and "core_attn" in o.offload.modules and _recomputes(f, "core_attn"),
         lambda o, f: _not_both("core_attn", o, f),
     ),
     Combination(
         "offloading inside MoE layers with recompute of `moe`",
-        "The recompute runs the whole layer again, offloaded parts included",
+        "The recompute runs the whole layer again, with the offloaded parts",
         lambda o, f: o.offload.enabled and _IN_EXPERTS & set(o.offload.modules) and _recomputes(f, "moe"),
         lambda o, f: _not_both("moe", o, f),
     ),
     Combination(
         "offloading with graphs of whole layers by Transformer Engine",
-        "megatron-core waits for its copies inside graphs of named modules only: in those of whole layers copies would "
-        "be left over, and the capture fails",
+        "megatron-core waits for its copies only in graphs of named modules; the capture would fail",
         lambda o, f: o.offload.enabled and _engines_layers(o) and not o.language_model.modules,
         lambda o, f: (MODULES, [], f"attn, mlp or parts of MoE with {_asked(o)}", "Name what to capture."),
     ),
     Combination(
         "offloading inside captured attention on releases before 0.6",
-        "Their megatron-core does not wait for copies inside graphs, and the capture fails",
+        "megatron-core does not wait for copies inside graphs there; the capture would fail",
         lambda o, f: _inside_attention(o) and f.offload_in_graphs is False,
         lambda o, f: (
             CORE_FIELDS["modules"],
@@ -142,20 +141,20 @@ OFFLOAD = (
     ),
     Combination(
         "offloading inside captured attention without warm-up steps",
-        "megatron-core learns in eager steps what is offloaded",
+        "megatron-core plans offloading in eager steps",
         lambda o, f: _inside_attention(o) and f.warmup_steps == 0,
         lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
     ),
     Combination(
         "offloading `attn_norm` with captured attention",
-        "megatron-core switches it off, with a line in its log",
+        "megatron-core switches it off and logs a line",
         lambda o, f: o.offload.enabled and "attn_norm" in o.offload.modules and _captures(o, "attn"),
         lambda o, f: _at_the_border("attn_norm", o),
         harmless=True,
     ),
     Combination(
-        "offloading `mlp_norm` with one of captured attention and MLP, or a captured router",
-        "megatron-core switches it off, with a line in its log",
+        "offloading `mlp_norm` if only attention or only the MLP is captured, or a router",
+        "megatron-core switches it off and logs a line",
         lambda o, f: o.offload.enabled and "mlp_norm" in o.offload.modules and _cuts_before_mlp(o, f),
         lambda o, f: _at_the_border("mlp_norm", o),
         harmless=True,
@@ -174,7 +173,7 @@ OFFLOAD = (
     ),
     Combination(
         "offloading of attention in Qwen3-VL's language model",
-        "Bridge's attention for it has no place where anything would be offloaded",
+        "Bridge's attention for this model offloads nothing",
         lambda o, f: o.offload.enabled and f.images and set(ATTENTION) & set(o.offload.modules),
         lambda o, f: (
             CORE_FIELDS["modules"],
@@ -186,13 +185,13 @@ OFFLOAD = (
     ),
     Combination(
         "offloading by megatron-core with `full_iteration` on a model that takes images",
-        "The language model is a graph of its forward and one of its backward, and megatron-core's copies would cross",
+        "Copies of megatron-core would cross between the forward and the backward graph",
         lambda o, f: o.offload.enabled and whole_language_model(o, f),
         lambda o, f: (IMPL, o.language_model.impl, f"none or transformer_engine with {_asked(o)}", "Change either."),
     ),
     Combination(
         "`activation_offload_min_bytes` without `activation_offload`",
-        "It is the smallest activation that the other sends away",
+        "It has no effect alone",
         lambda o, f: o.offload.min_bytes is not None and not o.offload.parts,
         lambda o, f: (SHARED_FIELDS["min_bytes"], o.offload.min_bytes, "null", f"Set {SHARED_FIELDS['parts']}."),
     ),

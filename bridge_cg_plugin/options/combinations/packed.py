@@ -65,7 +65,7 @@ def _asked(options: GraphOptions) -> str:
 PACKED = (
     Combination(
         "packed-sequence graphs without `cuda_graph_impl=transformer_engine`",
-        "The train loop drives graphs of that implementation, which the plugin stands in for",
+        "The train loop calls the plugin only with this implementation",
         lambda o, f: o.packed.enabled and o.language_model.impl != "transformer_engine",
         lambda o, f: (
             IMPL,
@@ -76,7 +76,7 @@ PACKED = (
     ),
     Combination(
         "packed data with graphs of attention or Mamba layers over unpacked sequences",
-        "megatron-core's graphs of these take no packed sequences: training would stop at the first replay",
+        "megatron-core's graphs of these layers take no packed sequences; training would stop at the first replay",
         lambda o, f: f.packed_data and _upstreams_sequences(o, f) and not o.packed.enabled,
         lambda o, f: (
             MAX_PACKED_SEQS,
@@ -87,7 +87,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba",
-        "As a part of a layer, experts get their tokens by counts that the host reads",
+        "When experts are captured alone, the host reads their token counts",
         lambda o, f: _packs(o) and _unsupported(o),
         lambda o, f: (
             MODULES,
@@ -98,7 +98,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs of whole layers with expert parallelism",
-        "How many tokens a rank sends to each other one is read on the host",
+        "The host reads how many tokens each rank sends",
         lambda o, f: _packs(o) and f.moe and _whole_layers(o) and (f.expert_ranks or 1) > 1,
         lambda o, f: (
             "model.expert_model_parallel_size",
@@ -108,8 +108,8 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of parts of layers with activations that leave the device",
-        "In a part of a layer a copy has nothing to run beside",
+        "packed-sequence graphs of parts of layers with offloading or recompute",
+        "A part of a layer is too short to overlap with a copy",
         lambda o, f: _packs(o) and o.packed.moves_activations and (f.moe or not _all_parts(o)),
         lambda o, f: (
             MODULES,
@@ -120,7 +120,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs of routers with jitter on their input",
-        "The input would be changed at random after it was recorded",
+        "Graphs do not support random jitter of the router's input",
         lambda o, f: _packs(o) and f.router_jitter and _routes(o, f),
         lambda o, f: (
             "model.moe_input_jitter_eps",
@@ -130,8 +130,8 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism in another way than `p2p`",
-        "How keys and values are exchanged in the other ways was not looked at for packed documents",
+        "packed-sequence graphs with context parallelism other than `p2p`",
+        "Other exchanges of keys and values are not tested with packed documents",
         lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {RING},
         lambda o, f: (
             "model.cp_comm_type",
@@ -142,7 +142,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs with context parallelism on a model that takes images",
-        "Bridge's model makes rotary angles for each rank in a way that the graphs do not know yet",
+        "Graphs do not support the rotary angles that Bridge's model computes for each rank",
         lambda o, f: _shares_documents(o, f) and (f.images or o.vision.enabled),
         lambda o, f: (
             "model.context_parallel_size",
@@ -153,7 +153,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs of a model with Mamba layers with context parallelism",
-        "Mamba layers bring a sequence together from its ranks in their own way, which the graphs do not know yet",
+        "Graphs do not support how Mamba layers exchange a sequence between ranks",
         lambda o, f: _shares_documents(o, f) and f.mamba,
         lambda o, f: (
             "model.context_parallel_size",
@@ -164,7 +164,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs with recompute",
-        "Activations live in the graph's memory; recomputing them would need a second graph",
+        "Activations are in graph memory; recomputing them would need a second graph",
         lambda o, f: _packs(o) and f.recompute_granularity is not None,
         lambda o, f: (
             "model.recompute_granularity",
@@ -175,7 +175,7 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs with dropout",
-        "Megatron draws dropout from random states of its own, which a graph does not advance",
+        "A graph does not advance Megatron's random states for dropout",
         lambda o, f: _packs(o) and (f.attention_dropout or f.hidden_dropout),
         lambda o, f: (
             "model.attention_dropout" if f.attention_dropout else "model.hidden_dropout",
@@ -186,19 +186,19 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs with multi-latent attention",
-        "Its rotary embedding is applied in another place, which the graphs do not know yet",
+        "Graphs do not support its rotary embedding",
         lambda o, f: _packs(o) and f.mla,
         lambda o, f: ("model.multi_latent_attention", True, f"false with {_asked(o)}", f"Remove {MAX_PACKED_SEQS}."),
     ),
     Combination(
         "packed-sequence graphs with fp8 or fp4",
-        "Scales of quantized products are updated between steps, outside the graph",
+        "Scales are updated between steps, outside the graph",
         lambda o, f: _packs(o) and f.low_precision,
         lambda o, f: ("model.fp8", f.low_precision, f"null with {_asked(o)}", "Train in bf16."),
     ),
     Combination(
         "packed-sequence graphs with Megatron-FSDP",
-        "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
+        "Megatron-FSDP moves parameters between steps, but a graph reads fixed addresses",
         lambda o, f: _packs(o) and f.megatron_fsdp,
         lambda o, f: (
             "ddp.use_megatron_fsdp",
@@ -209,13 +209,13 @@ PACKED = (
     ),
     Combination(
         "packed-sequence graphs without warm-up steps",
-        "How a batch is packed is seen in warm-up steps, and the buckets are planned from it",
+        "Buckets are planned from the packs of warm-up steps",
         lambda o, f: _packs(o) and f.warmup_steps == 0,
         lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
     ),
     Combination(
-        "packed-sequence graphs with activation offloading",
-        "Offloading moves activations that live in the graph's memory",
+        "packed-sequence graphs with megatron-core's activation offloading",
+        "The activations to offload are in graph memory",
         lambda o, f: _packs(o) and o.offload.enabled,
         lambda o, f: (
             "fine_grained_activation_offloading",

@@ -28,19 +28,19 @@ def _no_sharding(options: GraphOptions) -> str:
 VISION = (
     Combination(
         "Megatron-FSDP with vision graphs, or with `full_iteration` on a model that takes images",
-        "Megatron-FSDP moves parameters between steps, a graph reads them where they were at capture",
+        "Megatron-FSDP moves parameters between steps, but a graph reads fixed addresses",
         lambda o, f: f.megatron_fsdp and (o.vision.enabled or whole_language_model(o, f)),
         lambda o, f: ("ddp.use_megatron_fsdp", True, _no_sharding(o), _INSTEAD_OF_SHARDING),
     ),
     Combination(
         "PyTorch's FSDP2 with vision graphs, or with `full_iteration` on a model that takes images",
-        "It frees gathered parameters after each module, a graph reads them where they were at capture",
+        "FSDP2 frees gathered parameters after each module, but a graph reads fixed addresses",
         lambda o, f: f.torch_fsdp and (o.vision.enabled or whole_language_model(o, f)),
         lambda o, f: ("dist.use_torch_fsdp2", True, _no_sharding(o), _INSTEAD_OF_SHARDING),
     ),
     Combination(
         "vision graphs with recompute that reaches the vision encoder",
-        "Bridge applies recompute to the vision encoder too, whose activations live in the graph's memory",
+        "Bridge applies recompute to the vision encoder too, and its activations are in graph memory",
         _recompute_of_vision,
         lambda o, f: (
             "model.recompute_granularity",
@@ -50,8 +50,8 @@ VISION = (
         ),
     ),
     Combination(
-        "images that move between ranks, with context parallelism",
-        "The ranks that share a sequence repeat its images or divide them by themselves, with vision_dp_when_cp",
+        "`vision_cuda_graph_balance` with context parallelism",
+        "Ranks that share a sequence repeat its images, or divide them with vision_dp_when_cp",
         lambda o, f: o.vision.enabled and o.vision.balance is not None and (f.context_ranks or 1) > 1,
         lambda o, f: (
             PROVIDER_FIELDS["balance"],
@@ -61,8 +61,8 @@ VISION = (
         ),
     ),
     Combination(
-        "images that move between ranks by measured times, with tensor parallelism",
-        "Ranks that share layers must encode the same images, and measure different times",
+        "`vision_cuda_graph_balance=auto` with tensor parallelism",
+        "Ranks that share layers must encode the same images, but they measure different times",
         lambda o, f: o.vision.enabled and o.vision.balance == "auto" and (f.tensor_ranks or 1) > 1,
         lambda o, f: (
             PROVIDER_FIELDS["balance"],
@@ -73,7 +73,7 @@ VISION = (
     ),
     Combination(
         "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)",
-        "Such a tower's layers are not megatron-core's, whose parts can be regions of their own",
+        "Parts of layers can be captured in megatron-core's layers only",
         lambda o, f: o.vision.enabled and f.hugging_face_tower and not o.vision.whole_encoder,
         lambda o, f: (
             PROVIDER_FIELDS["modules"],
@@ -84,7 +84,7 @@ VISION = (
     ),
     Combination(
         "vision graphs of a tower from Hugging Face with `full_iteration`",
-        "megatron-core captures the whole step of such a model, and graphs cannot be replayed inside a capture",
+        "megatron-core captures the whole step of such a model, and a graph cannot replay inside a capture",
         lambda o, f: o.vision.enabled and f.hugging_face_tower and o.language_model.impl == "full_iteration",
         lambda o, f: (
             IMPL,

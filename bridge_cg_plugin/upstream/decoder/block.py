@@ -26,6 +26,7 @@ from ..kernels.layers import kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection
+from ..random_states import usable_random_states
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
@@ -190,11 +191,13 @@ class TransformerBlockFamily:
         """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does.
 
         Raises:
-            CaptureError: Somebody reads statistics that a replay does not leave.
+            CaptureError: Somebody reads statistics that a replay does not leave, or dropout draws from random states
+                that a graph cannot use.
         """
         refuse_statistics(modules)
         forget_attention_selection()
         with ExitStack() as stack:
+            stack.enter_context(usable_random_states(modules))
             stack.enter_context(accumulating(modules))
             stack.enter_context(current_parameters(modules))
             core = importlib.import_module(ROTARY.module)

@@ -27,6 +27,7 @@ from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
+from ..random_states import usable_random_states
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 from .layer_parts import layer_parts
 from .patch_gradients import patch_gradients
@@ -189,9 +190,12 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let upstream's modules call the plugin's kernels while a region of these modules is recorded.
 
     Without Triton or a GPU upstream's own functions stay.
+
+    Raises:
+        CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with side_workspace(), side_mergers(modules), ExitStack() as stack:
+    with usable_random_states(modules), side_workspace(), side_mergers(modules), ExitStack() as stack:
         for kernels in (fused_rotary, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield
@@ -213,10 +217,10 @@ def accumulating_products(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def find_vision_model(holder: nn.Module) -> nn.Module | None:
     """Return what a module holds as `vision_model`, or the module where it is a vision model itself."""
-    vision = getattr(holder, "vision_model", None)
-    if isinstance(vision, nn.Module):
-        return vision
-    return holder if hasattr(holder, "patch_embed") and hasattr(holder, "decoder") else None
+    for module in (getattr(holder, "vision_model", None), holder):
+        if isinstance(module, nn.Module) and hasattr(module, "patch_embed") and hasattr(module, "decoder"):
+            return module
+    return None
 
 
 QWEN3_VL = EncoderFamily(

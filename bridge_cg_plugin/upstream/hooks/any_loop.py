@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...announce import announce
 from ...options import PROVIDER_FIELDS, OptionError
 from ...options.language_model import IMPL
 from ...options.packed import MAX_PACKED_SEQS
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 # Graph options for models of loops that have no other way to set them, as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
+# Attribute of a model's first chunk.
+HELD = "_bridge_cg_loop"
 
 
 def asks_for_vision_graphs(config: Any) -> bool:
@@ -43,11 +44,24 @@ def asks_for_packed_graphs(config: Any) -> bool:
     return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
 
 
+class _Held:
+    """A model's driver as an attribute of its first chunk, so that both go when the loop drops the model.
+
+    A driver refers to its model, so a table of this process would keep both. A copy of the model has no driver.
+    """
+
+    def __init__(self, driver: "LoopDriver | None" = None) -> None:
+        self.driver = driver
+
+    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
+        return _Held, ()
+
+
 class Loops:
-    """The drivers of this process's models, by their first chunk."""
+    """The drivers of this process's models."""
 
     def __init__(self) -> None:
-        self._drivers: weakref.WeakKeyDictionary[nn.Module, LoopDriver] = weakref.WeakKeyDictionary()
+        self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -58,28 +72,37 @@ class Loops:
             OptionError: An option cannot work.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
-        driver = self._drivers.get(chunks[0])
+        driver = self._known(chunks[0])
         if driver is not None or chunks[0] in self._bridges:
             return driver
-        if os.environ.get(OPTIONS) and chunks[0] not in self._told:
+        if chunks[0] not in self._told:
             self._tell(chunks)
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
         from .loop_driver import LoopDriver
 
-        driver = self._drivers[chunks[0]] = LoopDriver(
+        driver = LoopDriver(
             chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
         )
+        self._drivers.add(driver)
+        vars(chunks[0])[HELD] = _Held(driver)
         return driver
+
+    def _known(self, first: nn.Module) -> "LoopDriver | None":
+        held = vars(first).get(HELD)
+        return held.driver if held is not None and held.driver in self._drivers else None
 
     def _tell(self, chunks: Sequence[nn.Module]) -> None:
         """Set the options of the environment on a model's config, once."""
+        self._told.add(chunks[0])
+        options = os.environ.get(OPTIONS)
+        if not options:
+            return
         from .loop_driver import enable
 
-        self._told.add(chunks[0])
         try:
-            enable(chunks, os.environ[OPTIONS])
+            enable(chunks, options)
         except OptionError as error:
             error.add_note(f"The environment variable {OPTIONS} says so.")
             raise
@@ -90,14 +113,14 @@ class Loops:
         if not isinstance(first, nn.Module) or first in self._bridges:
             return
         self._bridges.add(first)
-        if (driver := self._drivers.pop(first, None)) is not None:
+        if (driver := self._known(first)) is not None:
+            self._drivers.discard(driver)
             driver.end()
 
     def report(self) -> None:
         """Print the reports of all graphs."""
-        for driver in self._drivers.values():
-            for graphs in driver.graphs:
-                announce(graphs.report())
+        for driver in self._drivers:
+            driver.report()
 
     def forget(self) -> None:
         """Drop all drivers, whose graphs somebody else has dropped."""

@@ -6,19 +6,24 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...announce import announce, warn
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
-from ...options.groups import GROUPS
+from ...options.language_model import IMPL
 from ...options.normalization import options_of
+from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import collect
 from ..encoders.registry import find_encoder
-from ..wrappers import config_of
+from ..wrappers import config_of, unwrapped
 from .graph_fields import apply_options
-from .packed_helper import PackedCudaGraphHelper
+from .packed_helper import PackedCudaGraphHelper, find_decoders
+from .provider_fields import EVERY
 from .vision_helper import VisionTECudaGraphHelper
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
+# Graphs of a language model that nothing makes in other loops.
+DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
@@ -28,11 +33,22 @@ def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     if config is None:
         why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
         raise OptionError.because("model", f"Cannot enable graphs: {why}")
-    declared = {one.field: one.default for group in GROUPS for one in group.options if not one.tuning}
-    for name, default in {**declared, **{group.tuning: None for group in GROUPS if group.tuned}}.items():
+    for name, default in EVERY.items():
         if not hasattr(config, name):
             setattr(config, name, default)
-    apply_options(graph_options(config, *options), config)
+    wanted = graph_options(config, *options)
+    impl = wanted.language_model.impl
+    if impl in DRIVEN_BY_BRIDGE and not wanted.packed.enabled:
+        raise OptionError(
+            IMPL,
+            impl,
+            f"none, or transformer_engine with {MAX_PACKED_SEQS}, in a loop other than Bridge's",
+            f"Bridge's own loop alone drives other graphs of a language model; set {IMPL}=none.",
+        )
+    apply_options(wanted, config)
+    steps = facts_of(collect(*options)).warmup_steps
+    if steps is not None:
+        config.cuda_graph_warmup_steps = steps
 
 
 class LoopDriver:
@@ -49,22 +65,34 @@ class LoopDriver:
         OptionError: An option cannot work.
     """
 
+    _reported = False
+    _helpers: Sequence[Any] = ()
+
     def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
         written = collect(config)
         check_options(options_of(written), facts_of(written), harmless=False)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
-        self._helpers: list[Any] = []
+        helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
         found = find_encoder(chunks) if vision else None
         if found is not None:
-            self._helpers.append(
+            helpers.append(
                 VisionTECudaGraphHelper(chunks, found.model.config, num_microbatches=most, capture_mode=ON_DEMAND)
             )
         if packed:
-            self._helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+            helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+        self._helpers = helpers
+        if stages == 1:
+            self._name_what_is_missing(chunks, vision and found is None, packed)
+
+    def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
+        missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))
+        if missing:
+            name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+            warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
     @property
     def graphs(self) -> list[GraphManager]:
@@ -88,6 +116,15 @@ class LoopDriver:
     def _uncaptured(self) -> list[tuple[GraphManager, Any]]:
         parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
         return [(part.graphs, part) for part in parts if part.graphs is not None and not part.graphs.captured]
+
+    def report(self) -> None:
+        """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
+        if not self._reported:
+            self._reported = True
+            for graphs in self.graphs:
+                announce(graphs.report())
+
+    __del__ = report
 
     def end(self) -> None:
         """Report and drop the graphs."""

@@ -1,4 +1,4 @@
-"""The table of docs/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
+"""The tables of docs/benchmarks/parallel.md: training over several GPUs, from the records of bench_parallel.py."""
 
 import re
 from collections.abc import Sequence
@@ -22,20 +22,18 @@ def layouts(records: Records) -> str:
     records = [record for record in records if "ranks_per_gpu" not in record]
     eager, graphs = (by_case(records, mode) for mode in ("eager1", "plugin"))
     compared = {case: shares(r, records) for case, r in graphs.items()}
-    rows = []
+    rows, further = [], []
     for case, r in graphs.items():
         e = eager.get(case)
-        rows.append(
-            [case, r["microbatches"], len(r["losses"]), number(e, "ms", ".0f"), number(r, "ms", ".0f")]
-            + [f"**{r['ratio']:.2f}**", *distances(compared[case]), *peaks(e, r)]
-            + [scaling(e, eager), scaling(r, graphs)]
-        )
+        times = [number(e, "ms", ".0f"), number(r, "ms", ".0f"), f"**{r['ratio']:.2f}**"]
+        rows.append([case, r["microbatches"], len(r["losses"]), *times, *distances(compared[case])])
+        further.append([case, *peaks(e, r), scaling(e, eager), scaling(r, graphs)])
     if not rows:
         return f"Not measured yet: `{COMMAND}` writes the records."
     header = ["layout", "microbatches", "steps", "eager ms", "graphs ms", "ratio", "losses", "gradient norms"]
-    header += ["eager peak GiB", "graphs peak GiB", "eager scales", "graphs scale"]
+    others = ["layout", "eager peak GiB", "graphs peak GiB", "eager scales", "graphs scale"]
     said = how_often_farthest([*compared.values()])
-    return f"{table(header, rows)}\n\n{said}\n\n{origin([*graphs.values()])}"
+    return f"{table(header, rows)}\n\n{said}\n\n{table(others, further)}\n\n{origin([*graphs.values()])}"
 
 
 def shared(records: Records) -> str:

@@ -1,6 +1,7 @@
 """Records as Markdown: tables, where they were measured, and pages with parts between marks."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 Records = list[dict[str, Any]]
@@ -38,6 +39,28 @@ def over_eager(record: dict[str, Any] | None, eager: dict[str, dict[str, Any]]) 
     """Return a record's ms over those of its case's eager record, which another run may have measured."""
     baseline = eager.get(record["case"]) if record is not None else None
     return "" if record is None or baseline is None else f"{record['ms'] / baseline['ms']:.2f}"
+
+
+def with_origin(text: str, records: Records) -> str:
+    """Return a table below the line that names where it was measured."""
+    return f"{origin(records)}\n\n{text}" if text else ""
+
+
+def code(text: str) -> str:
+    """Quote a program's message, so that it cannot end a cell."""
+    return "`" + text.replace("|", "/").replace("`", "'") + "`"
+
+
+def picture(folder: Path, name: str, text: str, prefix: str = "") -> str:
+    """Return a plot as Markdown, nothing where it was not drawn.
+
+    Args:
+        folder: With the plots.
+        name: The plot's file.
+        text: What a reader who cannot see it gets.
+        prefix: The path from the page to the folder.
+    """
+    return f"![{text}]({prefix}{name})" if (folder / name).exists() else ""
 
 
 def fill(text: str, parts: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/packed.md, from the records."""
+"""The tables of docs/benchmarks/packed.md, from the records."""
 
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,27 @@ def speed(records: Records) -> str:
     found = [r for r in both if r["case"].partition("_")[0] in MODELS and r["case"] in eager]
     if not found:
         return ""
-    rows = []
+    rows, further = [], []
     for r in sorted(found, key=lambda r: (MODELS.index(r["case"].partition("_")[0]), r["mode"] == WHOLE, r["tokens"])):
         base, whole = eager[r["case"]], r["mode"] == WHOLE
         four, parts = (None if whole else mode.get(r["case"]) for mode in (wide, layers))
         more = "" if four is None else f"{four['ms'] / r['ms'] - 1:+.1%}"
         model = r["case"].partition("_")[0]
-        rows.append(
-            [f"{model}, experts too" if whole else model, r["tokens"], number(base, "ms"), number(base, "gpu_busy_ms")]
-            + [
-                number(r, "ms"),
-                f"**{1 / r['ratio']:.2f}**",
-                f"{aim_of(model, r['tokens']):.2f}",
-                more,
-                number(parts, "ms"),
-                number(base, "eager_memory_gb"),
-            ]
-            + [number(r, "memory_gb"), number(parts, "memory_gb"), _equality(r)]
-        )
-    header = ["model", "tokens", "eager ms", "of it GPU busy", "graphs ms", "times as fast", "aim"]
-    header += ["4 times the documents", "every part a graph, ms", "eager peak GiB", "graphs GiB"]
-    header += ["every part a graph, GiB"]
-    made = table([*header, "equal to eager"], rows)
-    return f"{made}\n\n{origin(found)}"
+        name = [f"{model}, experts too" if whole else model, r["tokens"]]
+        times = [number(base, "ms"), number(base, "gpu_busy_ms"), number(r, "ms"), f"**{1 / r['ratio']:.2f}**"]
+        rows.append([*name, *times, f"{aim_of(model, r['tokens']):.2f}", _equality(r)])
+        memory = [number(base, "eager_memory_gb"), number(r, "memory_gb"), number(parts, "memory_gb")]
+        further.append([*name, more, number(parts, "ms"), *memory])
+    header = ["model", "tokens", "eager ms", "of it GPU busy", "graphs ms", "times as fast", "aim", "equal to eager"]
+    others = ["model", "tokens", "4 times the documents", "every part a graph, ms"]
+    others += ["eager peak GiB", "graphs GiB", "every part a graph, GiB"]
+    return f"{table(header, rows)}\n\n{table(others, further)}\n\n{origin(found)}"
 
 
 def _equality(record: dict[str, Any]) -> str:
     """Return how near graphs are to eager; records of before the comparison under deterministic algorithms say less."""
     if record["mode"] == WHOLE:
-        return "[as near to fp32](#how-exact)"
+        return "[as near to fp32](../packed.md#how-exact)"
     if record.get("bit_equal"):
         return "to the bit"
     return f"to {number(record, 'grad_rel', '.0e')}, eager to {number(record, 'grad_noise', '.0e')}"

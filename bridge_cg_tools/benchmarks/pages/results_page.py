@@ -1,47 +1,64 @@
 """docs/benchmarks/README.md and the README's results, from records."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
-from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, origin, over_eager, table
+from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, number, origin, over_eager, table
+from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.packed_page import packed_parts
-from bridge_cg_tools.benchmarks.pages.performance_page import page_parts
+from bridge_cg_tools.benchmarks.pages.performance_page import by_default, performance_parts
+from bridge_cg_tools.benchmarks.pages.vision_page import encoder_parts, kernel_parts, vision_parts
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
-from bridge_cg_tools.report.spread import compare_to_spread
+from bridge_cg_tools.report.spread import FACTOR, compare_to_spread
 
 FOLDER = ROOT / "docs/benchmarks"
-PAGE = ROOT / "docs/performance.md"
-PACKED = ROOT / "docs/packed.md"
-PARALLEL = ROOT / "docs/parallel.md"
-HEAD = """Written by `scripts/performance/tables.py` from the records beside it, which [format](format.md) describes.
-All modes, plots, and what remains above the limit are in [performance](../performance.md)."""
+# Each page with marks, and what stands between them.
+PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
+    "docs/performance.md": performance_parts,
+    "docs/benchmarks/packed.md": packed_parts,
+    "docs/benchmarks/parallel.md": layout_parts,
+    "docs/benchmarks/vision.md": vision_parts,
+    "docs/benchmarks/kernels.md": kernel_parts,
+    "docs/benchmarks/memory.md": memory_parts,
+    "docs/benchmarks/encoders.md": encoder_parts,
+}
+HEAD = """`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
+More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), [memory](memory.md),
+[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md).
+[Performance](../performance.md) has the conclusions for users."""
 
 
 def speed(records: Records) -> str:
-    """Return the tower's times with exact kernels and, where they were measured, with default options."""
-    eager, fast, streams, found = (
-        by_case(records, mode) for mode in ("eager", "plugin_fast", "plugin_streams", "plugin")
-    )
-    default = fast | {case: r for case, r in streams.items() if r["tokens"] <= SIDE_STREAM_UP_TO}
-    rows = []
-    for r in (found[case] for case in CASES if case in found and case in eager):
-        memory = f"{r['memory_gb']:.1f}" if "memory_gb" in r else ""
-        share = f"{r['added_share']:.1%}" if "added_share" in r else ""
-        rows.append(
-            [r["case"], r["tokens"], f"{eager[r['case']]['ms']:.1f}", f"{r['ms']:.1f}", f"**{over_eager(r, eager)}**"]
-            + [f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.1e}", f"{r['grad_noise']:.1e}"]
-            + (
-                [f"{f['ms']:.1f} ({over_eager(f, eager)})", f"{f['grad_rel']:.1e}"]
-                if (f := default.get(r["case"]))
-                else [""] * 2 * bool(default)
-            )
-            + [f"{r['eager_memory_gb']:.1f}", memory, share]
-        )
-    header = ["case", "tokens", "eager ms", "exact kernels ms", "ratio", "outputs differ by", "gradients differ by"]
-    header += ["two eager runs", *(["default ms (ratio)", "its gradients"] if default else [])]
+    """Return the encoder's times with exact kernels and with default options."""
+    eager, default = by_case(records, "eager"), {r["case"]: r for r in by_default(records)}
+    rows = [
+        [r["case"], r["tokens"], number(eager[r["case"]], "ms"), number(r, "ms"), f"**{over_eager(r, eager)}**"]
+        + [number(default.get(r["case"]), "ms"), over_eager(default.get(r["case"]), eager)]
+        for r in _exact(records)
+    ]
+    return table(["case", "tokens", "eager ms", "exact kernels ms", "ratio", "default ms", "ratio"], rows)
+
+
+def exactness(records: Records) -> str:
+    """Return the encoder's differences from eager and its memory."""
+    eager, default = by_case(records, "eager"), {r["case"]: r for r in by_default(records)}
+    rows = [
+        [r["case"], number(r, "forward_rel", ".0e"), number(r, "grad_rel", ".1e")]
+        + [number(default.get(r["case"]), "grad_rel", ".1e"), number(r, "grad_noise", ".1e")]
+        + [number(eager[r["case"]], "eager_memory_gb"), number(r, "memory_gb"), number(r, "added_share", ".1%")]
+        for r in _exact(records)
+    ]
+    header = ["case", "outputs differ by", "gradients differ by", "gradients by default", "two eager runs"]
     return table([*header, "eager peak GiB", "slot GiB", "half as large a bucket adds"], rows)
+
+
+def _exact(records: Records) -> Records:
+    """Return the records of exact kernels that have an eager one beside them, in the order of the cases."""
+    found, eager = by_case(records, "plugin"), by_case(records, "eager")
+    return [found[case] for case in CASES if case in found and case in eager]
 
 
 def parity(records: Records) -> str:
@@ -73,29 +90,61 @@ def parity(records: Records) -> str:
 def training(records: Records) -> str:
     """Return the whole runs, each graphed one compared with all eager runs of its case."""
     rows = []
-    for r in (r for r in records if r["mode"] == "plugin"):
-        same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
-        eager = [e for e in same if e["mode"].startswith("eager")]
+    for r, eager in _with_eager(records):
         own = [e["ms"] for e in eager if e["versions"]["commit"] == r["versions"]["commit"] and e["ms"]]
         shares = [compare_to_spread([e[key] for e in eager], r[key]).share for key in ("losses", "grad_norms")]
         rows.append(
-            [r["case"], release(r), r["versions"]["commit"], len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}"]
-            + [f"**{r['ratio']:.2f}**", len(eager), *(f"{share:.2f}" for share in shares)]
-            + [f"{eager[0]['peak_gb']:.1f}", f"{r['peak_gb']:.1f}"]
+            [r["case"], release(r), len(r["losses"]), f"{min(own):.0f}", f"{r['ms']:.0f}", f"**{r['ratio']:.2f}**"]
+            + [len(eager), *(f"{share:.2f}" for share in shares)]
         )
-    header = [
-        "case",
-        "Bridge",
-        "commit",
-        "steps",
-        "eager ms",
-        "graphs ms",
-        "ratio",
-        "eager runs",
-        "losses",
-        "gradient norms",
+    header = ["case", "Bridge", "steps", "eager ms", "graphs ms", "ratio", "eager runs", "losses", "gradient norms"]
+    return table(header, rows)
+
+
+def training_memory(records: Records) -> str:
+    """Return the peaks of device memory of the whole runs."""
+    rows = [
+        [r["case"], release(r), number(eager[0], "peak_gb"), number(r, "peak_gb")] for r, eager in _with_eager(records)
     ]
-    return table([*header, "eager peak GiB", "graphs peak GiB"], rows)
+    return table(["case", "Bridge", "eager peak GiB", "graphs peak GiB"], rows)
+
+
+def _with_eager(records: Records) -> list[tuple[dict[str, Any], Records]]:
+    """Return every graphed run with the eager runs of its case and release."""
+    found = []
+    for r in (r for r in records if r["mode"] == "plugin"):
+        same = [e for e in records if (e["case"], release(e)) == (r["case"], release(r))]
+        found.append((r, [e for e in same if e["mode"].startswith("eager")]))
+    return found
+
+
+# Cases of the tower that the README names.
+SHOWN = ("1x448", "4x448", "8mix")
+WHOLE_STEPS = {
+    "mixed": "optimizer step, encoder on graphs",
+    "mixed_full_iteration": "the same, with the language model on graphs",
+}
+
+
+def headline(bench: Records, runs: Records) -> str:
+    """Return a few of the tower's times with exact kernels, and of whole optimizer steps, in one table."""
+    eager, found = by_case(bench, "eager"), by_case(bench, "plugin")
+    rows = [
+        [f"vision encoder, {r['tokens']} tokens", f"{eager[case]['ms']:.0f}", f"{r['ms']:.0f}"]
+        + [f"**{over_eager(r, eager)}**", "outputs bit-equal" if r["forward_rel"] == 0 else f"{r['forward_rel']:.0e}"]
+        for case, r in ((case, found[case]) for case in SHOWN if case in found and case in eager)
+    ]
+    steps = [r for r in runs if r["mode"] == "plugin" and release(r) == newest(runs)]
+    for r in (r for r in steps if r["case"] in WHOLE_STEPS):
+        ms = f"{r['ms'] / r['ratio']:.0f}"
+        inside = f"{len(r['losses'])} losses inside eager's spread" if r["inside_spread"] else "another loss"
+        rows.append([WHOLE_STEPS[r["case"]], ms, f"{r['ms']:.0f}", f"**{r['ratio']:.2f}**", inside])
+    return table(["forward and backward", "eager ms", "on graphs ms", "ratio", "beside eager"], rows)
+
+
+def newest(runs: Records) -> str:
+    """Return the newest release of Bridge in some records."""
+    return max(map(release, runs), key=lambda name: tuple(map(int, name.split("."))))
 
 
 def release(record: dict[str, Any]) -> str:
@@ -106,11 +155,30 @@ def release(record: dict[str, Any]) -> str:
 def autoload(records: Records) -> str:
     """Return what loading the plugin adds to processes that import PyTorch only."""
     rows = [[r["mode"], f"{r['ms']:.0f}", r["load_ms"], r["load_cpu_ms"], r.get("added_ms", "")] for r in records]
-    columns = table(["plugin", "whole process ms", "PyTorch's loading of plugins ms", "its CPU ms", "added ms"], rows)
+    columns = table(["plugin", "process ms", "PyTorch loads plugins, ms", "CPU ms of it", "added ms"], rows)
     return (
-        "Processes that import PyTorch and never Bridge, with the plugin off (`BRIDGE_CG_PLUGIN=0`) and on in turn,\n"
-        f"medians. {origin(records)}\n\n{columns}\n"
+        "Median time of processes that import PyTorch but not Bridge, alternately with the plugin off\n"
+        f"(`BRIDGE_CG_PLUGIN=0`) and on. {origin(records)}\n\n{columns}\n"
     )
+
+
+def summary(bench: Records, mixes: Records, runs: Records) -> str:
+    """Return the results that the README shows: times of the encoder, parity, and whole training runs."""
+    return f"""Forward plus backward of Qwen3-VL's full vision encoder: 27 layers, 576 M parameters, bf16. Gradients are
+accumulated into fp32 `main_grad`. Each bucket has exactly the size of its case. Times are medians. {origin(bench)}
+
+{speed(bench)}
+
+Mixes of images and video, replayed from one set of captures. {origin(mixes)}
+
+{parity(mixes)}
+
+Optimizer steps of Bridge's `pretrain()` with the full encoder and a language model of 4 layers of 2048 with a
+vocabulary of 151,936. Each of 4 microbatches has 1 to 3 photographs of mixed size. `overlap_grad_reduce` and
+`overlap_param_gather` are on. Losses and gradient norms: the largest distance to the nearest eager run, over the
+largest difference of two eager runs up to that step. At most {FACTOR} counts as equal to eager. {origin(runs)}
+
+{training(runs)}"""
 
 
 def write_pages() -> None:
@@ -118,26 +186,19 @@ def write_pages() -> None:
     bench, mixes, runs, loading = (
         read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
-    body = f"""Forward plus backward of Qwen3-VL's full-size vision tower (27 layers, 576 M parameters, bf16, gradients
-accumulated into fp32 `main_grad`), exact-size buckets, medians. {origin(bench)}
-
-{speed(bench)}
-
-Mixes of images and video replayed from one set of captures. {origin(mixes)}
-
-{parity(mixes)}
-
-Whole optimizer steps of Bridge's `pretrain()`: the full tower and a language model of 4 layers of 2048 with a
-vocabulary of 151,936, 1 to 3 photographs of mixed size in each of 4 microbatches, `overlap_grad_reduce` and
-`overlap_param_gather` on. Losses and gradient norms: the largest distance to the nearest eager run over the eager runs'
-own spread up to that step. {origin(runs)}
-
-{training(runs)}
-"""
-    notes = (FOLDER / "notes.md").read_text()
-    (FOLDER / "README.md").write_text(f"# Measured results\n\n{HEAD}\n\n{body}\n{autoload(loading)}\n{notes}")
-    PAGE.write_text(fill(PAGE.read_text(), page_parts(FOLDER)))
-    PACKED.write_text(fill(PACKED.read_text(), packed_parts(FOLDER)))
-    PARALLEL.write_text(fill(PARALLEL.read_text(), layout_parts(FOLDER)))
+    shown = summary(bench, mixes, runs)
+    sections = [
+        f"# Measured results\n\n{HEAD}",
+        f"## Summary\n\n{shown}\n\nPeak device memory of these runs:\n\n{training_memory(runs)}",
+        f"## Differences and memory of the encoder\n\n{exactness(bench)}",
+        f"## Loading the plugin\n\n{autoload(loading)}".rstrip(),
+        (FOLDER / "notes.md").read_text(),
+    ]
+    (FOLDER / "README.md").write_text("\n\n".join(sections))
+    for name, parts in PAGES.items():
+        page = ROOT / name
+        page.write_text(fill(page.read_text(), parts(FOLDER)))
     readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text(), {"results": body.rstrip()}))
+    whole = [r for r in runs if r["mode"] == "plugin" and r["case"] in WHOLE_STEPS]
+    said = f"{headline(bench, runs)}\n\n{origin([*bench, *whole])}"
+    readme.write_text(fill(readme.read_text(), {"results": said}))

@@ -19,7 +19,6 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
 from bridge_cg_tools.benchmarks.models.modes import WRONG
 from bridge_cg_tools.benchmarks.records.results import (
-    COMMANDS,
     ROOT,
     check_record,
     command_line,
@@ -34,8 +33,7 @@ from bridge_cg_tools.report.command import write_page
 from bridge_cg_tools.report.page import Page, make_page
 from bridge_cg_tools.report.records import read_records
 
-WORKER = COMMANDS / "recorded_run.py"
-RECIPE_SCRIPT = COMMANDS / "run_recipe.py"
+WORKER, RECIPE = (Path(__file__).with_name(name) for name in ("recorded_run.py", "train.py"))
 ITERATIONS = "train.train_iters"
 VISION_IMPL, LENGTH = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["max_seq_length"]
 
@@ -83,7 +81,7 @@ def launcher(gpus: int) -> tuple[str, ...]:
 
 
 def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
-    """Return run_recipe.py's words for one kind of run: graph options are for the plugin's.
+    """Return the words of `bridge-cg train` for one kind of run: graph options are for the plugin's.
 
     Args:
         kind: Of `KINDS`.
@@ -120,11 +118,16 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     plugins = words_of("plugin", rest, takes_images(args, rest))
     start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
     words = ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}", "--dry-run"]
-    done = subprocess.run([sys.executable, str(RECIPE_SCRIPT), *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(RECIPE), *words], capture_output=True, text=True, env=with_package())
     if done.returncode == 0:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"run_recipe.py ended with status {done.returncode}"]
+    lines = done.stderr.strip().splitlines() or [f"bridge-cg train ended with status {done.returncode}"]
     return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
+
+
+def with_package() -> dict[str, str]:
+    """Return this process's environment, in which Python finds these packages also where they are not installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
 def unknown_recipe(name: str) -> str:
@@ -137,7 +140,7 @@ def unknown_recipe(name: str) -> str:
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
     """Make every run and return their records; one that failed has its error."""
     records: list[dict[str, Any]] = []
-    environment = {"MASTER_PORT": str(free_port()), **os.environ}  # Bridge's default may be another job's
+    environment = {"MASTER_PORT": str(free_port()), **with_package()}  # Bridge's default may be another job's
     with tempfile.TemporaryDirectory() as folder:
         for run in runs:
             file = Path(folder) / f"{run.mode}.json"

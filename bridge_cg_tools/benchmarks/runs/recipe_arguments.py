@@ -1,4 +1,4 @@
-"""The command line of run_recipe.py."""
+"""The command line of `bridge-cg train`."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         description: What its help says before the flags.
     """
     parser = argparse.ArgumentParser(
-        prog="run_recipe.py",
+        prog="bridge-cg train",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,8 +1,8 @@
-"""Train like run_recipe.py and write what the run did as one JSON record; `compare.py` starts it for every mode.
+"""Train as `bridge-cg train` does and write what the run did as one JSON record, for `bridge-cg compare`.
 
-    python scripts/performance/recorded_run.py --record eager.json --as eager --recipe NAME train.train_iters=20
+    python -m bridge_cg_tools.benchmarks.runs.recorded_run --record eager.json --as eager --recipe NAME
 
-What follows `--record` and `--as` is a command line of run_recipe.py. Nothing is resumed or saved and no event
+What follows `--record` and `--as` is a command line of `bridge-cg train`. Nothing is resumed or saved and no event
 files are written: runs that are compared start alike, from `checkpoint.pretrained_checkpoint` if the recipe wants one.
 """
 
@@ -12,9 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
@@ -23,7 +20,7 @@ from bridge_cg_tools.report.runs import WARM_UP
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's arguments and those of run_recipe.py."""
+    """Return this command's arguments and those of `bridge-cg train`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

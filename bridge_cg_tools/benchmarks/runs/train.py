@@ -1,0 +1,57 @@
+"""Train any recipe of Bridge or preset of the plugin, with graph flags and then `section.name=value` overrides.
+
+    bridge-cg train --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config --dry-run
+    torchrun --nproc_per_node=4 -m bridge_cg_tools.benchmarks.runs.train --recipe qwen3_vl_8b_pretrain_mock_config \
+        --vision_cuda_graph_impl transformer_engine --max_vision_cuda_graph_seq_length 16384 train.train_iters=50
+
+In a checkout `python scripts/performance/run_recipe.py` is the same command.
+
+Flags are applied first, overrides after them in the order of the command line: later ones win. `--dry-run` prints what
+all of it resolves to. Exit status 2 means refused input; the reason is on standard error.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_tools.benchmarks.runs.recipe import prepare, require_gpu, train
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import job_of, read, worker_arguments
+from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of
+from bridge_cg_tools.launch import slurm, torchrun
+
+
+def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
+    """Run the command line; returns the exit status, 2 for input that is refused.
+
+    Args:
+        arguments: The command line; None is this process's.
+        script: What a launcher starts.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        parsed, words = read(given, __doc__)
+        if parsed.launcher != "none" and not parsed.dry_run:
+            start = torchrun if parsed.launcher == "torchrun" else slurm
+            start(job_of(parsed), str(Path(script).resolve()), worker_arguments(given))
+            return 0
+        if not parsed.dry_run:
+            require_gpu()
+        with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
+            run = prepare(parsed, words)
+            if parsed.dry_run:
+                check_start(run.config, run.mode, gpus_of(parsed))
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
+    if not parsed.dry_run:
+        train(run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
