@@ -133,7 +133,7 @@ def with_package() -> dict[str, str]:
 def unknown_recipe(name: str) -> str:
     """Return what a recipe's name is refused with where there is none, in about a second; empty where there is one."""
     command = [sys.executable, "-m", "bridge_cg_tools.cli", "explain", name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
     return next((line for line in done.stderr.splitlines() if "there is no such recipe" in line), "")
 
 
