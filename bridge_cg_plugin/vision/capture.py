@@ -97,7 +97,7 @@ class EncoderCapture:
         """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self._regions = []
-        if self._options.capture_mode == "on_demand":
+        if self._options.on_demand:
             self._begin(manager, limit)
         else:
             self.buckets = self.plan.buckets(limit, headroom)
