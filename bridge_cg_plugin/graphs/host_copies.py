@@ -58,7 +58,7 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
 
     def values(self, tensor: Tensor) -> tuple[int, ...]:
         """Return a tensor's elements, row by row. A leading part of a remembered tensor is known with it."""
-        known = self.known(tensor)
+        known = as_integers(tensor) if on_host(tensor) else self._leading(tensor)
         if known is not None:
             return known
         self.device_reads += 1
@@ -68,8 +68,9 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
 
     def known(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Return a tensor's elements as `values` does, None where the device would have to be read."""
-        if on_host(tensor):
-            return as_integers(tensor)
+        return as_integers(tensor) if on_host(tensor) else self._leading(tensor)
+
+    def _leading(self, tensor: Tensor) -> tuple[int, ...] | None:
         values = self._find(tensor)
         return values[: tensor.numel()] if values is not None and tensor.numel() <= len(values) else None
 

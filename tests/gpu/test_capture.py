@@ -124,7 +124,7 @@ def test_parameters_on_another_address_are_recorded_anew(tower_module, model, gr
 
 
 def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs_of):
-    helper = graphs_of(max_seq_length=16384, buckets_max_gb=2.0)
+    helper = graphs_of(capture_mode="at_once", max_seq_length=16384, buckets_max_gb=2.0)
     statistics = helper.graphs.statistics()
     print(max(statistics.buckets), statistics.memory_bytes / 2**30)
     assert 1024 <= max(bucket.tokens for bucket in statistics.buckets) < 16384

@@ -225,7 +225,7 @@ def test_buckets_come_from_warm_up(case):
 def test_every_number_of_images_that_warm_up_showed_is_a_bucket_of_its_own():
     model = new_siglip(image_size=8 * 14)  # 64 patches
     images = torch.randn(5, 3, 112, 112)
-    with graphs_on(model, capture=False, buckets="auto", headroom=1) as graphs:
+    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", headroom=1) as graphs:
         for count in (1, 2, 5):
             model(images[:count], return_dict=True)
         graphs.capture()

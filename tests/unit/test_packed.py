@@ -361,7 +361,8 @@ def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
 
 def test_buckets_are_planned_from_what_warm_up_showed(bare):
     seen = [pack((400, 100)), pack((300,)), pack((310,)), unpacked()]
-    with graphs_on(bare, *seen, cuda_graph_packed_buckets="auto") as graphs:
+    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "at_once"}}
+    with graphs_on(bare, *seen, **options) as graphs:
         assert graphs.workload.buckets.capacities[-1] == 512 and graphs.statistics().warmup_microbatches == 3
         losses_and_gradients(bare, pack((411,)))
         assert replayed(graphs) == 1

@@ -160,7 +160,7 @@ def test_patches_frozen_and_layers_trained(modules):
 
 def test_auto_buckets_come_from_warm_up():
     model = new_tower()
-    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
+    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", max_frames="auto") as graphs:
         seen = [IMAGES, WHOLE_LARGEST, MIXED]
         for rows in seen:
             forward(model, rows)
@@ -178,7 +178,7 @@ def test_auto_buckets_come_from_warm_up():
 
 def test_auto_buckets_hold_small_warm_up_sizes_exactly():
     model = new_tower()
-    with graphs_on(model, capture=False, buckets="auto", exact_below=64) as graphs:
+    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", exact_below=64) as graphs:
         for rows in (ONE_UNIT, IMAGES, WHOLE_LARGEST):
             forward(model, rows)
         graphs.capture()
@@ -188,7 +188,7 @@ def test_auto_buckets_hold_small_warm_up_sizes_exactly():
 def test_max_seq_length_is_the_largest_bucket():
     with graphs_on(new_tower(), buckets=(32, 64), max_seq_length=128) as graphs:
         assert graphs.workload.buckets.capacities == (32, 64, 128)
-    with graphs_on(new_tower(), buckets="auto", max_seq_length=128) as graphs:
+    with graphs_on(new_tower(), buckets="auto", capture_mode="at_once", max_seq_length=128) as graphs:
         assert graphs.workload.buckets.capacities[-1] == 128
 
 

@@ -14,6 +14,8 @@ from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 from .mixes import FITTING, IMAGES, MIXED, TOO_MANY_TOKENS
 from .towers import assert_close, forward, graphs_on, new_tower, results, tower
 
+AT_ONCE = {"buckets": "auto", "capture_mode": "at_once"}
+
 
 def capture_failing(monkeypatch, error, program=Qwen3VLEncoder):
     def fail(*unused):
@@ -89,12 +91,12 @@ def test_strict_stops_on_a_failed_capture(monkeypatch):
 
 
 def test_nothing_to_plan_from_is_a_failed_capture(caplog):
-    with graphs_on(new_tower(), capture=False, strict=False, buckets="auto") as graphs:
+    with graphs_on(new_tower(), capture=False, strict=False, **AT_ONCE) as graphs:
         with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
             assert graphs.capture() is False
         assert "no microbatch was seen" in caplog.text
     with (
-        graphs_on(new_tower(), capture=False, strict=True, buckets="auto") as graphs,
+        graphs_on(new_tower(), capture=False, strict=True, **AT_ONCE) as graphs,
         pytest.raises(CaptureError, match="no microbatch was seen"),
     ):
         graphs.capture()
@@ -126,8 +128,8 @@ def test_a_capture_after_a_failed_one(monkeypatch):
 
 @contextmanager
 def seen(model, **options):
-    """Graphs with automatic buckets that saw `FITTING` and are not captured yet."""
-    with graphs_on(model, capture=False, buckets="auto", **options) as graphs:
+    """Graphs with automatic buckets for all that may come, which saw `FITTING` and are not captured yet."""
+    with graphs_on(model, capture=False, **AT_ONCE, **options) as graphs:
         for rows in FITTING:
             forward(model, rows)
         yield graphs
