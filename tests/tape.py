@@ -2,15 +2,19 @@
 
 It records the operations of one pass and runs these again over the same memory, as a graph does: no Python of the model
 runs in a replay, so whatever a program reads outside of its buffers stays as it was. The reference executor runs the
-program again and cannot show that. Memory that a tensor has left is noticed before it is touched.
+program again and cannot show that. Memory that a tensor has left is noticed before it is touched. Memory that nothing
+wrote holds NaN, where a graph's holds anything.
 """
 
 from functools import cache
 
-from torch import Tensor, no_grad
+from torch import Tensor, nan, no_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+
+
+UNWRITTEN = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
 
 class MemoryMoved(AssertionError):
@@ -61,6 +65,8 @@ class Tape(TorchDispatchMode):
             for old, new in zip(made, tensors(fresh) if made else (), strict=True):
                 if old.numel() and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+                if old.is_floating_point() and func.overloadpacket._qualified_op_name in UNWRITTEN:
+                    old.fill_(nan)
 
 
 class TapeRecording:
