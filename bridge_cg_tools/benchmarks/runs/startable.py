@@ -111,6 +111,7 @@ def _check_layouts(model: Any, gpus: int) -> None:
         if gpus % multiple:
             said = " and ".join(f"model.{field}={size}" for field, size in sizes.items())
             needs = "need" if len(sizes) > 1 else "needs"
+            here = f"{gpus} GPUs" if gpus > 1 else "one GPU"
             raise OptionError.because(
-                "gpus", f"Cannot train on {gpus} GPUs: {said} {needs} a multiple of {multiple}. Change either."
+                "gpus", f"Cannot train on {here}: {said} {needs} a multiple of {multiple}. Change either."
             )
