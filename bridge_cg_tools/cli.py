@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, explain, report, listing):
         command.add_argument("--json", action="store_true", help="print one JSON object")
-    args, rest = parser.parse_known_args(arguments)
+    args, rest = parser.parse_known_args(given)
     if rest and args.command != "explain":
         chosen = plans[args.kind] if args.command == "plan" else commands.choices[args.command]
         known = re.findall(r"--[\w-]+", chosen.format_help())
@@ -78,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting=arguments is None) if alone else nullcontext(print) as tell:
-        return _run(args, arguments, tell)
+        return _run(args, given, tell)
 
 
-def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) -> int:
+def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
     if args.command == "explain":
-        return explained.run(_words(arguments), args.json, tell, args.graphs)
+        return explained.run(_words(given), args.json, tell, args.graphs)
     if args.command == "report":
         return reports.run_report(args, tell)
     if args.command == "plan":
@@ -95,8 +95,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str] | None, tell: Tell) 
     return run_doctor(args.json, not args.no_gpu, args.details, tell)
 
 
-def _words(arguments: Sequence[str] | None) -> list[str]:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+def _words(given: Sequence[str]) -> list[str]:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--graphs")
     own.add_argument("--json", action="store_true")

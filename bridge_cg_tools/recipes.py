@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.recipes import RECIPES
+from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES
 
 from .answers import Tell
 
-# Bridge's packages of recipes, below `megatron`.
-FOLDERS = ("bridge/recipes", "bridge/perf_recipes")
 RECIPE = re.compile(r"(?:^def | as )([a-z]\w*_config)\b", re.MULTILINE)
 
 
@@ -40,7 +39,8 @@ def recipes_of_bridge() -> set[str]:
     """Return the names of the installed Bridge's recipes, read from its files: importing them takes half a minute."""
     found = importlib.util.find_spec("megatron")
     roots = [] if found is None else list(found.submodule_search_locations or ())
-    files = [file for root in roots for folder in FOLDERS for file in (Path(root) / folder).rglob("*.py")]
+    folders = [Path(root, *package.split(".")[1:]) for root in roots for package in PACKAGES]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
     return {name for file in files for name in RECIPE.findall(file.read_text(encoding="utf-8"))}
 
 

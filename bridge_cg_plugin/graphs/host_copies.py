@@ -8,7 +8,33 @@ from torch import Tensor
 Key = tuple[object, ...]
 
 
-class HostCopies:
+class _ByStorage[Copy]:
+    """Keeps something for device tensors, found again through the storage they share with any view of them.
+
+    Args:
+        capacity: How many tensors are kept; older ones are forgotten.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        # The storage is kept alive with its entry, so its address cannot name another tensor's memory.
+        self._known: OrderedDict[Key, tuple[torch.UntypedStorage, int, Copy]] = OrderedDict()
+
+    def _store(self, tensor: Tensor, copy: Copy) -> None:
+        if on_host(tensor) or not tensor.is_contiguous():
+            return
+        self._known[_key(tensor)] = (tensor.untyped_storage(), version_of(tensor), copy)
+        self._known.move_to_end(_key(tensor))
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)
+
+    def _find(self, tensor: Tensor) -> Copy | None:
+        """Return what is kept for a tensor that was not written to since."""
+        entry = self._known.get(_key(tensor)) if tensor.is_contiguous() else None
+        return entry[2] if entry is not None and entry[1] == version_of(tensor) else None
+
+
+class HostCopies(_ByStorage[tuple[int, ...]]):
     """Remembers host copies of device tensors, found again through the storage they share with any view of them.
 
     Sizes that a batch is made of are on the host before they are copied to the device; whoever makes that copy calls
@@ -23,9 +49,7 @@ class HostCopies:
     """
 
     def __init__(self, capacity: int = 256) -> None:
-        self._capacity = capacity
-        # The storage is kept alive with its entry, so its address cannot name another tensor's memory.
-        self._known: OrderedDict[Key, tuple[torch.UntypedStorage, int, tuple[int, ...]]] = OrderedDict()
+        super().__init__(capacity)
         self.device_reads = 0
 
     def remember(self, device: Tensor, host: Tensor) -> None:
@@ -44,30 +68,60 @@ class HostCopies:
 
     def known(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Return a tensor's elements as `values` does, None where the device would have to be read."""
-        if tensor.device.type == "cpu":
+        if on_host(tensor):
             return as_integers(tensor)
-        entry = self._known.get(_key(tensor)) if tensor.is_contiguous() else None
-        if entry is not None and entry[1] == _version(tensor) and tensor.numel() <= len(entry[2]):
-            return entry[2][: tensor.numel()]
-        return None
+        values = self._find(tensor)
+        return values[: tensor.numel()] if values is not None and tensor.numel() <= len(values) else None
 
-    def _store(self, tensor: Tensor, values: tuple[int, ...]) -> None:
-        if tensor.device.type == "cpu" or not tensor.is_contiguous():
-            return
-        self._known[_key(tensor)] = (tensor.untyped_storage(), _version(tensor), values)
-        self._known.move_to_end(_key(tensor))
-        while len(self._known) > self._capacity:
-            self._known.popitem(last=False)
+
+class HostTensors(_ByStorage[Tensor]):
+    """Remembers host copies of device tensors as tensors, for those of many elements.
+
+    Args:
+        capacity: How many tensors are kept; older ones are forgotten.
+    """
+
+    def __init__(self, capacity: int = 64) -> None:
+        super().__init__(capacity)
+
+    def remember(self, device: Tensor, host: Tensor) -> None:
+        """Note that `device` holds what `host`, of the same shape, holds now; `host` may change later."""
+        self._store(device, host.clone())
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return a host tensor of the same shape and elements; None where the device would have to be read.
+
+        Nobody may write to it.
+        """
+        if on_host(tensor):
+            return tensor
+        host = self._find(tensor)
+        return host.view(tensor.shape) if host is not None and host.numel() == tensor.numel() else None
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading a tensor waits for no device."""
+    return tensor.device.type == "cpu"
 
 
 def _key(tensor: Tensor) -> Key:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with every write to a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def as_integers(host: Tensor) -> tuple[int, ...]:
     """Return a host tensor's elements, row by row."""
     return tuple(map(int, host.reshape(-1).tolist()))
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device, without waiting for what the device is computing."""
+    return host if device.type == "cpu" else _page_locked(host, device).to(device, non_blocking=True)
+
+
+def _page_locked(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory() if device.type == "cuda" else host

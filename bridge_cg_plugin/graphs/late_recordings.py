@@ -164,7 +164,7 @@ class LateRecordings:
         Ranks that share layers find alike: what counts is tokens, not bytes.
         """
         for slot in self._slots:
-            held = [wish for wish in source.recordings if wish[0] == slot.index]
+            held = source.in_slot(slot)
             old = [wish for wish in held if source.recordings[wish].pool != slot.pool]
             largest = max(old, key=_tokens, default=None)
             if largest is not None and _tokens(largest) > APART * max(map(_tokens, held)):

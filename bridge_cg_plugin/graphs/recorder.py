@@ -83,7 +83,7 @@ class Recorder:
             total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
             if self.offloading is None or self.offloading.accepts(total):
                 return
-            held = [(bucket, mode) for index, bucket, mode in source.recordings if index == slot.index]
+            held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
             source.forget(slot)
             slot.pool = self.executor.new_pool()

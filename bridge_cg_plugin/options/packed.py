@@ -11,7 +11,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
-from .capture import capture_option
+from .capture import CaptureMode, capture_option, on_demand
 from .declaration import Group, option
 from .errors import OptionError
 from .values import capacities, flag, whole_number
@@ -46,7 +46,7 @@ class PackedOptions:
         "None is the bucket's tokens",
         tuning=True,
     )
-    capture_mode: Literal["at_once", "on_demand"] = capture_option()
+    capture_mode: CaptureMode = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
@@ -67,6 +67,11 @@ class PackedOptions:
     def enabled(self) -> bool:
         """Whether packed-sequence graphs are asked for."""
         return self.max_packed_seqs is not None
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether buckets are recorded when packs ask for them."""
+        return on_demand(self.capture_mode, self.buckets)
 
     @property
     def moves_activations(self) -> bool:

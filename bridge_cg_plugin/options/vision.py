@@ -12,7 +12,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
-from .capture import capture_option
+from .capture import CaptureMode, capture_option, on_demand
 from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
@@ -88,8 +88,8 @@ class VisionGraphOptions:
         factor,
         "FACTOR",
         "size of the largest automatic bucket, relative to the largest microbatch of warm-up steps",
-        "Ignored with `max_vision_cuda_graph_seq_length` or `capture_mode=on_demand`. If memory is short, it is 1 and "
-        "a line is logged",
+        "Only with `capture_mode=at_once`, and without `max_vision_cuda_graph_seq_length`. If memory is short, it is 1 "
+        "and a line is logged",
         tuning=True,
     )
     max_seq_length: int | None = option(
@@ -97,8 +97,8 @@ class VisionGraphOptions:
         whole_number(1),
         "TOKENS",
         "tokens of the largest bucket",
-        "Tokens are patches before merging. None uses the largest microbatch of warm-up steps times `headroom`, "
-        "rounded up",
+        "Tokens are patches before merging. With None, buckets captured on demand have no limit; those captured at "
+        "once are for the largest microbatch of warm-up steps times `headroom`, rounded up",
         field="max_vision_cuda_graph_seq_length",
     )
     slots: int | Literal["auto"] = option(
@@ -125,7 +125,7 @@ class VisionGraphOptions:
         "The memory of a token is measured before capture. A fifth of the limit stays free as margin. No effect "
         "without a GPU or in deterministic mode",
     )
-    capture_mode: Literal["at_once", "on_demand"] = capture_option()
+    capture_mode: CaptureMode = capture_option()
     exact_below: int = option(
         256,
         whole_number(0),
@@ -267,6 +267,11 @@ class VisionGraphOptions:
     def whole_encoder(self) -> bool:
         """Whether the encoder is one region."""
         return not self.modules or set(self.modules) == set(MODULES)
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether buckets are recorded when microbatches ask for them."""
+        return on_demand(self.capture_mode, self.buckets)
 
     @property
     def moves_activations(self) -> bool:

@@ -13,12 +13,13 @@ from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
 from .host_grids import Grid, HostGrids
+from .shape import Sized
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
-class EncoderBatch(Protocol):
+class EncoderBatch(Sized, Protocol):
     """A microbatch, with what the host knows of its size."""
 
     @property
@@ -28,18 +29,6 @@ class EncoderBatch(Protocol):
     @property
     def rows(self) -> Grid:
         """Frames, height and width of each image or video, in patches."""
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-
-    @property
-    def frames(self) -> int:
-        """Images and video frames."""
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of the largest frame."""
 
     def copied(self) -> "EncoderBatch":
         """Return a batch with tensors of its own."""
@@ -174,6 +163,7 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
+        compile_kernels: Called with the modules and a number of tokens in any thread: compiles these kernels ahead.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
@@ -190,6 +180,7 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
+    compile_kernels: Callable[[Sequence[nn.Module], int], None] | None = None
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext

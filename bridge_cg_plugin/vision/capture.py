@@ -20,7 +20,8 @@ from ..graphs.report import GIB
 from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderFamily, LayerPart
+from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
+from .compiling import KernelCompiler
 from .on_demand import growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
@@ -53,8 +54,16 @@ class EncoderCapture:
         self.plan = EncoderPlan(options, adapter)
         self.kernels = RecordedKernels(options, family)
         self.buckets: BucketPlan | None = None
+        compile_kernels = family.compile_kernels
+        self._compiler = None if compile_kernels is None else KernelCompiler(partial(compile_kernels, (model,)))
         self._regions: list[Region] = []
         self._warmup_peak = 0
+
+    def observe(self, batch: EncoderBatch) -> None:
+        """Take a microbatch of the warm-up steps into account."""
+        self.plan.observe(batch)
+        if self._compiler is not None:
+            self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
         """Capture; what takes more memory than allowed is captured again with a smaller largest bucket.
@@ -78,6 +87,8 @@ class EncoderCapture:
 
     def _prepare(self, manager: Manager) -> float:
         """Choose attention; returns the most tokens that a bucket may have on this rank."""
+        if self._compiler is not None:
+            self._compiler.wait()
         self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         self.kernels.choose_attention()
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
@@ -86,7 +97,7 @@ class EncoderCapture:
         """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self._regions = []
-        if self._options.capture_mode == "on_demand":
+        if self._options.on_demand:
             self._begin(manager, limit)
         else:
             self.buckets = self.plan.buckets(limit, headroom)

@@ -84,8 +84,8 @@ class EncoderPlan:
     def may_reach_further(self) -> bool:
         """Whether capacities beyond the largest size that was seen are wanted."""
         options = self._options
-        on_demand = options.capture_mode == "on_demand"
-        return not on_demand and options.buckets == "auto" and options.max_seq_length is None and options.headroom > 1
+        chosen_once = options.buckets == "auto" and not options.on_demand
+        return chosen_once and options.max_seq_length is None and options.headroom > 1
 
     def max_frames(self) -> int:
         """Return how many frames the most permissive bounds take."""

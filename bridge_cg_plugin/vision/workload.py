@@ -95,7 +95,7 @@ class VisionWorkload(Workload):
     def observe(self, call: Call) -> None:
         """See `Workload`."""
         if call.misfit is None:
-            self.planned.plan.observe(call.batch)
+            self.planned.observe(call.batch)
 
     def capture(self) -> None:
         """See `Workload`."""

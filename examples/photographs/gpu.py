@@ -1,6 +1,5 @@
 """The main job on a GPU: `pretrain()` eager several times and with vision graphs once, each in a process of its own."""
 
-import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ def main(
     arguments: list[str],
     records: Path | None = None,
     side_by_side: bool = False,
-    also: Sequence[str] = (),
+    also: Sequence[list[str]] = (),
 ) -> int:
     """Run all, print the comparisons, return the exit status.
 
@@ -49,12 +48,12 @@ def main(
         arguments: Command line of each run.
         records: File for benchmark records.
         side_by_side: Whether eager runs after the first share the GPU.
-        also: Further graphed runs against the same eager ones, each by the overrides it adds, as words of a shell.
+        also: Further graphed runs against the same eager ones, each by the overrides it adds.
 
     A graphed run outside the spread of eager ones that are outside each other's as well says nothing: there are more
     eager runs then, and another verdict.
     """
-    variants = [arguments, *([*arguments, *shlex.split(words)] for words in also)]
+    variants = [arguments, *([*arguments, *words] for words in also)]
     with started(eager_runs + len(variants), layout_in(arguments)) as processes:
         eager = run_eager(processes[:eager_runs], side_by_side, arguments)
         rest = zip(processes[eager_runs:], variants, strict=True)

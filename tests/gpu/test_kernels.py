@@ -190,3 +190,24 @@ def test_sums_that_wait_equal_those_that_do_not(rows):
     with deferred_sums(()):
         found = [column_sum(x, torch.bfloat16, deferred=True) for x in matrices]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_recordings_find_their_kernels_compiled(tower_module, model, grads, graphs_of, monkeypatch):
+    from triton import knobs
+
+    from bridge_cg_plugin.upstream.kernels.ahead import compile_kernels
+    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
+
+    for module in (bias, layernorm, padding, reduction, rotary):
+        for kernel in vars(module).values():
+            if hasattr(kernel, "device_caches"):
+                kernel.device_caches.clear()
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]))
+    compile_kernels((model,), 784)
+    ahead = len(compiled)
+    assert ahead >= 8
+    helper = graphs_of(buckets=(784,), slots=1)
+    tower_module.step(model, tower_module.make_batch(GRID, model))
+    assert helper.graphs.statistics().replays == 1
+    assert compiled[ahead:] == [], "the recording compiled more"

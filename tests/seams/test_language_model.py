@@ -8,6 +8,7 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
+from bridge_cg_plugin.upstream.host_tokens import TOKENS
 
 SEQUENCE, MICRO_BATCH = 32, 2
 
@@ -118,6 +119,17 @@ def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, expec
 def test_a_sequence_above_the_length_is_refused(active):
     with pytest.raises(OptionError, match=r"model\.seq_length=16: it must be at least 20"):
         language_model.padded(batch(20), 16)
+
+
+def test_padded_tokens_stay_known_on_the_host(active):
+    host, others = torch.arange(40).view(2, 20), batch(20)[1:]
+    tokens = host.to("meta")
+    TOKENS.remember(tokens, host)
+    padded = language_model.padded((tokens, *others), SEQUENCE)[0]
+    assert padded.device.type == "meta"
+    assert TOKENS.known(padded).equal(language_model.padded((host, *others), SEQUENCE)[0])
+    unknown = language_model.padded((host.to("meta"), *others), SEQUENCE)[0]
+    assert TOKENS.known(unknown) is None
 
 
 def test_a_stage_without_tokens_keeps_its_empty_batch():

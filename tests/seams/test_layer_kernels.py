@@ -345,6 +345,6 @@ def test_only_a_plain_mlp_is_swapped(change, fits):
     torch.nn.Module.__init__(made)
     config = {"gated_linear_unit": False, "bias_activation_fusion": False, "use_te_activation_func": False, **change}
     made.config, made.activation_func = SimpleNamespace(**config), functools.partial(F.gelu, approximate="tanh")
-    assert layer_kernels._adds_bias_before_gelu(made) == fits
+    assert layer_kernels.adds_bias_before_gelu(made) == fits
     made.activation_func = F.gelu
-    assert not layer_kernels._adds_bias_before_gelu(made)
+    assert not layer_kernels.adds_bias_before_gelu(made)

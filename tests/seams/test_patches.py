@@ -11,7 +11,9 @@ from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
     any_loop,
     batches,
+    between,
     full_iteration,
+    host_tokens,
     pack_indices,
     packed_helper,
     provider_fields,
@@ -37,6 +39,8 @@ GROUPS = (
     training_config,
     packed_helper,
     pack_indices,
+    host_tokens,
+    between,
     batches,
     provider_fields,
     deepstack,

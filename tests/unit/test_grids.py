@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.host_copies import HostTensors
 from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid, frame_count, largest_frame, token_count
 
 ROWS = ((1, 4, 6), (3, 2, 8))
@@ -113,3 +114,26 @@ def test_counts():
     assert as_grid(torch.tensor(ROWS)) == ROWS
     assert (token_count(ROWS), frame_count(ROWS), largest_frame(ROWS)) == (72, 4, 24)
     assert (token_count(()), frame_count(()), largest_frame(())) == (0, 0, 0)
+
+
+def test_a_remembered_tensor_is_found_in_the_shape_of_any_view():
+    tensors, device, host = HostTensors(), torch.zeros(2, 3).to("meta"), torch.arange(6).view(2, 3)
+    tensors.remember(device, host)
+    expected = host.clone()
+    host.zero_()  # a data loader may fill its memory anew
+    assert tensors.known(device).equal(expected) and tensors.known(device.view(1, -1)).equal(expected.view(1, -1))
+    assert tensors.known(device[:1]) is None and tensors.known(device.clone()) is None
+    device.add_(1)
+    assert tensors.known(device) is None
+
+
+def test_a_tensor_on_the_host_is_known():
+    host = torch.arange(6)
+    assert HostTensors().known(host) is host
+
+
+def test_old_tensors_are_forgotten():
+    tensors, devices = HostTensors(capacity=2), [torch.zeros(3).to("meta") for _ in range(3)]
+    for device in devices:
+        tensors.remember(device, torch.zeros(3))
+    assert [tensors.known(device) is None for device in devices] == [True, False, False]

@@ -91,7 +91,7 @@ def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
 def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path):
     modes = runs([2.05] * 8, again=run_of([2.5] * 8))
     path = tmp_path / "pretrain.jsonl"
-    assert gpu.main(8, 2, [], path, also=["model.cuda_graph_impl=transformer_engine"]) == 1
+    assert gpu.main(8, 2, [], path, also=[["model.cuda_graph_impl=transformer_engine"]]) == 1
     assert modes[8:-4] == ["eager", "eager", "graphs", "graphs"]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     verdicts = {r["case"]: r["inside_spread"] for r in records if r["mode"] == "plugin"}
@@ -175,3 +175,22 @@ def test_options_reach_the_single_runs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["photographs", "--train", "graphs", "--out", "x.json", *arguments])
     again = command.parse()
     assert (again.steps, again.single, again.validate_every, again.overrides) == (9, True, 3, ["a.b=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--also", "model.tuning={capture_mode: at_once}"], "'model.tuning={capture_mode:': the value is no YAML"),
+        (["--also", "graphs"], "'graphs' must be name=value"),
+        (["=4"], "'=4' must be name=value"),
+        (["model.tuning={"], "the value is no YAML"),
+    ],
+)
+def test_overrides_that_no_run_could_take_are_refused_before_any_trains(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command.parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_overrides_of_a_further_run_are_words_of_a_shell():
+    assert command.parse(["--also", "a.b=1 'c={d: 2}'"]).also == [["a.b=1", "c={d: 2}"]]

@@ -1,5 +1,6 @@
 """Packed-sequence graphs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -167,15 +168,8 @@ def see_other_packs(sizes):
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
         model(**rank_pack(sizes, (320,)))
         if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
-            graphs.workload.plan.observed[0] = type(graphs.workload.plan.observed[0])(
-                **{
-                    **{
-                        n: getattr(graphs.workload.plan.observed[0], n)
-                        for n in graphs.workload.plan.observed[0].__slots__
-                    },
-                    "tokens": 640,
-                }
-            )
+            observed = graphs.workload.plan.observed
+            observed[0] = replace(observed[0], shape=observed[0].shape._replace(tokens=640))
         graphs.capture()
         return graphs.failure
 

@@ -96,6 +96,7 @@ class Source:
             self.recorded_by_other_ranks = instead_of.recorded_by_other_ranks.union(instead_of.recordings)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
         self._reads = _Memory((*self.aliases.originals, *read))
+        self._layouts = self._reads.layouts()
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
 
     def autocasting(self) -> torch.autocast:
@@ -135,26 +136,24 @@ class Source:
             return True
         if self._reads.moved() or (gradients and (self.sinks.replaced() or self._writes.moved())):
             return True
-        return layouts and self._reads.laid_out_otherwise()
+        return layouts and self._reads.layouts() != self._layouts
 
 
 class _Memory:
-    """Where tensors lie when the object is made, and in which layout."""
+    """Where tensors lie when the object is made."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._addresses, self._layouts = self._find(), self._laid_out()
+        self._addresses = self._find()
 
     # Hundreds of tensors, before every replay: no line of Python for each.
 
     def _find(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._tensors))
 
-    def _laid_out(self) -> list[int | tuple[int, ...]]:
+    def layouts(self) -> list[int | tuple[int, ...]]:
+        """Return how many elements the tensors have, and their strides."""
         return [*map(Tensor.numel, self._tensors), *map(Tensor.stride, self._tensors)]
 
     def moved(self) -> bool:
         return self._find() != self._addresses
-
-    def laid_out_otherwise(self) -> bool:
-        return self._laid_out() != self._layouts

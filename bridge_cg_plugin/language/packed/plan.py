@@ -24,19 +24,19 @@ Kind = tuple[tuple[str, ...], int, int, torch.dtype]
 class Observed:
     """What a warm-up step's pack looked like."""
 
-    tokens: int
-    documents: int
-    offsets: tuple[str, ...]
-    rotated: int
+    shape: PackShape
     width: int
     dtype: torch.dtype
-    additions: int
-    shape: PackShape
+
+    @property
+    def documents(self) -> int:
+        """Documents."""
+        return len(self.shape.lengths)
 
     @property
     def kind(self) -> Kind:
         """What all packs of a recording share."""
-        return self.offsets, self.rotated, self.width, self.dtype
+        return self.shape.layout, self.shape.rotated, self.width, self.dtype
 
 
 class PackPlan:
@@ -60,11 +60,7 @@ class PackPlan:
 
     def observe(self, batch: PackedBatch) -> None:
         """Take a pack of the warm-up steps into account."""
-        width, dtype, additions = batch.hidden.shape[-1], batch.hidden.dtype, len(batch.additions)
-        seen = Observed(
-            batch.tokens, batch.documents, batch.layout, batch.rotated, width, dtype, additions, batch.shape
-        )
-        self.observed.append(seen)
+        self.observed.append(Observed(batch.shape, batch.hidden.shape[-1], batch.hidden.dtype))
 
     def capacities(self) -> BucketPlan:
         """Return the capacities to capture.
@@ -76,7 +72,7 @@ class PackPlan:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         if self._options.buckets != "auto":
             return BucketPlan(self._options.buckets, 0.0, 0)
-        tokens = [seen.tokens for seen in self.observed]
+        tokens = [seen.shape.tokens for seen in self.observed]
         if self._family.shards > 1:  # packs cannot be padded: the sizes that come most often
             usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
             return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
@@ -114,7 +110,7 @@ class PackPlan:
 
     def additions(self) -> int:
         """Return behind how many layers something is added at most."""
-        return max(seen.additions for seen in self.observed)
+        return max(len(seen.shape.additions) for seen in self.observed)
 
     @property
     def _unit(self) -> int:

@@ -112,7 +112,7 @@ class PackedWorkload(Workload):
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
         self.buckets = self.plan.capacities()
-        if self.options.capture_mode == "on_demand":
+        if self.options.on_demand:
             self._demand = self._begin()
             self._note_buckets(self._demand)
             return digest(self.manager.slots, self.plan.kind(), *map(str, self._demand.buckets))

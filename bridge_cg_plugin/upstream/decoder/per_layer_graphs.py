@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...options import OptionError, packed_options
+from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.language_model import STEP
@@ -85,8 +86,12 @@ def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
         )
     step = sys.modules[STEP]
     flat = functools.partial(step.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
+    longer = flat(tokens, pad_value=0)
+    host = None if tokens is None else TOKENS.known(tokens)
+    if host is not None:
+        TOKENS.remember(longer, flat(host, pad_value=0))
     return (
-        flat(tokens, pad_value=0),
+        longer,
         flat(labels, pad_value=-100),
         flat(loss_mask, pad_value=0),
         step.pad_or_truncate_attn_to_len(attention_mask, target_len=length, max_cap=length),

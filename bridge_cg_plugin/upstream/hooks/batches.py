@@ -1,4 +1,4 @@
-"""Bridge's batch steps: grids and packs' offsets are noted on the host before they are copied to the device."""
+"""Bridge's batch steps: grids, packs' offsets and token ids are noted on the host before they go to the device."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,23 +7,27 @@ from typing import Any
 from torch import Tensor
 
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import SEAMS
+from .host_tokens import on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw")
+TOKEN_FIELDS = ("tokens", "input_ids")
 # Today's names, then those of older batches.
 OFFSET_FIELDS = (*OFFSETS, *PADDED_OFFSETS, "cu_seqlens", "cu_seqlens_unpadded")
 
 
 class _Noting:
-    """Passes an iterator through and keeps the host tensors of the last batch that sizes depend on."""
+    """Passes an iterator through and keeps the host tensors of the last batch that the host must know later."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
         self.grids: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
 
     def __iter__(self) -> "_Noting":
         return self
@@ -32,7 +36,9 @@ class _Noting:
         batch = next(self._iterator)
         visual = batch.get("visual_inputs") if isinstance(batch, dict) else None
         self.grids = _on_host({name: getattr(visual, name, None) for name in GRID_FIELDS})
-        self.offsets = _on_host({name: batch.get(name) for name in OFFSET_FIELDS} if isinstance(batch, dict) else {})
+        fields = batch if isinstance(batch, dict) else {}
+        self.offsets = _on_host({name: fields.get(name) for name in OFFSET_FIELDS})
+        self.tokens = _on_host({name: fields.get(name) for name in TOKEN_FIELDS}) if on_graphs() else {}
         return batch
 
 
@@ -53,6 +59,10 @@ def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[
             device = batch.get(name)
             if isinstance(device, Tensor):
                 PACK_OFFSETS.remember(device, host)
+        for name, host in noting.tokens.items():
+            device = batch.get(name)
+            if isinstance(device, Tensor):
+                TOKENS.remember(device, host)
         return batch
 
     return get_batch_from_iterator

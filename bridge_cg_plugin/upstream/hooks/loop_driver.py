@@ -97,15 +97,14 @@ class LoopDriver:
     @property
     def graphs(self) -> list[GraphManager]:
         """The graphs of all helpers."""
-        parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
-        return [part.graphs for part in parts if part.graphs is not None]
+        return [graphs for graphs, _ in self._graphed()]
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Be in one schedule call; what is due is captured before it."""
         if self._calls >= self._warmup:
-            for graphs, helper in self._uncaptured():
-                if graphs.failure is None:
+            for graphs, helper in self._graphed():
+                if not graphs.captured and graphs.failure is None:
                     helper.create_cudagraphs()
         self._calls += 1
         with ExitStack() as stack:
@@ -113,9 +112,10 @@ class LoopDriver:
                 stack.enter_context(graphs.step())
             yield
 
-    def _uncaptured(self) -> list[tuple[GraphManager, Any]]:
+    def _graphed(self) -> list[tuple[GraphManager, Any]]:
+        """Return the graphs that there are, each with its helper."""
         parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
-        return [(part.graphs, part) for part in parts if part.graphs is not None and not part.graphs.captured]
+        return [(part.graphs, part) for part in parts if part.graphs is not None]
 
     def report(self) -> None:
         """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""

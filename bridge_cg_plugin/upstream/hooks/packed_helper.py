@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
 from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options
+from ...options.capture import CaptureMode
 from ...options.migration import module_names
 from ...options.normalization import options_of
 from ...options.sources import collect
@@ -62,7 +63,7 @@ class PackedCudaGraphHelper:
         pg_collection: Any = None,
         *,
         num_microbatches: int | None = None,
-        capture_mode: Literal["at_once", "on_demand"] | None = None,
+        capture_mode: CaptureMode | None = None,
         executor: Executor | None = None,
     ) -> None:
         written = collect(config)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from ...graphs.executor import Executor
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
 from ...options import VisionGraphOptions, check_combinations, vision_options
+from ...options.capture import CaptureMode
 from ...vision.host_grids import HostGrids
 from ...vision.workload import VisionWorkload
 from ..encoders.registry import check_modules, find_encoder
@@ -55,7 +56,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         num_microbatches: int = 1,
         pg_collection: Any = None,
         *,
-        capture_mode: Literal["at_once", "on_demand"] | None = None,
+        capture_mode: CaptureMode | None = None,
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
     ) -> None:

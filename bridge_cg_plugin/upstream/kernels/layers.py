@@ -41,16 +41,23 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         for owner in (extension, importlib.import_module(TE_LAYERNORM)):
             stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
         for module in every_module(modules):
-            if _begins_with_layernorm(module):
+            if begins_with_layernorm(module):
                 stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
 
 
-def _begins_with_layernorm(module: UpstreamModule) -> bool:
+def begins_with_layernorm(module: UpstreamModule) -> bool:
+    """Whether a module is Transformer Engine's product with a LayerNorm before it."""
     layernorm_linear = sys.modules.get(TE_LAYERNORM_LINEAR)
     if layernorm_linear is None or not isinstance(module, layernorm_linear.LayerNormLinear):
         return False
     return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
+
+
+def is_te_layernorm(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's LayerNorm."""
+    layernorm = sys.modules.get(TE_LAYERNORM)
+    return layernorm is not None and isinstance(module, layernorm.LayerNorm)
 
 
 def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
@@ -80,7 +87,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
                     stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
-            if _adds_bias_before_gelu(module):
+            if adds_bias_before_gelu(module):
                 stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
         yield
 
@@ -164,7 +171,7 @@ def _attention_forward(
     return out.view(tokens, -1)
 
 
-def _adds_bias_before_gelu(module: UpstreamModule) -> bool:
+def adds_bias_before_gelu(module: UpstreamModule) -> bool:
     """Whether a module is megatron-core's MLP in the form `fc2(gelu(fc1(x) + bias))` with the tanh approximation."""
     mlp = sys.modules.get(MLP)
     if mlp is None or type(module).forward is not mlp.MLP.forward:

@@ -30,15 +30,18 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(overridden(attention, ROTARY, rotation.rotated))
         for module in every_module(modules):
-            if type(module) is attention.Qwen3VLSelfAttention and _splits_by_head(module):
+            if rotates_at_projection(module):
                 projected = functools.partial(rotation.projected, module)
                 stack.enter_context(overridden(module, "forward", functools.partial(rotation.attention, module)))
                 stack.enter_context(overridden(module, "get_query_key_value_tensors", projected))
         yield
 
 
-def _splits_by_head(module: UpstreamModule) -> bool:
-    """Whether the projection's output is query, key and value of each head one after the other, and no more."""
+def rotates_at_projection(module: UpstreamModule) -> bool:
+    """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
+    attention = sys.modules.get(ATTENTION)
+    if attention is None or type(module) is not attention.Qwen3VLSelfAttention:
+        return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
     plain = module.q_layernorm is None and module.k_layernorm is None and config.num_query_groups >= module.world_size

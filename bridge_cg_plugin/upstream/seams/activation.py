@@ -20,7 +20,9 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.config": ("hooks.training_config",),
     "megatron.bridge.training.gpt_step": ("hooks.batches",),
     "megatron.bridge.training.vlm_step": ("hooks.batches",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_step": ("hooks.batches", "decoder.per_layer_graphs"),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
+        *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
+    ),
     "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
     "megatron.core.packed_seq_params": ("hooks.pack_indices",),
     "megatron.bridge.models.gpt_provider": ("hooks.provider_fields",),
@@ -32,7 +34,9 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": ("encoders.qwen3_vl_patches", "encoders.deepstack"),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
+        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between"),
+    ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
     "megatron.bridge.recipes": ("hooks.recipe_names",),

@@ -33,6 +33,7 @@ class Feature(StrEnum):
     PACKED_HYBRIDS = "packed sequences of hybrids"
     PACKED_EXPERTS = "packed sequences with experts"
     PIPELINES = "interleaved pipelines of Qwen3-VL"
+    BETWEEN = "no host waits between encoder and language model"
     LOOPS = "graphs in other training loops"
     REPORTS = "figures in logs"
     RECIPES = "names of presets"

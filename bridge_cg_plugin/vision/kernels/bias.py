@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .launch import launch
 from .reduction import WIDE, PartialSum, Tiling, column_sum, may_wait
 from .residual import Branch, current_stream
 from .tanh import tanh
@@ -23,7 +24,7 @@ GELU_BACKWARD = Tiling(rows=4, columns=128, most=8)
 GELU_WARPS = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _bias_residual(x_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -50,7 +51,7 @@ def _gelu_slope(x):
     return tl.fma(1.0 + slope, 0.5, 0.5 * x * tl.fma(-slope, slope, 1.0) * inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _bias_gelu(x_ptr, bias_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -62,7 +63,7 @@ def _bias_gelu(x_ptr, bias_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLU
     tl.store(out_ptr + place, (0.5 * x * (1.0 + tanh(_tanh_argument(x)))).to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _bias_gelu_backward(
     gradient_ptr,
     x_ptr,
@@ -97,7 +98,7 @@ class _BiasResidual(Function):
         out = torch.empty_like(residual)
         flat = x.reshape(-1, x.shape[-1])
         grid = WIDE.grid(*flat.shape)
-        _bias_residual[grid](flat, bias, residual, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns)
+        launch(_bias_residual, grid, flat, bias, residual, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns)
         ctx.dtype, ctx.branch, ctx.may_wait = bias.dtype, branch, may_wait(bias)
         return out
 
@@ -130,7 +131,8 @@ class _BiasGelu(Function):
         out = torch.empty_like(x)
         flat = x.view(-1, x.shape[-1])
         grid = WIDE.grid(*flat.shape)
-        _bias_gelu[grid](flat, bias, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns, enable_fp_fusion=False)
+        constants = {"ROWS": WIDE.rows, "COLUMNS": WIDE.columns}
+        launch(_bias_gelu, grid, flat, bias, out, *flat.shape, **constants, enable_fp_fusion=False)
         ctx.save_for_backward(x, bias)
         ctx.may_wait = may_wait(bias)
         return out
@@ -145,7 +147,9 @@ class _BiasGelu(Function):
         tiles = GELU_BACKWARD.tiles_each(rows, columns)
         grid = GELU_BACKWARD.grid(rows, columns, tiles)
         sums = PartialSum(grid[0], columns, bias.dtype, x.device, ctx.may_wait())
-        _bias_gelu_backward[grid](
+        launch(
+            _bias_gelu_backward,
+            grid,
             gradient,
             x,
             bias,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .reduction import PartialSum
 
 # Programs that share the rows; each leaves one partial sum of the parameters' gradients.
@@ -16,7 +17,7 @@ TILE = 4096
 WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layernorm_backward(
     gradient_ptr,
     x_ptr,
@@ -122,7 +123,9 @@ def layernorm_backward(
     programs = min(PROGRAMS, triton.cdiv(rows, at_once))
     width = columns * (2 if residual is None else 3)
     sums = PartialSum(programs, width, weight.dtype, x.device, deferred)
-    _layernorm_backward[(programs,)](
+    launch(
+        _layernorm_backward,
+        (programs,),
         gradient,
         x,
         mean,

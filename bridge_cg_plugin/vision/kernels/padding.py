@@ -4,11 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 ROWS = 16
 COLUMNS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last", "rows"])
 def _clear_padding(x_ptr, offsets_ptr, last, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     used = tl.load(offsets_ptr + last)
     first = tl.program_id(0) * ROWS
@@ -31,6 +33,5 @@ def clear_padding(x: Tensor, offsets: Tensor) -> None:
     """
     rows = x.shape[0]
     columns = x.numel() // rows
-    _clear_padding[(triton.cdiv(rows, ROWS),)](
-        x, offsets, offsets.shape[0] - 1, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS
-    )
+    arguments = x, offsets, offsets.shape[0] - 1, rows, columns
+    launch(_clear_padding, (triton.cdiv(rows, ROWS),), *arguments, ROWS=ROWS, COLUMNS=COLUMNS)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
 from ...graphs.side_stream import beside, current_side_stream
+from .launch import launch
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
@@ -55,7 +56,8 @@ class Tiling:
 WIDE = Tiling(rows=8, columns=256, most=16)
 
 
-@triton.jit
+# How many there are only bounds loops and masks: one kernel serves all.
+@triton.jit(do_not_specialize=["parts"])
 def _add_partials(partial_ptr, out_ptr, parts, columns, PARTS_BLOCK: tl.constexpr, COLUMNS_BLOCK: tl.constexpr):
     column = tl.program_id(0) * COLUMNS_BLOCK + tl.arange(0, COLUMNS_BLOCK)
     first = tl.program_id(1).to(tl.int64) * parts
@@ -69,7 +71,7 @@ def _add_partials(partial_ptr, out_ptr, parts, columns, PARTS_BLOCK: tl.constexp
     tl.store(target, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _column_partials(x_ptr, partial_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -85,9 +87,8 @@ def _column_partials(x_ptr, partial_ptr, rows, columns, ROWS: tl.constexpr, COLU
 def add_partials(partials: Tensor, out: Tensor) -> None:
     """Write the sums of `[matrices, parts, columns]` fp32 partial sums over their parts to `[matrices, columns]`."""
     matrices, parts, columns = partials.shape
-    _add_partials[(triton.cdiv(columns, SUM_COLUMNS), matrices)](
-        partials, out, parts, columns, PARTS_BLOCK=SUM_ROWS, COLUMNS_BLOCK=SUM_COLUMNS
-    )
+    grid = triton.cdiv(columns, SUM_COLUMNS), matrices
+    launch(_add_partials, grid, partials, out, parts, columns, PARTS_BLOCK=SUM_ROWS, COLUMNS_BLOCK=SUM_COLUMNS)
 
 
 class DeferredSums:
@@ -216,5 +217,6 @@ def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
     tiles = WIDE.tiles_each(rows, columns)
     grid = WIDE.grid(rows, columns, tiles)
     found = PartialSum(grid[0], columns, dtype, x.device, deferred)
-    _column_partials[grid](x, found.partials, rows, columns, ROWS=WIDE.rows, COLUMNS=WIDE.columns, TILES=tiles)
+    constants = {"ROWS": WIDE.rows, "COLUMNS": WIDE.columns, "TILES": tiles}
+    launch(_column_partials, grid, x, found.partials, rows, columns, **constants)
     return found.total()

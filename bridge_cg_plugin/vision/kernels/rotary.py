@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .launch import launch
+
 
 @triton.jit
 def _turned(first, second, cos, sin):
@@ -54,7 +56,9 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if x.stride(2) != 1:
         x = x.contiguous()
     out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    _rotate[(tokens,)](
+    launch(
+        _rotate,
+        (tokens,),
         x,
         cos,
         sin,
@@ -149,7 +153,9 @@ def _rotate_qkv(
 def _launch_qkv(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
     """Rotate the first two parts and write all three, interleaved, to `out`, which may be where they lie already."""
     tokens, heads, width = parts[0].shape
-    _rotate_qkv[(tokens,)](
+    launch(
+        _rotate_qkv,
+        (tokens,),
         *parts,
         cos,
         sin,

@@ -1,8 +1,11 @@
 """The command line of the main job and of each of its runs."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+import yaml
 
 from bridge_cg_tools.benchmarks.runs.layout import Layout
 
@@ -13,6 +16,31 @@ LAYOUT = {
     "pipeline": "pipeline stages; the first has the vision encoder and 3 layers of the language model",
     "context": "GPUs that share every sequence",
 }
+
+
+def override(word: str) -> str:
+    """Return a word that sets a field, name=value.
+
+    Raises:
+        argparse.ArgumentTypeError: It has another form, or its value is no YAML.
+    """
+    name, equals, value = word.partition("=")
+    try:
+        yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{word!r}: the value is no YAML, quotes may be missing") from error
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{word!r} must be name=value")
+    return word
+
+
+def overrides(words: str) -> list[str]:
+    """Return the overrides in a text as a shell splits it.
+
+    Raises:
+        argparse.ArgumentTypeError: See `override`.
+    """
+    return [override(word) for word in shlex.split(words)]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,9 +77,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--also",
         action="append",
+        type=overrides,
         default=[],
         metavar="OVERRIDES",
-        help="a further graphed run with these overrides added",
+        help="a further graphed run with these overrides added, quoted as a shell wants them",
     )
     parser.add_argument("--records", type=Path, help="write benchmark records to this file")
     parser.add_argument(
@@ -73,7 +102,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--distinct", type=int, default=0, metavar="N", help="with --train: samples begin again after so many; 0: never"
     )
-    parser.add_argument("overrides", nargs="*", help="fields of the model provider, as name=value")
+    parser.add_argument("overrides", nargs="*", type=override, help="fields of the model provider, as name=value")
     return parser.parse_intermixed_args(words)
 
 

@@ -46,10 +46,9 @@ def measure(
 
 def options_of(mode: str, kernels: str, grids: Sequence[Grid]) -> dict[str, Any]:
     """Return the options of a way to choose buckets."""
-    if mode == "on_demand":
-        return {"kernels": kernels, "capture_mode": "on_demand"}
-    sizes = tuple(sorted(set(map(tokens_of, grids))))
-    return {"kernels": kernels, **({"buckets": sizes} if mode == "each_size" else {})}
+    if mode == "each_size":
+        return {"kernels": kernels, "buckets": tuple(sorted(set(map(tokens_of, grids))))}
+    return {"kernels": kernels, "capture_mode": "on_demand" if mode == "on_demand" else "at_once"}
 
 
 def on_graphs(

@@ -4,11 +4,24 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seam import Seam
-from . import engine, hugging_face, hybrid, language_model, loops, models, packed, performance, recipes, training
+from . import (
+    between,
+    engine,
+    hugging_face,
+    hybrid,
+    language_model,
+    loops,
+    models,
+    packed,
+    performance,
+    recipes,
+    training,
+)
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
     *models.SEAMS,
+    *between.SEAMS,
     *hugging_face.SEAMS,
     *language_model.SEAMS,
     *packed.SEAMS,

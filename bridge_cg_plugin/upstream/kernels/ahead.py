@@ -1,0 +1,92 @@
+"""Compiling the kernels of `layers` and `rotary` for a module's widths before anything is recorded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.modules import every_module
+from ...upstream_types import UpstreamModule
+from .layers import adds_bias_before_gelu, begins_with_layernorm, is_te_layernorm, kernels_available
+from .rotary import rotates_at_projection
+
+
+def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> None:
+    """Compile what recordings of these modules call for a number of tokens; nothing without Triton or a GPU.
+
+    Kernels that are compiled already cost nothing. Any thread may call it.
+
+    Args:
+        modules: Roots of the modules.
+        tokens: Rows of the matrices.
+    """
+    weight = next((p for module in modules for p in module.parameters()), None)
+    if weight is None or not kernels_available():
+        return
+    with torch.cuda.device_of(weight):
+        for compile_one in dict.fromkeys(_widths(modules)):
+            compile_one.kernel(tokens, *compile_one.sizes)
+
+
+class _Widths(NamedTuple):
+    """What a kernel is compiled for, besides rows."""
+
+    kernel: Callable[..., None]
+    sizes: tuple[Any, ...]
+
+
+def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
+    module: UpstreamModule
+    for module in every_module(modules):
+        if begins_with_layernorm(module):
+            yield _Widths(_layernorm, (*module.layer_norm_weight.shape, module.layer_norm_weight.dtype))
+        if is_te_layernorm(module):
+            yield _Widths(_layernorm, (*module.weight.shape, module.weight.dtype))
+        if adds_bias_before_gelu(module):
+            weight = module.linear_fc1.weight
+            yield _Widths(_gelu, (weight.shape[0], weight.dtype))
+        if rotates_at_projection(module):
+            heads, width = module.num_attention_heads_per_partition, module.hidden_size_per_attention_head
+            yield _Widths(_attention, (heads, width, module.linear_qkv.weight.dtype))
+
+
+def _meta(*shape: int, dtype: torch.dtype, leaf: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=leaf)
+
+
+def _layernorm(rows: int, width: int, dtype: torch.dtype) -> None:
+    """LayerNorm's backward, with and without the residual's gradient, and what adds the bias before it."""
+    from ...vision.kernels.bias import bias_residual
+    from ...vision.kernels.layernorm import layernorm_backward
+
+    x, scale = _meta(rows, width, dtype=dtype), _meta(width, dtype=dtype)
+    statistics = _meta(rows, dtype=torch.float32)
+    for residual in (None, x):
+        layernorm_backward(x, x, statistics, statistics, scale, residual=residual)
+    leaf, bias = (_meta(*shape, dtype=dtype, leaf=True) for shape in ((rows, width), (width,)))
+    _backward(bias_residual(leaf, bias, x), (leaf, bias))
+
+
+def _gelu(rows: int, width: int, dtype: torch.dtype) -> None:
+    from ...vision.kernels.bias import bias_gelu
+
+    x, bias = (_meta(*shape, dtype=dtype, leaf=True) for shape in ((rows, width), (width,)))
+    _backward(bias_gelu(x, bias), (x, bias))
+
+
+def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    """What comes before cuDNN's attention and after it."""
+    from ...vision.kernels.padding import clear_padding
+    from ...vision.kernels.rotary import rotate_qkv
+
+    mixed = _meta(tokens, heads * 3 * width, dtype=dtype, leaf=True)
+    table = _meta(tokens, width // 2, dtype=torch.float32)
+    parts = rotate_qkv(mixed, table, table, heads)
+    gradients = _meta(tokens, heads, 3, width, dtype=dtype).unbind(2)  # as cuDNN's attention leaves them
+    torch.autograd.grad(parts, mixed, gradients)
+    clear_padding(mixed.detach(), _meta(2, dtype=torch.int32))
+
+
+def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    torch.autograd.grad(out, leaves, torch.empty_like(out))

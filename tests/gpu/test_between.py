@@ -1,0 +1,163 @@
+"""Bridge's Qwen3-VL step with its model on graphs: from its batch to its loss the host does not wait for the device.
+
+Both runs that are compared have graphs and deterministic algorithms; only what lies between encoder and language model
+differs.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
+from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn.functional import silu
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks import host_tokens
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.packed import parity
+
+from ..unit.vlm import state
+
+pytestmark = pytest.mark.skipif(
+    not host_tokens.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step waits for the device"
+)
+WIDTH, VOCABULARY, LENGTH = 512, 1024, 250  # the step pads 250 tokens to 256
+IMAGE, VIDEO, START = 1000, 1001, 1002
+# Of each sample: its images as (height, width) in patches.
+SAMPLES = ([(16, 24)], [], [(12, 20), (16, 16)])
+PACKED_OPTIONS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": [],
+    "cuda_graph_max_packed_seqs": 4,
+    "cuda_graph_packed_strict": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    with parity.deterministic():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tower_module):
+    torch.manual_seed(0)
+    with parity.deterministic():  # attention asks when it is built
+        return build().cuda().bfloat16().train()
+
+
+def build():
+    provider = qwen3_vl_provider.Qwen3VLModelProvider(
+        num_layers=3,
+        hidden_size=WIDTH,
+        ffn_hidden_size=2 * WIDTH,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=128,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        vocab_size=VOCABULARY,
+        seq_length=LENGTH,
+        language_max_sequence_length=1024,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_config=Qwen3VLVisionConfig(depth=3, deepstack_visual_indexes=[0, 1], out_hidden_size=WIDTH),
+        out_hidden_size=WIDTH,
+        gradient_accumulation_fusion=False,
+        use_te_rng_tracker=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        **PACKED_OPTIONS,
+    )
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return provider.provide(pre_process=True, post_process=True)
+
+
+def new_batch():
+    """Return a batch as collation makes it, on the host."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.zeros(len(SAMPLES), LENGTH, dtype=torch.long)
+    for row, images in zip(tokens, SAMPLES, strict=True):
+        text = [torch.randint(1, IMAGE, (20,), generator=generator)]
+        for height, width in images:
+            text += [torch.tensor([START]), torch.full((height * width // 4,), IMAGE), text[0]]
+        row[: sum(map(len, text))] = torch.cat(text)
+    grid = torch.tensor([(1, *image) for images in SAMPLES for image in images])
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 16 * 16, generator=generator).bfloat16()
+    return {
+        "tokens": tokens,
+        "labels": tokens.roll(-1, 1),
+        "loss_mask": (tokens > 0).float(),
+        "visual_inputs": GenericVisualInputs(pixel_values=pixels, image_grid_thw=grid),
+    }
+
+
+@contextmanager
+def host_waits(mode):
+    """What PyTorch does where the host waits for the device: "default" or "error"."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def stepped(model, grads, packed, waits="default"):
+    """Return the output, the loss and all gradients of a step."""
+    grads.zero()
+    described = state(graphs=False)
+    described.cfg.dataset.enable_in_batch_packing = packed
+    batches = iter([new_batch()])
+    with host_waits(waits):
+        output, loss_function = qwen3_vl_step.forward_step(described, batches, model)
+        loss = loss_function(output)[0]
+    loss.backward()
+    return [output.detach(), loss.detach(), *grads.copy()]
+
+
+@contextmanager
+def graphs_on(model, packed, observed):
+    """Put the encoder, and the decoder for packed batches, on graphs of what `observed` runs; yields them."""
+    vision = VisionGraphOptions(impl="transformer_engine", strict=True)
+    helpers = [VisionTECudaGraphHelper(model, model.vision_model.config, options=vision)]
+    if packed:
+        helpers += PackedCudaGraphHelper([model], model.config, num_microbatches=1).chunks
+    try:
+        observed()
+        for helper in helpers:
+            helper.create_cudagraphs()
+            assert helper.graphs_created(), helper.graphs.failure
+        yield [helper.graphs for helper in helpers]
+    finally:
+        for helper in helpers:
+            helper.delete_cuda_graphs()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_up_to_its_loss_a_step_does_not_wait_and_equals_upstreams(model, tower_module, packed, monkeypatch):
+    grads = tower_module.MainGrads(model)
+    with graphs_on(model, packed, lambda: stepped(model, grads, packed)) as graphs:
+        with monkeypatch.context() as upstreams:
+            upstreams.setattr(host_tokens, "active_helpers", lambda: [])
+            expected = stepped(model, grads, packed)
+        found = [stepped(model, grads, packed, waits) for waits in ("default", "error")]
+        for each in graphs:
+            assert each.statistics().replays == 3 and not each.statistics().fallbacks, each.statistics()
+        monkeypatch.setattr(host_tokens, "active_helpers", lambda: [])
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            stepped(model, grads, packed, "error")
+    for results in found:
+        assert all(map(torch.equal, results, expected))
+    assert all(gradient.isfinite().all() for gradient in expected)

@@ -1,0 +1,106 @@
+"""Kernels compiled ahead: for which sizes, in which thread, and what happens where that fails."""
+
+import threading
+
+import pytest
+import torch
+
+from bridge_cg_plugin.upstream.kernels import ahead
+from bridge_cg_plugin.vision.compiling import KernelCompiler
+
+from .towers import tower
+
+KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding", "_rotate_qkv", "_rotate_qkv"]
+
+
+def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training():
+    sizes, threads = [], set()
+
+    def compile_for(tokens):
+        sizes.append(tokens)
+        threads.add(threading.get_ident())
+
+    compiler = KernelCompiler(compile_for)
+    for tokens in (784, 800, 700, 3000):
+        compiler.saw(tokens)
+    compiler.wait()
+    assert sizes == [784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
+    assert threading.get_ident() not in threads and len(threads) == 1
+    compiler.wait()
+
+
+def test_an_error_is_left_to_the_recording():
+    tried = []
+
+    def compile_for(tokens):
+        tried.append(tokens)
+        raise RuntimeError("no compiler")
+
+    compiler = KernelCompiler(compile_for)
+    compiler.saw(4)
+    compiler.wait()
+    assert tried == [4]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What kernels would be compiled for, as on a machine with a GPU."""
+    pytest.importorskip("triton")
+    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
+
+    found = []
+
+    def note(kernel, grid, *arguments, **settings):
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        assert all(each.is_meta for each in tensors)
+        found.append((kernel.__name__, [tuple(each.shape) for each in tensors], settings))
+
+    for module in (bias, layernorm, padding, reduction, rotary):
+        monkeypatch.setattr(module, "launch", note)
+    monkeypatch.setattr(ahead, "kernels_available", lambda: True)
+    return found
+
+
+def test_a_towers_kernels_of_its_widths(compiled):
+    ahead.compile_kernels((tower(),), 48)
+    assert sorted(name for name, *_ in compiled) == KERNELS, "layers that are alike are compiled for once"
+    (settings,) = [s for name, _, s in compiled if name == "_rotate_qkv" and s["SIGN"] == -1.0]
+    assert settings["COPY_V"] is False, "gradients come as cuDNN's attention leaves them"
+
+
+def test_layernorm_in_all_forms(compiled):
+    ahead._layernorm(64, 32, torch.bfloat16)
+    norms = [settings["RESIDUAL"] for name, _, settings in compiled if name == "_layernorm_backward"]
+    assert norms == [False, True]
+    assert {"_bias_residual", "_column_partials"} <= {name for name, *_ in compiled}
+
+
+def test_nothing_without_a_gpu_or_parameters():
+    ahead.compile_kernels((tower(),), 48)
+    ahead.compile_kernels((torch.nn.GELU(),), 48)
+
+
+def test_meta_tensors_compile_and_load_a_kernel():
+    pytest.importorskip("triton")
+    from bridge_cg_plugin.vision.kernels.launch import launch
+
+    calls = []
+
+    class Compiled:
+        @property
+        def run(self):
+            calls.append("loaded")
+
+    class Kernel:
+        def warmup(self, *arguments, grid, **settings):
+            calls.append((arguments, grid, settings))
+            return Compiled()
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **settings: calls.append("launched")
+
+    x = torch.empty(4, device="meta")
+    launch(Kernel(), (2,), x, 4, ROWS=8)
+    assert calls == [((x, 4), (2,), {"ROWS": 8}), "loaded"]
+    launch(Kernel(), (2,), torch.empty(4), 4, ROWS=8)
+    assert calls[2:] == ["launched"]
