@@ -150,8 +150,15 @@ def set_packed_fields(config: Any, max_packed_seqs: int) -> None:
 
 
 def mock_dataset(dataset: Any) -> Any:
-    """Return Bridge's mock data with every setting that `dataset` has too."""
+    """Return Bridge's mock data with every setting that `dataset` has too.
+
+    Raises:
+        OptionError: It has no image processor.
+    """
     from megatron.bridge.data.builders import MockVLMSFTDatasetConfig
 
+    if not hasattr(dataset, "hf_processor_path"):
+        kind = type(dataset).__name__
+        raise OptionError("mock_data", True, f"False with {kind}", "Mock images need a recipe of a model with images.")
     names = [field.name for field in dataclasses.fields(MockVLMSFTDatasetConfig) if field.init]
     return MockVLMSFTDatasetConfig(**{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..announce import warn
+from . import ranges
 from .changes.model_watch import ModelWatch
 from .demand import Demand
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named
@@ -20,6 +21,8 @@ from .growing import Growing
 from .instance import InstanceMethod
 from .parts import Parts
 from .piece import Piece, Surroundings
+from .progress import Progress
+from .ranges import named_range
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics
@@ -76,7 +79,11 @@ class GraphManager:
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
         balanced = self.workload.balanced
-        return self.run(call, eager) if balanced is None else balanced(call, eager)
+        run = self.run if balanced is None else balanced
+        if ranges.on:
+            with named_range(f"microbatch, {self.workload.noun}, {call.tokens} tokens"):
+                return run(call, eager)
+        return run(call, eager)
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
@@ -185,8 +192,10 @@ class GraphManager:
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
         regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
         self._regions += regions
+        progress = Progress(self.workload.title, len(regions))
         for region in regions:
-            region.capture()
+            region.statistics.known = self._own.known
+            region.capture(progress)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
                 self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0)
@@ -267,6 +276,7 @@ class GraphManager:
         """
         if self._growing is not None and self._growing.before_step(self.model.training):
             self.workload.grown()
+        ranges.look()
         self.step_number += 1
         self._own.step = self.step_number
         for region in self._regions:

@@ -1,6 +1,6 @@
 """Recording a region's buckets into slots."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,6 +14,7 @@ from .changes.source import Recorded, Source
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
 from .executor import Executor
 from .piece import Piece
+from .ranges import named_range
 from .recording import Mode, RegionBody
 from .slot import Slot
 
@@ -57,10 +58,18 @@ class Recorder:
         with as_capture_error("static inputs"):
             slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
 
-    def fill(self, source: Source, slot: Slot, places: Sequence[Place]) -> None:
+    def fill(
+        self, source: Source, slot: Slot, places: Sequence[Place], recorded: Callable[[], None] = lambda: None
+    ) -> None:
         """Record in a slot that no microbatch holds; all of it anew while its activations take more than they may.
 
         What a pool loses between its blocks is known only once all buckets share it.
+
+        Args:
+            source: What the model is.
+            slot: The slot.
+            places: What to record.
+            recorded: Called after each recording.
 
         Raises:
             CaptureError: It failed; what the slot held before stays unless activations took too much.
@@ -68,7 +77,9 @@ class Recorder:
         while True:
             with torch.inference_mode(False):
                 for bucket, mode in places:
-                    self._record(source, slot, bucket, mode)
+                    with named_range(f"capture {self.name}, bucket {bucket}"):
+                        self._record(source, slot, bucket, mode)
+                    recorded()
             total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
             if self.offloading is None or self.offloading.accepts(total):
                 return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import warn
+from . import ranges
 from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
@@ -19,11 +20,12 @@ from .executor import Executor
 from .fallback import Fallback
 from .late_recordings import LateRecordings, Wish
 from .piece import Piece, Surroundings
+from .progress import Progress
 from .rank_consensus import SingleRank
 from .recorder import Place as Recordable
 from .recorder import Recorder
 from .recording import TRAINING, Mode
-from .replay import BackwardObserver, replay
+from .replay import BackwardObserver, replay, replay_in_range
 from .slot import Slot
 from .statistics import BucketStatistics, RegionStatistics
 
@@ -100,13 +102,17 @@ class Region:
         """
         return self._captured().sources
 
-    def capture(self) -> None:
+    def capture(self, progress: Progress | None = None) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
+
+        Args:
+            progress: Counts the recordings, of other regions too; None counts this region's.
 
         Raises:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
         """
         started = time.perf_counter()
+        progress = progress or Progress(self.program.name, 1)
         self.reset()
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
@@ -118,9 +124,11 @@ class Region:
                 recorder, sources, slots, self.statistics, self._consensus, self._strict, self._before_replay, grows
             )
             self._made = _Made(sources, late)
-            for index in range(self.slot_count):
+            planned = [self._planned(index) for index in range(self.slot_count)]
+            progress.starts(sum(map(len, planned)), self.buckets, self.slot_count)
+            for index, places in enumerate(planned):
                 slots.append(recorder.slot(index, self.buckets))
-                recorder.fill(sources.current, slots[-1], self._planned(index))
+                recorder.fill(sources.current, slots[-1], places, progress.recorded)
         except BaseException:
             slots.clear()
             self.reset()
@@ -274,7 +282,8 @@ class Region:
         if self._before_replay is not None:
             self._before_replay()
         recorded, sources, source, slot, bucket, gradients = place
-        outputs = replay(self.program, source, recorded, slot, bucket, gradients, batch, sources.holds, observer)
+        launch = replay_in_range if ranges.on else replay
+        outputs = launch(self.program, source, recorded, slot, bucket, gradients, batch, sources.holds, observer)
         self.statistics.replayed(bucket, size, gradients)
         return outputs
 

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from . import ranges
 from .buckets import Bucket
 from .changes.source import Recorded, Source
 from .errors import ReplayError
 from .program import RegionProgram
+from .ranges import named_range
 from .recording import Gradients
 from .rows import copies, write_each
 from .slot import Lease, Slot
@@ -70,6 +72,19 @@ def replay(
         raise
 
 
+def replay_in_range(
+    program: RegionProgram, source: Source, recorded: Recorded, slot: Slot, bucket: Bucket, *args: Any
+) -> tuple[Tensor, ...]:
+    """Do what `replay` does, in a range of the profile."""
+    with named_range(f"replay {program.name}, bucket {bucket}"):
+        return replay(program, source, recorded, slot, bucket, *args)
+
+
+def _backward_in_range(call: "_Call") -> Gradients:
+    with named_range(f"replay {call.name}, backward"):
+        return call.recorded.recording.backward()
+
+
 def _forward(recorded: Recorded, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
     recorded.recording.forward()
     return copies(recorded.recording.outputs, rows)
@@ -114,7 +129,7 @@ class _Replay(Function):
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
         write_each(call.recorded.output_gradients, output_gradients)
-        gradients = call.recorded.recording.backward()
+        gradients = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..announce import LOGGER, rank
+from ..announce import LOGGER, announce, rank
 from .buckets import Bucket
 from .fallback import Fallback
 
@@ -59,6 +59,7 @@ class RegionStatistics:
     Attributes:
         fallbacks: Microbatches that ran eager, by reason.
         last_fallbacks: The last of them, oldest first.
+        known: Reasons that were announced; regions of one module share the set.
         step: Number of the training step under way, from 1; 0 where nobody counts them.
         capture_seconds: Time that recordings took.
         longest_capture: The longest of those after the first capture, in seconds; other ranks may have waited for it.
@@ -72,6 +73,7 @@ class RegionStatistics:
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
     last_fallbacks: deque[EagerRun] = field(default_factory=partial(deque, maxlen=LAST_FALLBACKS))
+    known: set[Fallback] = field(default_factory=set)
     step: int = 0
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
@@ -103,7 +105,7 @@ class RegionStatistics:
         counts.padding += bucket.tokens - tokens
 
     def fell_back(self, where: str, reason: Fallback, tokens: int | None = None) -> None:
-        """Count a microbatch that runs eager, and log it for debugging.
+        """Count a microbatch that runs eager; the first for each reason is announced, the others logged for debugging.
 
         Args:
             where: Name of the region or the module.
@@ -114,6 +116,9 @@ class RegionStatistics:
         self.fallbacks[reason] += 1
         self.last_fallbacks.append(run)
         LOGGER.debug("[rank %d] %s runs eager: %s", rank(), where, run)
+        if reason not in self.known:
+            self.known.add(reason)
+            announce(f"{where} runs eager, {run}: {reason.meaning}. Remedy: {reason.remedy}.".replace("`", ""))
 
     @property
     def replays(self) -> int:

@@ -135,19 +135,33 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: s
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         why = "megatron-bridge is not installed. Install it (docs/getting_started.md), or write options alone."
         raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}")
-    bridge_cg_plugin.activate()
-    unknown = _without_imports()
-    config = _built(name, unknown is not None)
+    asked = without_imports()
+    config = _built(name, asked is not None)
     if gpu is not None:
         config = with_graphs(config, gpu=gpu)
-    with redirect_stdout(io.StringIO()):  # training would print there what the answer has
-        options = resolve(config, flags, words, set_words if unknown is not None else None)
+    options = resolved(config, flags, words, asked is not None)
     notes = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"
-        for model in dict.fromkeys(unknown or ())
+        for model in models.unknown(asked or ())
     ]
     return replace(options, warnings=(*options.warnings, *notes))
+
+
+def resolved(config: Any, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool) -> GraphOptions:
+    """Return the graph options of a configuration, with flags and words applied to it.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        flags: Fields of the model and what was written.
+        words: Hydra-style `section.name=value`.
+        stands_in: Whether it was built from stand-ins, which Hydra cannot hold.
+
+    Raises:
+        OptionError: Training would refuse the result.
+    """
+    with redirect_stdout(io.StringIO()):  # training would print there what the answer has
+        return resolve(config, flags, words, set_words if stands_in else None)
 
 
 def _built(name: str, stands_in: bool) -> Any:
@@ -160,8 +174,13 @@ def _built(name: str, stands_in: bool) -> Any:
         raise OptionError.because("recipe", f"{error} It was read without Bridge's imports. {advice}") from error
 
 
-def _without_imports() -> list[str] | None:
-    """Put stand-ins in the place of Bridge's imports; returns the list of unknown models, None beside PyTorch."""
+def without_imports() -> list[str] | None:
+    """Switch the plugin on, with stand-ins in the place of Bridge's imports.
+
+    Returns:
+        The models that recipes will take, by their names on the hub; None beside PyTorch, where all is as it is.
+    """
+    bridge_cg_plugin.activate()
     if "torch" in sys.modules and not hasattr(sys.modules["torch"], "__stand_in__"):
         return None
     logging.disable(logging.ERROR)

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -84,16 +84,25 @@ class StandInBridge:
     name: str
 
     def to_megatron_provider(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a provider with the sizes that are known; notes a model of which none are."""
-        family = next((family for family in FAMILIES if re.match(family.names, self.name)), None)
+        """Return a provider with the sizes that are known."""
+        _asked.append(self.name)
+        family = _family(self.name)
         if family is None:
-            _unknown.append(self.name)
             return unknown_model()
         module, _, kind = family.provider.rpartition(".")
         return _provider(getattr(importlib.import_module(f"{_MODELS}.{module}"), kind), family)
 
 
-_unknown: list[str] = []
+_asked: list[str] = []
+
+
+def _family(name: str) -> Family | None:
+    return next((family for family in FAMILIES if re.match(family.names, name)), None)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Return those models of which no sizes are known."""
+    return [name for name in dict.fromkeys(names) if _family(name) is None]
 
 
 def _bridge(name: Any, *args: Any, **kwargs: Any) -> StandInBridge:
@@ -101,11 +110,11 @@ def _bridge(name: Any, *args: Any, **kwargs: Any) -> StandInBridge:
 
 
 def replace_auto_bridge() -> list[str]:
-    """Have recipes take providers from here; returns the list to which models of unknown sizes are added."""
-    _unknown.clear()
+    """Have recipes take providers from here; returns the list to which the names of their models are added."""
+    _asked.clear()
     stand_in = SimpleNamespace(from_hf_pretrained=_bridge, from_hf_config=_bridge)
     vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
-    return _unknown
+    return _asked
 
 
 def _provider(kind: type, family: Family) -> Any:

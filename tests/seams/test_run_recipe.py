@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,15 @@ from bridge_cg_plugin.upstream.hooks import recipes, steps
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
 from bridge_cg_tools.benchmarks.runs.startable import check_start
 from bridge_cg_tools.cli import main as bridge_cg
 
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
-CHECKPOINT = "checkpoint.pretrained_checkpoint=/checkpoint"
+BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
+CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
 @pytest.fixture
@@ -86,6 +89,22 @@ def test_a_dry_run_prints_what_explain_prints_and_trains_nothing(trained, capsys
             "model.tensor_model_parallel_size=2 and model.context_parallel_size=2 need a multiple of 4",
         ),
         ([CHECKPOINT, "model.tensor_model_parallel_size=8", "--nodes", "2", "--gpus-per-node", "8"], ""),
+        (["checkpoint.pretrained_checkpoint=/absent"], "pretrained_checkpoint='/absent': it must be a folder that"),
+        (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
+        (["checkpoint.pretrained_checkpoint=/absent", "--launcher", "slurm", "--gpus-per-node", "8"], ""),
+        ([CHECKPOINT, "train.micro_batch_size=2", "train.global_batch_size=7"], "of train.micro_batch_size=2. Write"),
+        (
+            [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
+            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas. Write a multiple of 8.",
+        ),
+        ([CHECKPOINT, *BATCH, "--gpus-per-node", "6", "model.tensor_model_parallel_size=2"], ""),
+        (
+            [CHECKPOINT, *BATCH, "train.micro_batch_size=0"],
+            "Cannot use train.micro_batch_size=0: it must be at least 1",
+        ),
+        ([CHECKPOINT, "train.global_batch_size=foo"], "train.global_batch_size='foo': it must be a whole number"),
+        ([CHECKPOINT, "model.num_layers=abc"], "Cannot use model.num_layers='abc': it must be a whole number"),
+        ([CHECKPOINT, "optimizer.lr=1e-5", "optimizer.min_lr=fast"], "optimizer.min_lr='fast': it must be a number"),
     ],
 )
 def test_a_dry_run_refuses_what_could_not_start(trained, capsys, words, said):
@@ -99,9 +118,47 @@ def test_a_dry_run_among_workers_knows_how_many_there_are(trained, monkeypatch, 
     assert "Cannot train on 3 GPUs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["model.num_layers=abc"], "Cannot use model.num_layers='abc': it must be a whole number. Correct the value."),
+        (["trian.train_iters=5"], "Did you mean train?"),
+        (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
+        (["checkpoint.pretrained_checkpoint=/absent"], "it must be a folder that exists"),
+        ([*VISION, CHECKPOINT], f"`bridge-cg explain {RECIPE}` answers without it."),
+        (
+            [CHECKPOINT, "--launcher", "torchrun", "--gpus-per-node", "8"],
+            f"`bridge-cg explain {RECIPE}` answers without it.",
+        ),
+    ],
+)
+def test_a_first_look_without_a_network_refuses_at_once(name, monkeypatch, tmp_path, words, said):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.delenv(variable.upper(), raising=False)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert said in first_look.refusal(["--recipe", name, "--dry-run", *words])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_a_first_look_lets_pass_what_is_cached(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--Qwen--Qwen3-VL-8B-Instruct" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    command = ["--recipe", name, "--dry-run", *VISION, CHECKPOINT]
+    assert "hub cannot be reached" in first_look.refusal(command)
+    (snapshot / "config.json").touch()
+    assert first_look.refusal(command) == ""
+
+
 def test_experts_want_a_multiple_of_their_ranks_too():
     model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
-    config = SimpleNamespace(model=model, train=SimpleNamespace(train_iters=5))
+    train = SimpleNamespace(train_iters=5, rampup_batch_size=None, global_batch_size=None, micro_batch_size=None)
+    config = SimpleNamespace(model=model, train=train, checkpoint=SimpleNamespace(pretrained_checkpoint=None))
     check_start(config, "pretrain", 8)
     with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
         check_start(config, "pretrain", 6)
@@ -145,7 +202,7 @@ def test_the_mode_can_be_said(trained):
         (["+train.train_itres=5"], "Did you mean train.train_iters"),
         (["model.vision_cuda_graph_bukets=[64]"], "Did you mean model.vision_cuda_graph_buckets"),
         (["cuda_graph_iml=none"], "Did you mean cuda_graph_impl"),
-        (["train.train_iters=[5"], "Hydra"),
+        (["checkpoint.load=[5"], "Hydra"),
         (["stray"], "section.name=value"),
         (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
         (["--cuda_graph_impl", "none", "--cuda_graph_modules", "attn"], "nothing is captured"),
@@ -172,6 +229,13 @@ def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
 def test_a_recipes_typo_names_the_nearest(trained, capsys):
     assert run_recipe.main(["--recipe", "qwen3_vl_8b_sft_confg"]) == 2
     assert RECIPE in capsys.readouterr().err
+
+
+def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
+    if importlib.util.find_spec("megatron.bridge.data.builders") is None:
+        pytest.skip("the mock images come with a later megatron-bridge")
+    assert run_recipe.main(["--recipe", "qwen3_8b_pretrain_config", "--mock_data", "--dry-run"]) == 2
+    assert "Cannot use mock_data=True: it must be False with" in capsys.readouterr().err
 
 
 def test_a_preset_is_a_recipe(trained, capsys):

@@ -26,6 +26,7 @@ from bridge_cg_tools.benchmarks.pages.markdown import fill, origin
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import performance_parts
 from bridge_cg_tools.benchmarks.pages.results_page import PAGES
+from bridge_cg_tools.benchmarks.pages.upstream_page import upstream_parts
 from bridge_cg_tools.benchmarks.pages.vision_page import GRAPHS, encoder_parts, kernel_parts, vision_parts
 from bridge_cg_tools.benchmarks.records import results
 
@@ -47,7 +48,7 @@ def record(case="1x448", mode="eager", **fields):
     return {"case": case, "mode": mode, "tokens": 784, "images": 1, "ms": 75.0, "ratio": 1.0, **ORIGIN, **fields}
 
 
-OF_VISION = [performance_parts, vision_parts, kernel_parts, encoder_parts, memory_parts]
+OF_VISION = [performance_parts, upstream_parts, vision_parts, kernel_parts, encoder_parts, memory_parts]
 
 
 # Their form
@@ -285,7 +286,7 @@ def sample():
         record("coco", "eager", microbatches=64),
         record("coco", "plugin", microbatches=64, replays=63, fallbacks={"eager_is_faster": 1}, padding_share=0.02),
     ]
-    runs = (("eager", 560.0, [4.0, 2.0]), ("plugin", 300.0, [4.0, 2.02]))
+    runs = (("eager", 560.0, [4.0, 2.0]), ("plugin", 300.0, [4.0, 2.02]), ("upstream", 500.0, [4.4, 3.0]))
     steps = [record("mixed_4x2048", mode, ms=ms, losses=losses) for mode, ms, losses in runs]
     kinds = {"weights": 3e-3, "biases": 2e-3, "norms": 1e-3}
     figures = {"fp32_output": 1e-2, "fp32_median": 2e-2, "fp32_mean": 3e-2, "fp32_worst": 4e-2, "fp32_kinds": kinds}
@@ -348,6 +349,12 @@ def test_tables_of_the_performance_page(folder):
     assert "28x2560" not in parts["training"]  # without an eager time there is no speedup
 
 
+def test_tables_of_upstreams_graphs(folder):
+    parts = upstream_parts(folder)
+    assert lines(parts["upstream"], "| 1 of") == ["| 1 of 448 x 448 | 0.50 | 0 | 2.00 | 0.010 |  |"]
+    assert lines(parts["upstream-training"], "| mixed") == ["| mixed | 4x2048 | 2 | 1e-01 | 0e+00 | 5e-01 | 1e-02 |"]
+
+
 def test_default_options_have_two_streams_for_few_tokens(folder):
     timed = {"forward_rel": 0.0, "grad_rel": 0.02}
     records = [
@@ -371,7 +378,7 @@ def test_tables_of_the_vision_encoder(folder):
     assert "1x2048 | upstream" not in parts["times"] + parts["differences"]
     assert len(lines(parts["sweep"], "| ")) == 2 + len(SWEEP) + 2  # head, rule; 784 and 2304 are single images, too
     assert "| 2.0% | 63 | eager_is_faster 1 |" in parts["sizes"]
-    assert "| mixed | 4x2048 | 560 | 300 (0.54, 1e-02) |" in parts["steps"]
+    assert "| mixed | 4x2048 | 560 | 500 (0.89, 5e-01) | 300 (0.54, 1e-02) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
 
 
@@ -499,7 +506,7 @@ def test_plots_are_drawn_from_records(folder):
     assert "arithmetic limit over time" in texts["limit.svg"]
     assert "attention" in texts["families.svg"] and "1x448, plugin" in texts["families.svg"]
     assert "memory targets" in texts["memory.svg"] and ">offload<" in texts["memory.svg"]
-    assert ">560<" in texts["steps.svg"]
+    assert ">560<" in texts["steps.svg"] and "optimizer step" in texts["losses.svg"]
     assert plots.draw(folder) == written
     assert {path.name: path.read_text() for path in written} == texts  # the same records give the same files
 

@@ -124,7 +124,7 @@ def test_a_process_without_a_record_failed(tmp_path):
 
 @pytest.fixture(autouse=True)
 def any_recipe(monkeypatch):
-    monkeypatch.setattr(compare, "unknown_recipe", lambda name: "")
+    monkeypatch.setattr(compare, "refused_at_once", lambda *_: "")
 
 
 def dry(capsys, *words):
@@ -134,7 +134,7 @@ def dry(capsys, *words):
 
 
 def test_a_dry_run_refuses_a_misspelt_recipe(monkeypatch, capsys):
-    monkeypatch.setattr(compare, "unknown_recipe", comparison.unknown_recipe)
+    monkeypatch.setattr(compare, "refused_at_once", comparison.refused_at_once)
     words = ["--modes", "eager", "--dry-run"]
     assert compare.main(["--recipe", "qwen3_vl_smal_vision_graphs_pretrain_mock_config", *words]) == 2
     said = capsys.readouterr()

@@ -1,16 +1,23 @@
 """The source distribution and the wheel that is built from it: what they hold, and what a package index shows."""
 
 import email
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES
+from tests.releases import folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bridge_cg_plugin", "bridge_cg_tools")
@@ -20,6 +27,9 @@ FILES = {
     *("pyproject.toml", "run", "setup.py"),
 }
 DATA = {"bridge_cg_plugin/py.typed", "bridge_cg_tools/py.typed", "bridge_cg_plugin/upstream/seams/audited.json"}
+SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+# Where this process's PyTorch, Megatron and the rest are.
+STACK = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 # Neither the virtual environment nor the current folder is on the path, so that nothing but the wheel can be found.
 SCRIPT = """
 import site, sys
@@ -108,6 +118,43 @@ def test_the_wheel_works_alone(wheel, tmp_path):
     presets, state, file = python("-I", "-S", "-c", SCRIPT, tmp_path, cwd=tmp_path).split()
     assert (presets, state) == ("6", "audited")
     assert file == str(tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py")
+
+
+@pytest.fixture(params=RELEASES, ids=lambda release: release.bridge)
+def fresh(request, wheel, tmp_path):
+    """A fresh environment beside the stack of a release, with the wheel installed; the folder of its commands."""
+    older = [] if request.param == NEWEST else [folder_of(request.param).resolve()]
+    venv.create(tmp_path / "environment", with_pip=False)
+    commands = tmp_path / "environment" / "bin"
+    install = ["--python", commands / "python", "install", "--no-deps", "--no-index", "--quiet"]
+    python("-m", "pip", "--disable-pip-version-check", *install, wheel, cwd=tmp_path)
+    # Lines of such a file are folders for sys.path; those of the stack itself, where the checkout is, stay unread.
+    (packages,) = (tmp_path / "environment").glob("lib/python*/site-packages")
+    (packages / "stack.pth").write_text("".join(f"{folder}\n" for folder in [*older, *STACK]))
+    for folder in STACK:
+        if (libraries := Path(folder) / "nvidia").is_dir():  # Transformer Engine looks for them beside its environment
+            (packages / "nvidia").symlink_to(libraries)
+    return commands
+
+
+def test_the_path_of_a_newcomer(fresh, tmp_path):
+    """Every command has the answer alone on standard output, without a network."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def said(*words):
+        done = subprocess.run(
+            [fresh / "bridge-cg", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    found = json.loads(said("doctor", "--no-gpu", "--json"))
+    assert found["problems"] == [] and found["active"] and found["known_release"]
+    assert f"  {SMALL}\n" in said("recipes", "small")
+    explained = said("explain", SMALL)
+    assert "vision: one graph per bucket over the whole encoder" in explained
+    assert said("train", "--recipe", SMALL, "--dry-run") == f"{SMALL}: pretrain() with qwen3_vl_step\n{explained}"
 
 
 def test_the_metadata_is_complete(metadata):

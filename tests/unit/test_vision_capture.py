@@ -155,10 +155,10 @@ def test_headroom_that_runs_out_of_memory_is_given_up(monkeypatch, capsys):
     with seen(new_tower()) as graphs:
         real = Region.capture
 
-        def capture(region):
+        def capture(region, progress):
             if max(bucket.tokens for bucket in region.buckets) > 256:
                 raise OutOfMemoryInCapture("made to fail")
-            real(region)
+            real(region, progress)
 
         monkeypatch.setattr(Region, "capture", capture)
         assert_ends_with_what_was_seen(graphs, capsys)

@@ -13,6 +13,7 @@ from ...options.groups import split_name, tuning_of
 from ...options.normalization import warn_once
 from ...options.precedence import settle
 from ...options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
+from .field_values import check_value
 from .graph_fields import apply_options
 from .training_config import check_configuration
 
@@ -191,10 +192,10 @@ def _apply(options: GraphOptions, config: Any) -> GraphOptions:
 
 
 def check_word(config: Any, word: str) -> None:
-    """Refuse a word that names nothing in a configuration.
+    """Refuse a word that names nothing in a configuration, or gives a field a value of another type.
 
     Raises:
-        OptionError: It is no assignment, or there is no such field; names the nearest.
+        OptionError: It is no assignment, there is no such field (names the nearest), or its value cannot be this.
     """
     match = _WORD.fullmatch(word)
     if match is None or (match["value"] is None and match["how"] != "~"):
@@ -210,6 +211,9 @@ def check_word(config: Any, word: str) -> None:
             raise OptionError.unknown(
                 match["name"], f"field of {section or 'the configuration'}", _nearest(part, names, section)
             )
+        if depth == len(path) - 1 and match["value"] is not None:
+            annotation = next((f.type for f in dataclasses.fields(owner) if f.name == part), "")
+            check_value(match["name"], annotation, getattr(owner, part, None), match["value"])
         owner = getattr(owner, part, None)
 
 

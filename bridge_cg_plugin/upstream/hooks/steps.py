@@ -52,15 +52,24 @@ def step_name(recipe: str) -> str:
     return next((step for start, step in FAMILIES.items() if recipe.startswith(start)), LANGUAGE_MODEL_STEP)
 
 
+def check_step(name: str) -> None:
+    """Refuse a forward step that does not exist.
+
+    Raises:
+        OptionError: Names the nearest.
+    """
+    if name not in STEPS:
+        near = difflib.get_close_matches(name, STEPS, n=1)
+        raise OptionError.unknown(name, "forward step", " or ".join(near or STEPS))
+
+
 def forward_step(name: str, mode: Mode) -> Callable[..., Any]:
     """Return a forward step of the installed release.
 
     Raises:
         OptionError: There is none of this name, or the installed release lacks it.
     """
-    if name not in STEPS:
-        near = difflib.get_close_matches(name, STEPS, n=1)
-        raise OptionError.unknown(name, "forward step", " or ".join(near or STEPS))
+    check_step(name)
     module, attribute = STEPS[name]
     try:
         found: Any = getattr(importlib.import_module(module), attribute)

@@ -10,13 +10,12 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_tools.benchmarks.models.tower import Batch, MainGrads
+from bridge_cg_tools.benchmarks.models.workloads import WRONG
 
 # What stands in for the tower, and fields for the record.
 Prepared = tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]
 
 GIB = 2**30
-# What upstream's vision graphs compute instead of the tower.
-WRONG = "computes another function: no rotary embedding, attention across images"
 # Upstream makes a causal mask of tokens squared on the host for each layer: minutes beyond this, and it captures one
 # length for a whole run, which a larger image exceeds.
 UPSTREAM_LONGEST = 8192

@@ -16,6 +16,8 @@ CASES: dict[str, Grid] = {
     "video16": [(16, 20, 20)],
     "1x2048": [(1, 128, 128)],
 }
+# What upstream's vision graphs compute instead of the tower.
+WRONG = "computes another function: no rotary embedding, attention across images"
 SWEEP = tuple(1 << n for n in range(8, 16))
 
 # Qwen3-VL's processor: patches of 16 pixels, 2 x 2 of them merged, so sides are multiples of 32 pixels.

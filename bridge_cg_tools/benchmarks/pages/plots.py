@@ -53,6 +53,8 @@ FAMILY_COLOURS = (
     *("#2f81f7", "#d97706", "#e11d48", "#0d9488", "#9333ea", "#ca8a04", "#65a30d"),
     *("#c026d3", "#64748b", "#0891b2", GREY),
 )
+# Training whose losses are drawn: microbatches of one to three images.
+LOSS_CASE, LOSS_MODES = "mixed_4x2048", ("eager", "upstream", "plugin")
 # How modes with a memory target are called.
 MIX = "mixed_"
 STYLE: Any = {**style(GREY), "svg.hashsalt": "bridge-cg", "font.size": 10, "grid.alpha": 0.25}
@@ -166,6 +168,32 @@ def step_plot(axes: Axes, records: Records) -> bool:
     return True
 
 
+def loss_plot(axes: Axes, records: Records) -> bool:
+    """Draw the losses of training on microbatches of several images, and below them how far they are from eager's."""
+    found = {r["mode"]: r["losses"] for r in measured(records) if r["case"] == LOSS_CASE and r["mode"] in LOSS_MODES}
+    eager = found.get("eager")
+    if eager is None or len(found) < len(LOSS_MODES) or len({len(losses) for losses in found.values()}) > 1:
+        return False
+    steps = range(1, len(eager) + 1)
+    figure = pyplot.gcf()
+    axes.remove()
+    curves, apart = figure.subplots(2, 1, sharex=True)
+    for mode in LOSS_MODES:
+        line = {"color": COLOURS[mode], "linewidth": 1.6, "linestyle": "--" if mode == "plugin" else "-"}
+        curves.plot(steps, found[mode], label=NAMES[mode], **line)
+        if mode != "eager":
+            distances = [abs(a - b) / b for a, b in zip(found[mode], eager, strict=True)]
+            apart.plot(steps, [d or None for d in distances], marker="o", markersize=3.5, **line)
+    curves.set_ylabel("loss")
+    curves.legend(fontsize=8)
+    apart.set_yscale("log")
+    apart.set_ylabel("from eager's, relative")
+    apart.set_xlabel("optimizer step")
+    for each in (curves, apart):
+        each.grid(True, which="major")
+    return True
+
+
 def memory_plot(axes: Axes, records: Records) -> bool:
     """Draw device memory against time, both over those of a graph that keeps all activations; a line for each case."""
     found = measured(records)
@@ -197,6 +225,7 @@ PLOTS: dict[str, tuple[str, Callable[[Axes, Records], bool], tuple[float, float]
     "limit.svg": ("vision_bench.jsonl", share_plot, (7.5, 4.2)),
     "families.svg": ("vision_profile.jsonl", family_plot, (8.5, 6.5)),
     "memory.svg": ("offload.jsonl", memory_plot, (7.5, 4.8)),
+    "losses.svg": ("steps.jsonl", loss_plot, (7.5, 5.2)),
     "steps.svg": ("steps.jsonl", step_plot, (8.5, 4.5)),
 }
 

@@ -10,6 +10,7 @@ from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, nu
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.packed_page import packed_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default, performance_parts
+from bridge_cg_tools.benchmarks.pages.upstream_page import upstream_parts
 from bridge_cg_tools.benchmarks.pages.vision_page import encoder_parts, kernel_parts, vision_parts
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.report.spread import FACTOR, compare_to_spread
@@ -18,6 +19,7 @@ FOLDER = ROOT / "docs/benchmarks"
 # Each page with marks, and what stands between them.
 PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
     "docs/performance.md": performance_parts,
+    "docs/upstream_graphs.md": upstream_parts,
     "docs/benchmarks/packed.md": packed_parts,
     "docs/benchmarks/parallel.md": layout_parts,
     "docs/benchmarks/vision.md": vision_parts,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bridge_cg_tools.benchmarks.measuring.places import Places
-from bridge_cg_tools.benchmarks.models.modes import WRONG
+from bridge_cg_tools.benchmarks.models.workloads import WRONG
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED, median_ms
 from bridge_cg_tools.benchmarks.records.results import loss_distance, provenance
 from bridge_cg_tools.benchmarks.runs.outputs import error_in

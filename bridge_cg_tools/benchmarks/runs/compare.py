@@ -26,8 +26,8 @@ from bridge_cg_tools.benchmarks.runs.comparison import (
     make_runs,
     plan,
     refusal,
+    refused_at_once,
     status_of,
-    unknown_recipe,
     write,
 )
 from bridge_cg_tools.benchmarks.runs.recipe import require_gpu
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args, rest = read(arguments)
         runs = plan(args, rest)
         if args.dry_run:
-            if refused := unknown_recipe(args.recipe):
+            if refused := refused_at_once(args, rest):
                 print(refused, file=sys.stderr)
                 return 2
             print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,15 +16,15 @@ from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
-from bridge_cg_tools.benchmarks.models.modes import WRONG
+from bridge_cg_tools.benchmarks.models.workloads import WRONG
 from bridge_cg_tools.benchmarks.records.results import (
-    ROOT,
     check_record,
     command_line,
     provenance,
     write_records,
 )
-from bridge_cg_tools.benchmarks.runs import recipe_arguments
+from bridge_cg_tools.benchmarks.runs import first_look, recipe_arguments
+from bridge_cg_tools.benchmarks.runs.first_look import with_package
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 from bridge_cg_tools.benchmarks.runs.recorded import KINDS
 from bridge_cg_tools.benchmarks.runs.watched import Watch, run_watched
@@ -115,9 +114,7 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     Returns:
         What it was refused with, in one line; empty where it was not.
     """
-    plugins = words_of("plugin", rest, takes_images(args, rest))
-    start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
-    words = ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}", "--dry-run"]
+    words = [*_plugins_command(args, rest), "--dry-run"]
     done = subprocess.run([sys.executable, str(RECIPE), *words], capture_output=True, text=True, env=with_package())
     if done.returncode == 0:
         return ""
@@ -125,16 +122,15 @@ def refusal(args: argparse.Namespace, rest: Sequence[str]) -> str:
     return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
 
 
-def with_package() -> dict[str, str]:
-    """Return this process's environment, in which Python finds these packages also where they are not installed."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+def refused_at_once(args: argparse.Namespace, rest: Sequence[str]) -> str:
+    """Return what the plugin's run is refused with, in about two seconds; empty where it is not."""
+    return first_look.refusal(_plugins_command(args, rest))
 
 
-def unknown_recipe(name: str) -> str:
-    """Return what a recipe's name is refused with where there is none, in about a second; empty where there is one."""
-    command = [sys.executable, "-m", "bridge_cg_tools.cli", "explain", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
-    return next((line for line in done.stderr.splitlines() if "there is no such recipe" in line), "")
+def _plugins_command(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    plugins = words_of("plugin", rest, takes_images(args, rest))
+    start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
+    return ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}"]
 
 
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:

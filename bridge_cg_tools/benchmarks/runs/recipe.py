@@ -41,17 +41,40 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     """
     bridge_cg_plugin.activate()
     from bridge_cg_plugin.upstream.hooks.overrides import resolve
-    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, is_benchmark
-    from bridge_cg_plugin.upstream.hooks.steps import forward_step, mode_of, step_name
+    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
+    from bridge_cg_plugin.upstream.hooks.steps import forward_step
 
-    config = build_recipe(parsed.recipe)
-    if parsed.graphs or parsed.mock_data:
-        vision = None if parsed.graphs else False
-        config = with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
+    config = with_presets(build_recipe(parsed.recipe), parsed)
     options = resolve(config, given_flags(parsed), words)
+    mode, step = mode_and_step(parsed)
+    return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
+
+
+def with_presets(config: Any, parsed: argparse.Namespace) -> Any:
+    """Return a recipe's configuration with what `--graphs` and `--mock_data` set.
+
+    Raises:
+        OptionError: The recipe's model or data cannot be used so.
+    """
+    if not (parsed.graphs or parsed.mock_data):
+        return config
+    vision = None if parsed.graphs else False
+    return with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
+
+
+def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
+    """Return how to train and the name of the forward step, by the command line or the recipe's name.
+
+    Raises:
+        OptionError: The name does not tell how to train, or there is no such step.
+    """
+    from bridge_cg_plugin.upstream.hooks.recipes import is_benchmark
+    from bridge_cg_plugin.upstream.hooks.steps import check_step, mode_of, step_name
+
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)
-    return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
+    check_step(step)
+    return mode, step
 
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:

@@ -10,6 +10,7 @@ Flags are applied first, overrides after them in the order of the command line: 
 all of it resolves to. Exit status 2 means refused input; the reason is on standard error.
 """
 
+import argparse
 import contextlib
 import os
 import sys
@@ -17,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, require_gpu, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import job_of, read, worker_arguments
-from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of
+from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of, starts_elsewhere
 from bridge_cg_tools.launch import slurm, torchrun
 
 
@@ -33,6 +35,9 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         parsed, words = read(given, __doc__)
+        if _looks_first(parsed) and (refused := first_look.refusal(given)):
+            print(refused, file=sys.stderr)
+            return 2
         if parsed.launcher != "none" and not parsed.dry_run:
             start = torchrun if parsed.launcher == "torchrun" else slurm
             start(job_of(parsed), str(Path(script).resolve()), worker_arguments(given))
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             run = prepare(parsed, words)
             if parsed.dry_run:
-                check_start(run.config, run.mode, gpus_of(parsed))
+                check_start(run.config, run.mode, gpus_of(parsed), starts_elsewhere(parsed))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -51,6 +56,11 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     if not parsed.dry_run:
         train(run)
     return 0
+
+
+def _looks_first(parsed: argparse.Namespace) -> bool:
+    """Return whether a first look saves time: not for a worker, nor for a process that has PyTorch already."""
+    return (parsed.launcher != "none" or parsed.dry_run) and "torch" not in sys.modules
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""What a capture and a first fallback say when they happen, and the ranges that a profile has."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bridge_cg_plugin.graphs import ranges
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.progress import EVERY_S, Progress
+from bridge_cg_plugin.graphs.statistics import RegionStatistics
+
+from .towers import forward, graphs_on, loss_of, new_tower
+
+BUCKETS = (Bucket(256), Bucket(1024))
+
+
+def lines(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_long_capture_says_how_far_it_is(capsys):
+    now = 0.0
+    progress = Progress("vision CUDA graphs", 3, lambda: now)
+    for _ in range(3):
+        progress.starts(4, BUCKETS, 2)
+        for _ in range(4):
+            now += EVERY_S / 2
+            progress.recorded()
+    assert lines(capsys) == [
+        "[bridge-cg] vision CUDA graphs: 12 recordings begin: 2 bucket(s), the largest 1024; 2 slot(s) for each of 3 "
+        "parts",
+        *(
+            f"[bridge-cg] vision CUDA graphs: {done} of 12 recordings made in {done * EVERY_S / 2:.0f} s"
+            for done in (2, 4, 6, 8, 10)
+        ),
+    ]
+
+
+def test_a_short_capture_says_nothing(capsys):
+    progress = Progress("vision CUDA graphs", 1)
+    progress.starts(3, BUCKETS, 1)
+    for _ in range(3):
+        progress.recorded()
+    assert lines(capsys) == []
+
+
+def test_the_first_fallback_of_each_reason_is_announced(capsys):
+    own, part = RegionStatistics(step=7), RegionStatistics(step=7)
+    part.known = own.known
+    own.fell_back("encoder", Fallback.TOO_MANY_TOKENS, 5000)
+    part.fell_back("encoder, layer 1", Fallback.TOO_MANY_TOKENS, 5000)
+    own.fell_back("encoder", Fallback.TOO_MANY_TOKENS, 6000)
+    part.fell_back("encoder, layer 1", Fallback.NO_FREE_SLOT, 64)
+    first, second = lines(capsys)
+    assert first == (
+        "[bridge-cg] encoder runs eager, step 7 too_many_tokens (5000 tokens): the microbatch is larger than the "
+        "largest bucket. Remedy: raise max_vision_cuda_graph_seq_length, or add a bucket (vision_cuda_graph_buckets, "
+        "cuda_graph_packed_buckets)."
+    )
+    assert second.startswith("[bridge-cg] encoder, layer 1 runs eager, step 7 no_free_slot (64 tokens): ")
+
+
+def train(graphs, model, rows):
+    with graphs.step():
+        loss_of(forward(model, rows)).backward()
+
+
+def ranges_of(run):
+    """Return the names of the plugin's ranges in a profile of a function."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()
+    return {event.key for event in found.key_averages() if event.key.startswith("bridge-cg ")}
+
+
+def test_a_profile_has_ranges_of_captures_microbatches_and_replays():
+    model = new_tower()
+    with graphs_on(model, capture=False, buckets=(32, 64)) as graphs:
+        captures = ranges_of(graphs.capture)
+        assert "bridge-cg capture vision_encoder, bucket 64/16/64" in captures, captures
+        assert ranges_of(lambda: train(graphs, model, [(1, 4, 4)])) == {
+            "bridge-cg microbatch, encoder, 16 tokens",
+            "bridge-cg replay vision_encoder, bucket 32/16/32",
+            "bridge-cg replay vision_encoder, backward",
+        }
+        assert ranges_of(lambda: train(graphs, model, [(1, 16, 16)])) == {"bridge-cg microbatch, encoder, 256 tokens"}
+        train(graphs, model, [(1, 4, 4)])
+        assert not ranges.on
+
+
+def test_without_a_profile_a_range_is_nothing(monkeypatch):
+    marks = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", marks.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: marks.append("end"))
+    with ranges.named_range("replay"):
+        assert marks == []
+    monkeypatch.setattr(ranges, "UNDER_NSIGHT", True)
+    with ranges.named_range("replay"):
+        assert marks == ["bridge-cg replay"]
+    assert marks == ["bridge-cg replay", "end"]
