@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 
-
 UNWRITTEN = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
 
