@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .ranks import start_server
 from .upstream_sources import changes, fingerprints, installed_folders
 
 settings.register_profile(
@@ -27,10 +28,12 @@ def pytest_sessionstart(session):
     session.upstream_sources = fingerprints(installed_folders())
 
 
-def pytest_collection_finish():
-    """Spare garbage collections the modules that are imported by now."""
+def pytest_collection_finish(session):
+    """Spare garbage collections the modules that are imported by now, and let tests of ranks share these."""
     gc.collect()
     gc.freeze()
+    if any(hasattr(item.module, "run_ranks") for item in session.items):
+        start_server()
 
 
 def pytest_sessionfinish(session):
