@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 LIMIT_S = 240
 _server: Connection | None = None
 
@@ -39,6 +41,7 @@ class Job:
 def start_server() -> None:
     """Fork the process that ranks are forked from; it ends with this one."""
     global _server
+    assert not distributed.is_initialized(), "a test module made a process group when it was imported"
     _server, requests = multiprocessing.Pipe()
     if os.fork() == 0:
         _server.close()
@@ -117,11 +120,8 @@ def _rank(rank: int, job: Job) -> None:
 
 
 def _run(rank: int, job: Job) -> Any:
-    import torch
     from megatron.core import parallel_state
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{job.folder}/store", rank=rank, world_size=job.world
-    )
+    distributed.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=rank, world_size=job.world)
     parallel_state.initialize_model_parallel(**job.sizes)
     return job.work(*job.args)
