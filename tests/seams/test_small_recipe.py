@@ -126,7 +126,9 @@ def test_its_tower_trains_on_its_images_with_graphs_as_eager(config):
     tower = build_tower(layers=2, deepstack_visual_indexes=[0], **sizes)
     batches = [data.collate_fn([data[i]])["visual_inputs"] for i in range(len(data))]
     eager = [gradients(tower, b) for b in batches]
-    options = VisionGraphOptions(impl="transformer_engine", max_seq_length=128, exact_below=0, strict=True)
+    options = VisionGraphOptions(
+        impl="transformer_engine", max_seq_length=128, exact_below=0, evaluation=False, strict=True
+    )
     helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
     gradients(tower, batches[0])  # a warm-up step, which shows sizes
     helper.create_cudagraphs()
