@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .ranks import start_server
+from .schedule import scope_of, turn_of
 from .upstream_sources import changes, fingerprints, installed_folders
 
 settings.register_profile(
@@ -27,10 +29,29 @@ def pytest_sessionstart(session):
     session.upstream_sources = fingerprints(installed_folders())
 
 
-def pytest_collection_finish():
-    """Spare garbage collections the modules that are imported by now."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give a process one module after another, in the order of `turn_of`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    if config.option.dist != "loadscope":
+        return None
+    config.option.loadscopereorder = False
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = scope_of
+    return scheduling
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: turn_of(item.path))
+
+
+def pytest_collection_finish(session):
+    """Spare garbage collections the modules that are imported by now, and let tests of ranks share these."""
     gc.collect()
     gc.freeze()
+    if any(hasattr(item.module, "run_ranks") for item in session.items):
+        start_server()
 
 
 def pytest_sessionfinish(session):

@@ -145,6 +145,7 @@ def graphs_on(model, packed, observed):
             helper.delete_cuda_graphs()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_up_to_its_loss_a_step_does_not_wait_and_equals_upstreams(model, tower_module, packed, monkeypatch):
     grads = tower_module.MainGrads(model)

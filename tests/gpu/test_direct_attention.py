@@ -108,8 +108,7 @@ def test_a_recorded_call_follows_its_offsets(layout):
         assert not any(x[sum(layout) :].count_nonzero() for x in (out, *found))
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+@pytest.mark.parametrize("modules", [pytest.param((), marks=pytest.mark.first), ("attn",)], ids=["whole", "attn"])
 def test_mixes_replayed_with_direct_attention(tower_module, model, grads, graphs_of, monkeypatch, modules):
     from bridge_cg_plugin.vision.kernels import segment_attention
 

@@ -92,8 +92,7 @@ def test_many_layouts_write_nothing_outside(flash):
     assert all(bool((guard == 3.0).all()) for guard in guards)
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+@pytest.mark.parametrize("modules", [pytest.param((), marks=pytest.mark.first), ("attn",)], ids=["whole", "attn"])
 def test_a_tower_is_as_near_to_fp32_as_eager(tower_module, model, grads, graphs_of, monkeypatch, flash, modules):
     import statistics
 

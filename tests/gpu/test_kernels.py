@@ -100,8 +100,7 @@ def train_beside_eager(tower_module, model, graphs_of):
     assert helper.graphs.statistics().replays == 1
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("trained", ["merger", "layers.1.mlp", "bias", "norm"])
+@pytest.mark.parametrize("trained", ["merger", pytest.param("layers.1.mlp", marks=pytest.mark.first), "bias", "norm"])
 def test_fast_kernels_with_frozen_parts(tower_module, model, graphs_of, trained):
     for name, parameter in model.named_parameters():
         parameter.requires_grad = trained in name

@@ -12,7 +12,8 @@ from bridge_cg_tools.benchmarks.packed import parity as parity
 
 from .packs import Trained, assert_eagers, graphs_on
 
-PARTS = pytest.mark.parametrize("modules", [("attn",), ("moe_router",), ("attn", "moe_router")], ids=",".join)
+BOTH = pytest.param(("attn", "moe_router"), marks=pytest.mark.first)
+PARTS = pytest.mark.parametrize("modules", [("attn",), ("moe_router",), BOTH], ids=",".join)
 SHAPE = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
 
 
@@ -36,7 +37,6 @@ def test_routers_without_a_loss(tower_module, modules):
     assert_replays_are_eagers(modules)
 
 
-@pytest.mark.first
 @PARTS
 def test_routers_with_an_auxiliary_loss(tower_module, modules):
     """Only the router's product is recorded; the loss counts real tokens."""

@@ -54,8 +54,11 @@ def check_mixes(tower_module, model, grads, helper) -> None:
     assert not helper.graphs.statistics().fallbacks
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=["whole", "attn", "mlp"])
+@pytest.mark.parametrize(
+    "modules",
+    [pytest.param((), marks=pytest.mark.first), pytest.param(("attn",), marks=pytest.mark.first), ("mlp",)],
+    ids=["whole", "attn", "mlp"],
+)
 def test_mixes_replayed_from_one_capture(tower_module, model, grads, graphs_of, modules):
     helper = graphs_of(buckets=BUCKETS, modules=modules, max_frames=48, kernels="exact")
     check_mixes(tower_module, model, grads, helper)
@@ -144,8 +147,11 @@ def test_gradients_that_are_nan_leave_no_trace(tower_module, model, grads, graph
     assert tower_module.largest_relative(replayed, expected) <= 3e-2
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("trained", ["", "merger", "layers.1.mlp"], ids=["nothing", "mergers", "one mlp"])
+@pytest.mark.parametrize(
+    "trained",
+    ["", pytest.param("merger", marks=pytest.mark.first), "layers.1.mlp"],
+    ids=["nothing", "mergers", "one mlp"],
+)
 def test_frozen_parts(tower_module, model, graphs_of, trained):
     for name, parameter in model.named_parameters():
         parameter.requires_grad = bool(trained) and trained in name

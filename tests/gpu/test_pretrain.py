@@ -74,7 +74,10 @@ def language_model(modules):
 
 @pytest.mark.parametrize(
     "eager, graphs",
-    [(EAGER, language_model(modules)) for modules in ("attn,mlp", "attn", "mlp", "")],
+    [
+        pytest.param(EAGER, language_model("attn,mlp"), marks=pytest.mark.first),
+        *((EAGER, language_model(modules)) for modules in ("attn", "mlp", "")),
+    ],
     ids=["attn-mlp", "attn", "mlp", "whole-layer"],
 )
 def test_language_model_graphs_beside_vision_graphs(trained, eager, graphs):

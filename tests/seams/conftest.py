@@ -10,8 +10,6 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 
-from .qwen_configs import write_configs
-
 
 def is_importable(seam):
     """Whether the installed release's wheels have the seam's module."""
@@ -39,6 +37,8 @@ def active(upstream):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
+    from .qwen_configs import write_configs  # transformers takes seconds, also where no test runs
+
     return write_configs(tmp_path_factory.mktemp("hugging_face"))
 
 

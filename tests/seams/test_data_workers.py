@@ -1,9 +1,8 @@
 """Data workers that Bridge forks once its tokenizer was used: run_recipe.py keeps them from waiting for ever."""
 
-import os
-import sys
+import pytest
 
-from tests.scripts import output
+from tests.scripts import forked
 
 # A process that used a tokenizer, and another forked from it that does so again.
 FORK = """
@@ -34,21 +33,24 @@ recipe.train(recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))
 """
 
 
-def outcome(how: str, seconds: int, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = FORK.replace("SECONDS", str(seconds)) + how
-    return output([sys.executable, "-c", script], environment | variables).splitlines()[-1]
+@pytest.fixture(autouse=True)
+def no_setting(monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+
+
+def outcome(how: str, seconds: int) -> str:
+    return forked(FORK.replace("SECONDS", str(seconds)) + how).splitlines()[-1]
 
 
 def test_upstreams_own_worker_waits():
     """What the script's setting is for: when it no longer does, the setting can go."""
-    assert outcome(BY_ITSELF, 5) == "waits"
+    assert outcome(BY_ITSELF, 3) == "waits"
 
 
 def test_the_scripts_worker_ends():
     assert outcome(BY_THE_SCRIPT, 60) == "ended"
 
 
-def test_a_users_setting_stays():
-    assert outcome(BY_THE_SCRIPT, 5, TOKENIZERS_PARALLELISM="true") == "waits"
+def test_a_users_setting_stays(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    assert outcome(BY_THE_SCRIPT, 3) == "waits"

@@ -70,7 +70,8 @@ def scan(
     dt = functional.softplus(dt + dt_bias)
     decay = (dt * a).cumsum(0)
     weights = torch.exp(torch.where(together[..., None], decay[:, None] - decay[None], float("-inf")))
-    y = torch.einsum("lsh,lhn,shn,sh,shp->lhp", weights, c, b, dt, x) + D[:, None] * x
+    mixed = weights * torch.einsum("lhn,shn->lsh", c, b)
+    y = torch.einsum("lsh,shp->lhp", mixed, dt[..., None] * x) + D[:, None] * x
     return (y.reshape(tokens, inner) * functional.silu(z))[None].to(dtype)
 
 

@@ -44,9 +44,9 @@ def test_features_that_drift_takes_away_are_named(monkeypatch, capsys):
 
 @pytest.fixture
 def wheels(tmp_path):
-    """Return a function that packs the oldest release into two wheels, with text replaced in one of its files."""
+    """Return a function that packs the oldest release into two wheels, with (file, old, new) replaced."""
 
-    def make(file=TRAIN, old="", new="", version="0.4.2"):
+    def make(*changes, version="0.4.2"):
         folder = folder_of(RELEASES[-1])
         made = []
         for package, name in (("bridge", f"megatron_bridge-{version}"), ("core", "megatron_core-0.17.1")):
@@ -56,7 +56,7 @@ def wheels(tmp_path):
                 for source in (folder / "megatron" / package).rglob("*.py"):
                     text = source.read_text(encoding="utf-8")
                     relative = source.relative_to(folder).as_posix()
-                    if relative == file:
+                    for _, old, new in (change for change in changes if change[0] == relative):
                         assert old in text
                         text = text.replace(old, new)
                     archive.writestr(relative, text)
@@ -74,32 +74,34 @@ def test_wheels_are_read_as_folders_are(wheels):
 
 def test_a_renamed_parameter_is_drift(wheels, capsys):
     file = "megatron/bridge/training/utils/train_utils.py"
-    assert main(["audit", *wheels(file, "    loss_dict: dict[str, torch.Tensor],", "    losses: dict,")]) == 1
+    assert main(["audit", *wheels((file, "    loss_dict: dict[str, torch.Tensor],", "    losses: dict,"))]) == 1
     out = capsys.readouterr().out
     assert "drift  train_log: " in out and "no longer takes loss_dict; it takes losses, " in out
     assert "wanted: graph statistics" in out and " 1 drifted" in out
 
 
-@pytest.mark.parametrize(
-    "file, old, new, name",
-    [
-        (TRAIN, "def _delete_cuda_graphs(", "def _delete_graphs(", "train_end"),
-        (TRAIN, "    _delete_cuda_graphs(cuda_graph_helper)", "    pass", "train_loop"),
-        ("megatron/core/transformer/transformer_layer.py", "packed_seq_params", "packed", "layer_attention"),
-        ("megatron/core/packed_seq_params.py", "cu_seqlens_q:", "offsets_q:", "packed_segments"),
-        ("megatron/core/distributed/distributed_data_parallel.py", "grad_added_to_main_grad", "added", "gradient_hook"),
-        (
-            "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/vision_model.py",
-            "self.patch_embed",
-            "self.embed_patches",
-            "vision_parts",
-        ),
-    ],
-)
-def test_what_moved_is_found(wheels, file, old, new, name):
-    found = audit(wheels(file, old, new))
-    assert name in found.drift
-    assert seam(name).module.rpartition(".")[2] in found.drift[name]["found"]
+MOVED = {
+    "train_end": (TRAIN, "def _delete_cuda_graphs(", "def _delete_graphs("),
+    "train_loop": (TRAIN, "    _delete_cuda_graphs(cuda_graph_helper)", "    pass"),
+    "layer_attention": ("megatron/core/transformer/transformer_layer.py", "packed_seq_params", "packed"),
+    "packed_segments": ("megatron/core/packed_seq_params.py", "cu_seqlens_q:", "offsets_q:"),
+    "gradient_hook": (
+        "megatron/core/distributed/distributed_data_parallel.py",
+        "grad_added_to_main_grad",
+        "added",
+    ),
+    "vision_parts": (
+        "megatron/bridge/models/qwen_vl/modelling_qwen3_vl/vision_model.py",
+        "self.patch_embed",
+        "self.embed_patches",
+    ),
+}
+
+
+def test_what_moved_is_found(wheels):
+    found = audit(wheels(*MOVED.values()))
+    for name in MOVED:
+        assert seam(name).module.rpartition(".")[2] in found.drift[name]["found"], name
 
 
 def test_what_a_release_never_had_is_drift_in_a_later_one(wheels):

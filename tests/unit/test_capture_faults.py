@@ -4,6 +4,7 @@ import gc
 import logging
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -152,6 +153,7 @@ def warnings(caplog):
         yield taken
 
 
+@cache
 def calls_of(case):
     """Return how often a capture without a fault calls each method."""
     executor = FaultyExecutor()
@@ -276,9 +278,12 @@ def test_strict_raises_one_type_for_every_error(name, error, monkeypatch):
 
 
 @every_case
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])
-@pytest.mark.parametrize("method", ["warm_up", "record", "pool_bytes"])
-def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, error, method):
+@pytest.mark.parametrize(
+    "method, error",
+    [("warm_up", KeyboardInterrupt()), ("record", SystemExit(3)), ("pool_bytes", KeyboardInterrupt())],
+    ids=["warm-up", "record, exit", "memory"],
+)
+def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, method, error):
     case = CASES[name]
     model = case.new()
     expected = case.run(model)

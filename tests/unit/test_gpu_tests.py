@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.upstream.seams.seam import Feature as F
+
 MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob("*.py"))
 
 
@@ -101,6 +103,39 @@ def test_the_gpu_tests_are_given_out_evenly(collected, count):
         assert all(any(map(trainings_of, part)) for part in parts)
     # A training run that tests of several parts wait for is done in each.
     assert sum(times) <= 1.1 * seconds(collected)
+
+
+# Feature -> one of the tests of `./run gpu-first` that fails without it.
+FIRST = {
+    F.OPTIONS: "test_pretrain.py::test_first_losses_equal_eager[offloaded]",
+    F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
+    F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
+    F.VISION_QWEN25_VL: "test_encoders.py::test_windows_equal_eager_on_the_same_kernels_to_the_bit[qwen25_vl]",
+    F.VISION_GEMMA3: "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip]",
+    F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
+    F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
+    F.STREAMS: "test_side_stream.py::test_mixes_replayed_on_two_streams",
+    F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
+    F.CORE_OFFLOAD: "test_core_offload.py::test_layers_that_megatron_core_runs_train_the_same[graphs]",
+    F.LANGUAGE_MODEL: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
+    F.MULTIMODAL_ROTARY: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
+    F.FULL_ITERATION: "test_pretrain.py::test_the_whole_language_model_on_a_graph[text-only and evaluation]",
+    F.PACKED: "test_packed.py::test_thirty_packs_replayed_from_one_capture[rope]",
+    F.PACKED_ATTENTION: "test_packed.py::test_thirty_packs_replayed_from_one_capture[rope]",
+    F.PACKED_QWEN3_VL: "test_between.py::test_up_to_its_loss_a_step_does_not_wait_and_equals_upstreams[packed]",
+    F.BETWEEN: "test_between.py::test_up_to_its_loss_a_step_does_not_wait_and_equals_upstreams[padded]",
+    F.PACKED_HYBRIDS: "test_packed_mamba.py::test_thirty_packs_replayed_from_one_capture",
+    F.PACKED_EXPERTS: "test_captured_experts.py::test_losses_and_gradients_are_as_near_to_fp32_as_eagers",
+}
+SEVERAL_GPUS = {F.DEEPSTACK_GRADIENTS, F.PIPELINES}
+# What a GPU adds nothing to.
+ON_THE_CPU = {F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE, F.PLANNER, F.SCRIPTS}
+
+
+def test_the_first_gpu_tests_touch_every_feature(collected):
+    assert FIRST.keys() | SEVERAL_GPUS | ON_THE_CPU == set(F)
+    first = {each.nodeid.rpartition("/")[2] for each in collected if each.get_closest_marker("first")}
+    assert set(FIRST.values()) <= first
 
 
 def test_measured_modules_are_there():

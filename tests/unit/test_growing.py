@@ -57,6 +57,7 @@ def capacities(graphs):
     return sorted({bucket.tokens for region in graphs._regions for bucket in region.buckets})
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize("modules", MODULES)
 def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower, modules):
     graphs, stack = grown(tower, SMALL, modules=modules)
@@ -309,6 +310,7 @@ def grow_with_other_ranks(fails_on_rank):
     return found, capacities(graphs), dict(graphs.statistics().fallbacks)
 
 
+@pytest.mark.reference_executor
 @pytest.mark.parametrize("fails_on_rank", [None, 1])
 def test_ranks_that_share_layers_record_alike(tmp_path, fails_on_rank):
     ranks = run_ranks(2, grow_with_other_ranks, tmp_path, fails_on_rank, tensor_model_parallel_size=2)

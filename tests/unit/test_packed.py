@@ -50,7 +50,7 @@ def bare():
 
 
 @pytest.fixture(scope="module")
-def graphs(model):
+def graphs(model, executor_kind):
     with graphs_on(model, pack(WARMUP)) as made:
         yield made
 
@@ -76,6 +76,7 @@ def replayed(graphs):
     return graphs.statistics().replays
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     expected = eager(model, graphs, PACKS[name])
@@ -86,6 +87,7 @@ def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_close(found[1], expected[1])
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
 def test_parts_of_layers(bare, modules):
     expected = losses_and_gradients(bare, pack((30, 180, 77)))

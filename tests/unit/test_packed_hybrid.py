@@ -34,13 +34,14 @@ def kernels():
         yield
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["no-rotation", "rotation"])
-def model(request):
-    return new_hybrid(rotary=request.param)
+@pytest.fixture(scope="module")
+def model(executor_kind):
+    """Rotate on the tape, which shows whether a replay reads the angles of another batch."""
+    return new_hybrid(rotary=executor_kind == "tape")
 
 
 @pytest.fixture(scope="module")
-def graphs(model):
+def graphs(model, executor_kind):
     with graphs_on(model, hybrid_pack(WARMUP)) as made:
         yield made
 
@@ -77,6 +78,7 @@ def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
     assert not torch.allclose(bare(**one)[:, 150:], behind, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_replays_are_eagers(model, graphs, PACKS[name])

@@ -14,13 +14,14 @@ SMALL = {"cuda_graph_packed_tuning": {"offload_min_bytes": 1024}}
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expected(executor_kind):
     """Return a model, and what its graphs give with all activations kept."""
     model = new_model()
     with graphs_on(model, pack(WARMUP)):
         return model, [losses_and_gradients(model, pack(lengths)) for lengths in PACKS]
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,3 +1,5 @@
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,14 +11,18 @@ from bridge_cg_plugin.vision.encoders.position_embedding import interpolate
 from .test_layout import MERGE, count, grids, padded, padding, unused_rows
 from .towers import new_tower
 
-MODEL = {torch.float32: new_tower(), torch.bfloat16: new_tower().to(torch.bfloat16)}
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 images = grids.map(lambda grid: [(1, h, w) for _, h, w in grid])
 
 
+@cache
+def model_of(dtype):
+    return new_tower().to(dtype)
+
+
 def both_ways(grid, spare, spare_rows, dtype):
     """Return (embedding, gradient of the table) of the plugin, with padding, and of Bridge."""
-    model, tokens = MODEL[dtype], count(grid)
+    model, tokens = model_of(dtype), count(grid)
     table = model.pos_embed.weight
     gradient = torch.randn(tokens, table.shape[1], generator=torch.Generator().manual_seed(tokens)).to(dtype)
     device_grid = padded(grid, spare_rows)

@@ -86,8 +86,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("switch, before", [("1", True), ("1", False), ("0", True)])
+@pytest.mark.parametrize("context, switch, before", [("fork", "1", True), ("spawn", "1", False), ("spawn", "0", True)])
 def test_dataloader_workers(upstream, context, switch, before):
     script = LOADER.replace("CONTEXT", repr(context)).replace("ACTIVE", str(switch == "1"))
     script = script.replace("BEFORE", str(before))

@@ -1,11 +1,9 @@
 """The Triton kernel by Triton's interpreter, in a process of its own: the variable counts before Triton's import."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.scripts import interpreted
 
 from .towers import new_tower
 
@@ -93,15 +91,10 @@ CASES = [(d, s, large) for d in (torch.float32, torch.bfloat16) for s in (False,
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rotary")
     torch.save([make_case(*case, seed) for seed, case in enumerate(CASES)], folder / "in")
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, folder / "in", folder / "out"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        check=True,
-        timeout=300,
-    )
+    interpreted(SCRIPT, folder / "in", folder / "out")
     return torch.load(folder / "out")
 
 
@@ -123,8 +116,8 @@ def taken_part(case):
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(interpreted, index):
-    case = interpreted["cases"][index]
+def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(computed, index):
+    case = computed["cases"][index]
     x = taken_part(case).detach().requires_grad_()
     angles = case["angles"][:, 0]
     single = x.float().detach().requires_grad_()
@@ -136,25 +129,25 @@ def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(interpreted, i
 
 
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[0] == torch.float32])
-def test_forward_equals_bridges_own_function_bit_for_bit(interpreted, index):
+def test_forward_equals_bridges_own_function_bit_for_bit(computed, index):
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
 
-    case, config = interpreted["cases"][index], new_tower().config
+    case, config = computed["cases"][index], new_tower().config
     config.apply_rotary_pos_emb_in_fp32 = True
     offsets = torch.tensor([0, 4, TOKENS], dtype=torch.int32)
     expected = apply_rotary_pos_emb_absolute(taken_part(case), case["angles"], config, offsets)
     assert torch.equal(case["out"], expected)
 
 
-def test_the_kernel_is_used_where_it_fits_only(interpreted):
-    assert interpreted["fused"]
-    assert interpreted["originals"] == 5
+def test_the_kernel_is_used_where_it_fits_only(computed):
+    assert computed["fused"]
+    assert computed["originals"] == 5
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[1]], ids=lambda i: str(CASES[i]))
-def test_queries_keys_and_values_equal_the_eager_formula_bit_for_bit(interpreted, index, apart):
-    case = interpreted["cases"][index]
+def test_queries_keys_and_values_equal_the_eager_formula_bit_for_bit(computed, index, apart):
+    case = computed["cases"][index]
     values, gradient, in_place = case["projected"][apart]
     angles, dtype = case["angles"][:, 0], case["source"].dtype
     single = case["source"].float().detach().requires_grad_()
@@ -167,9 +160,9 @@ def test_queries_keys_and_values_equal_the_eager_formula_bit_for_bit(interpreted
     assert in_place is not apart
 
 
-def test_a_tower_computes_the_same_with_rotation_at_the_projection(interpreted):
-    (hidden, gradients), (rotated, rotated_gradients) = interpreted["towers"]
+def test_a_tower_computes_the_same_with_rotation_at_the_projection(computed):
+    (hidden, gradients), (rotated, rotated_gradients) = computed["towers"]
     assert torch.equal(rotated, hidden)
     for ours, expected in zip(rotated_gradients, gradients, strict=True):
         assert torch.equal(ours, expected)
-    assert interpreted["launches"] == 2 * 3
+    assert computed["launches"] == 2 * 3
