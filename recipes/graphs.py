@@ -153,12 +153,13 @@ def mock_dataset(dataset: Any) -> Any:
     """Return Bridge's mock data with every setting that `dataset` has too.
 
     Raises:
-        OptionError: It has no image processor.
+        OptionError: It has no image processor, or this Bridge has no such mock data.
     """
-    from megatron.bridge.data.builders import MockVLMSFTDatasetConfig
-
     if not hasattr(dataset, "hf_processor_path"):
         kind = type(dataset).__name__
         raise OptionError("mock_data", True, f"False with {kind}", "Mock images need a recipe of a model with images.")
-    names = [field.name for field in dataclasses.fields(MockVLMSFTDatasetConfig) if field.init]
-    return MockVLMSFTDatasetConfig(**{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})
+    mock = getattr(importlib.import_module("megatron.bridge.data.builders"), "MockVLMSFTDatasetConfig", None)
+    if mock is None:
+        raise OptionError("mock_data", True, "False here", f"Mock images come with megatron-bridge {SINCE}.")
+    names = [field.name for field in dataclasses.fields(mock) if field.init]
+    return mock(**{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})

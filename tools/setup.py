@@ -254,7 +254,8 @@ def install_stack(again: bool, log: Path) -> None:
     special = (TE_TORCH, RESILIENCY)
     wanted = log.with_suffix(".txt")
     wanted.write_text("".join(f"{n}=={v}\n" for n, v in pinned(STACK).items() if n not in special))
-    pip(log, "install", "--progress-bar", "off", "--no-deps", "-r", wanted)
+    # pip would compile all 23,000 files, one after another; an import compiles those that it needs.
+    pip(log, "install", "--progress-bar", "off", "--no-compile", "--no-deps", "-r", wanted)
 
 
 def install_te_torch(again: bool, log: Path) -> None:
@@ -386,12 +387,12 @@ def install_project(again: bool, log: Path) -> None:
 def check_imports(again: bool, log: Path) -> None:
     """Import what everything else rests on."""
     code = (
-        "import torch, transformer_engine.pytorch, megatron.bridge, bridge_cg_plugin\n"
+        "import torch, transformer_engine.pytorch, megatron.bridge.recipes, bridge_cg_plugin\n"
         "from importlib.metadata import version\n"
         "names = 'torch', 'transformer-engine', 'megatron-core', 'megatron-bridge'\n"
         "print(*(f'{n} {version(n)},' for n in names), 'a GPU' if torch.cuda.is_available() else 'no GPU')"
     )
-    run(log, PYTHON, "-c", code)
+    run(log, PYTHON, "-c", code, PYTHONDONTWRITEBYTECODE="")
     print(f"      {last_lines(log, 1)[0]}", flush=True)
 
 

@@ -232,8 +232,6 @@ def test_a_recipes_typo_names_the_nearest(trained, capsys):
 
 
 def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
-    if importlib.util.find_spec("megatron.bridge.data.builders") is None:
-        pytest.skip("the mock images come with a later megatron-bridge")
     assert run_recipe.main(["--recipe", "qwen3_8b_pretrain_config", "--mock_data", "--dry-run"]) == 2
     assert "Cannot use mock_data=True: it must be False with" in capsys.readouterr().err
 
