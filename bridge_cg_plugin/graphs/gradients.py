@@ -175,14 +175,10 @@ class PendingReplays:
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
 
-    A parameter that Megatron gave a `main_grad` has its gradient added there inside the recorded backward, as soon as
-    it exists, so no second copy of all gradients is kept. Data parallelism still sees a gradient arrive: it gets a
-    placeholder and the flag `grad_added_to_main_grad`, the convention of Transformer Engine's fused accumulation.
-    Any other parameter, and one with a hook of somebody else, gets its gradient returned to autograd, from memory that
-    all recordings share.
-
-    Handing hundreds of placeholders over takes autograd milliseconds. With a reduction, autograd does not get to know
-    the parameters with a `main_grad`: the reduction is told itself, where it waits.
+    The recorded backward adds a gradient to the parameter's `main_grad`. Autograd gets a placeholder and the flag
+    `grad_added_to_main_grad`, as with Transformer Engine's fused accumulation. Placeholders of hundreds of parameters
+    take milliseconds: with a reduction, that is told directly instead. A parameter without `main_grad`, or with a
+    user's hook, gets its gradient from autograd, in memory that all recordings share.
 
     Args:
         parameters: The region's trainable parameters.

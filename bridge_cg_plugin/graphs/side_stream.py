@@ -57,10 +57,9 @@ class Branch:
 class SideStream:
     """The side stream of one recording, forked from the main stream and joined to it by events.
 
-    What is dropped on the host the allocator may hand out again at once, to work of the stream that it was made on. So
-    what side work reads is kept until the main stream has waited for that work: at every `TOGETHER` pieces it waits for
-    those before the last as many. In a capture `record_stream` would keep it until the end. What side work returns lies
-    in the side stream's memory, handed out again to side work alone, which begins behind all that the main stream got.
+    The allocator may reuse a dropped tensor at once for its own stream. So inputs of side work are kept until the main
+    stream has waited for it: after every `TOGETHER` pieces it waits for the `TOGETHER` before. (`record_stream` would
+    keep them until the capture ends.) Results of side work are in the side stream's memory.
 
     Args:
         stream: Where work runs; None runs it at once, for the reference executor.

@@ -1,9 +1,8 @@
 """Measured times of microbatches, replayed and eager, and whether eager is the faster of the two.
 
-Both kinds are timed while training runs, forward and backward, on the stream that they run on. So what a replay saves
-is what it saves in this run: where the device is busy with other work anyway, launches cost less than in a test. Noise
-must not make anything worse, so every error leans to the replay: a time is the smallest that a bucket took, the time of
-eager is a bound from above that is never extrapolated, and eager must win by `MARGIN`.
+Both are timed during training, forward and backward, on their own stream. Errors favor the replay: a bucket's time is
+the smallest that was measured, eager's time is an upper bound that is never extrapolated, and eager must win by
+`MARGIN`.
 """
 
 import math

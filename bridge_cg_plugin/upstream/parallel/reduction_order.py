@@ -12,18 +12,12 @@ AddsLater = Callable[[Set[nn.Parameter]], bool]
 
 
 class ReductionOrder:
-    """Lets a module's bucket groups start their reductions in the data parallelism's order, on this rank as on others.
+    """Lets a module's bucket groups start their reductions in one order on all ranks.
 
-    Ranks of a data-parallel group must start them alike, as they share a communicator. In eager a group starts when its
-    last gradient arrives, with deepstack not in the order of groups; after a replay all gradients are there at once.
-    One rank may replay a step's last microbatch while another runs it eager, so a group that is ready waits here for
-    those before it. Where one of these gets no gradients, the waiting ones start when the first of them is finished.
-
-    On a rank whose last microbatch has no image none of the module's gradients arrives, and upstream would end with an
-    error: there all groups start when the first of them is finished.
-
-    An eager pass and a replay may add to the same parameters in one backward. The eager one's hooks know nothing of the
-    replay, so a group waits for that as well.
+    Data-parallel ranks share a communicator, so they must start reductions alike. One may replay a step's last
+    microbatch while another runs it eager, and gradients then arrive in different orders. A group that is ready waits
+    for the groups before it, and for replays that will yet add to its gradients. If a group before it gets none, for
+    want of images, the waiting groups start when the first of them is finished.
 
     Args:
         groups: Bucket groups in the order that all ranks keep; replaced on the instances from `keep` to `remove`.
