@@ -11,6 +11,11 @@ UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 # Also true inside `emit_nvtx`, which Bridge enters with `profiling.use_nsys_profiler`.
 _profiler_is_on = torch._C._autograd._profiler_enabled
 
+
+def _profiled() -> bool:
+    return UNDER_NSIGHT or _profiler_is_on()
+
+
 # Whether the training step under way is profiled: replays read it, since even one call for each would cost.
 on = UNDER_NSIGHT
 
@@ -18,12 +23,12 @@ on = UNDER_NSIGHT
 def look() -> None:
     """Note whether there is a profile, at the beginning of a training step."""
     global on
-    on = UNDER_NSIGHT or _profiler_is_on()
+    on = _profiled()
 
 
 def named_range(name: str) -> AbstractContextManager[None]:
     """Return a range of this name in the profile that is under way; without one, a context that does nothing."""
-    return _range(f"bridge-cg {name}") if UNDER_NSIGHT or _profiler_is_on() else nullcontext()
+    return _range(f"bridge-cg {name}") if _profiled() else nullcontext()
 
 
 @contextmanager

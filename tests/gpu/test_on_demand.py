@@ -3,23 +3,10 @@
 import pytest
 import torch
 
-from .test_parity import MIXES, NOISE_FLOOR, poison, run
+from .test_parity import MIXES, check_grid
 
 WARM, LARGE = [(1, 28, 28)], [(1, 64, 64)] * 4
 MOST_ROUNDS = 12
-
-
-def compared(tower_module, model, grads, helper, grid, seed) -> None:
-    """Compare a microbatch, replayed or eager, with eager."""
-    batch = tower_module.make_batch(grid, model, seed)
-    with helper.graphs.paused():
-        expected, first = run(tower_module, model, grads, batch)
-        _, second = run(tower_module, model, grads, batch)
-    poison(helper.graphs)
-    outputs, found = run(tower_module, model, grads, batch)
-    noise = tower_module.largest_relative(second, first)
-    assert tower_module.largest_relative(outputs, expected) == 0.0, grid
-    assert tower_module.largest_relative(found, first) <= max(1.5 * noise, NOISE_FLOOR), grid
 
 
 @pytest.mark.first
@@ -33,7 +20,7 @@ def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, gra
         before = helper.graphs.statistics().replays
         for name, grid in MIXES.items():
             with helper.graphs.step():
-                compared(tower_module, model, grads, helper, grid, len(name) + rounds)
+                check_grid(tower_module, model, grads, helper, grid, len(name) + rounds, name)
         replayed = (helper.graphs.statistics().replays - before) // regions
         if replayed == len(MIXES):
             break
@@ -46,13 +33,13 @@ def test_no_memory_for_a_later_bucket_leaves_the_graphs_there_are(tower_module, 
     tower_module.step(model, tower_module.make_batch(WARM, model))
     helper.create_cudagraphs()
     with helper.graphs.step():
-        compared(tower_module, model, grads, helper, LARGE, 0)
+        check_grid(tower_module, model, grads, helper, LARGE, 0, "large")
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2**30  # enough for the small one eager, not for the large one
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     try:
         with helper.graphs.step():
-            compared(tower_module, model, grads, helper, WARM, 1)
+            check_grid(tower_module, model, grads, helper, WARM, 1, "warm")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     said = [record.message for record in caplog.records if "could not be captured" in record.message]
@@ -60,7 +47,7 @@ def test_no_memory_for_a_later_bucket_leaves_the_graphs_there_are(tower_module, 
     before = helper.graphs.statistics().replays
     for seed in range(3):
         with helper.graphs.step():
-            compared(tower_module, model, grads, helper, WARM, seed)
-            compared(tower_module, model, grads, helper, LARGE, seed)
+            check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
+            check_grid(tower_module, model, grads, helper, LARGE, seed, "large")
     assert helper.graphs.statistics().replays == before + 3
     assert helper.graphs.statistics().fallbacks["not_captured_yet"] >= 1

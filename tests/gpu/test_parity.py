@@ -39,18 +39,23 @@ def poison(graphs) -> None:
                     flat.fill_(torch.nan)
 
 
+def check_grid(tower_module, model, grads, helper, grid, seed, name) -> None:
+    """Compare a microbatch under the graphs, replayed or not, with eager."""
+    batch = tower_module.make_batch(grid, model, seed=seed)
+    with helper.graphs.paused():
+        expected, first = run(tower_module, model, grads, batch)
+        _, second = run(tower_module, model, grads, batch)
+    poison(helper.graphs)
+    outputs, found = run(tower_module, model, grads, batch)
+    noise = tower_module.largest_relative(second, first)
+    assert tower_module.largest_relative(outputs, expected) == 0.0, name
+    assert tower_module.largest_relative(found, first) <= max(1.5 * noise, NOISE_FLOOR), name
+
+
 def check_mixes(tower_module, model, grads, helper) -> None:
     """Replay every mix and compare it with eager."""
     for name, grid in MIXES.items():
-        batch = tower_module.make_batch(grid, model, seed=len(name))
-        with helper.graphs.paused():
-            expected, first = run(tower_module, model, grads, batch)
-            _, second = run(tower_module, model, grads, batch)
-        poison(helper.graphs)
-        outputs, replayed = run(tower_module, model, grads, batch)
-        noise = tower_module.largest_relative(second, first)
-        assert tower_module.largest_relative(outputs, expected) == 0.0, name
-        assert tower_module.largest_relative(replayed, first) <= max(1.5 * noise, NOISE_FLOOR), name
+        check_grid(tower_module, model, grads, helper, grid, len(name), name)
     assert not helper.graphs.statistics().fallbacks
 
 

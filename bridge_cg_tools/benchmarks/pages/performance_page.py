@@ -5,7 +5,7 @@ from pathlib import Path
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, number, picture, table, with_origin
-from bridge_cg_tools.benchmarks.records.results import loss_distance, read_records
+from bridge_cg_tools.benchmarks.records.results import loss_distance, read_records, same_steps
 
 # The cases of the benchmarks, for a reader who has not seen the code.
 IMAGES = {
@@ -54,14 +54,14 @@ def training(records: Records) -> str:
         images, _, model = r["case"].partition("_")
         rows.append(
             [images, model, number(base, "ms", ".0f"), number(r, "ms", ".0f"), f"**{base['ms'] / r['ms']:.1f}**"]
-            + ([f"{loss_distance(r['losses'], base['losses']):.0e}"] if _same_steps(r, base) else [""])
+            + (
+                [f"{loss_distance(r['losses'], base['losses']):.0e}"]
+                if same_steps((r["losses"], base["losses"]))
+                else [""]
+            )
         )
     header = ["images", "language model", "eager ms", "graphs ms", "speedup", "losses differ by"]
     return with_origin(table(header, rows), [*shown, *(eager[r["case"]] for r in shown)]) if rows else ""
-
-
-def _same_steps(*runs: dict[str, list[float]]) -> bool:
-    return len({len(run["losses"]) for run in runs}) == 1
 
 
 def performance_parts(folder: Path) -> dict[str, str]:

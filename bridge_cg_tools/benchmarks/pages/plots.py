@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bridge_cg_tools.benchmarks.models.workloads import CASES, frames_of
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
+from bridge_cg_tools.benchmarks.records.results import ROOT, read_records, same_steps
 from bridge_cg_tools.report.plots import style
 
 matplotlib.use("svg")
@@ -172,7 +172,7 @@ def loss_plot(axes: Axes, records: Records) -> bool:
     """Draw the losses of training on microbatches of several images, and below them how far they are from eager's."""
     found = {r["mode"]: r["losses"] for r in measured(records) if r["case"] == LOSS_CASE and r["mode"] in LOSS_MODES}
     eager = found.get("eager")
-    if eager is None or len(found) < len(LOSS_MODES) or len({len(losses) for losses in found.values()}) > 1:
+    if eager is None or len(found) < len(LOSS_MODES) or not same_steps(found.values()):
         return False
     steps = range(1, len(eager) + 1)
     figure = pyplot.gcf()

@@ -5,7 +5,7 @@ from pathlib import Path
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, number, picture, table, with_origin
 from bridge_cg_tools.benchmarks.pages.performance_page import IMAGES
-from bridge_cg_tools.benchmarks.records.results import loss_distance, read_records
+from bridge_cg_tools.benchmarks.records.results import loss_distance, read_records, same_steps
 
 
 def encoder(records: Records) -> str:
@@ -30,7 +30,7 @@ def training(records: Records) -> str:
     rows, shown = [], []
     for case in (case for case in upstream if case in eager and case in plugin):
         losses = [mode[case]["losses"] for mode in (eager, upstream, plugin)]
-        if len({len(each) for each in losses}) > 1:  # another number of steps is another schedule
+        if not same_steps(losses):
             continue
         images, _, model = case.partition("_")
         shown += [upstream[case], plugin[case]]

@@ -4,6 +4,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,19 +19,29 @@ LAYOUT = {
 }
 
 
-def override(word: str) -> str:
-    """Return a word that sets a field, name=value.
+def name_and_value(word: str) -> tuple[str, Any]:
+    """Return the field that a word sets, name=value, and the value as YAML reads it.
 
     Raises:
         argparse.ArgumentTypeError: It has another form, or its value is no YAML.
     """
-    name, equals, value = word.partition("=")
+    name, equals, text = word.partition("=")
     try:
-        yaml.safe_load(value)
+        value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"{word!r}: the value is no YAML, quotes may be missing") from error
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{word!r} must be name=value")
+    return name, value
+
+
+def override(word: str) -> str:
+    """Return a word that sets a field as it is, for the command line of a run.
+
+    Raises:
+        argparse.ArgumentTypeError: See `name_and_value`.
+    """
+    name_and_value(word)
     return word
 
 

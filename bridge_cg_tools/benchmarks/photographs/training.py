@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step
 from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
@@ -35,7 +34,7 @@ from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_of, parse
+from bridge_cg_tools.benchmarks.photographs.arguments import layout_of, name_and_value, parse
 from bridge_cg_tools.benchmarks.photographs.images import MIXED_SIZES, PhotographProvider
 from bridge_cg_tools.benchmarks.photographs.turns import Turns, steps_alone
 from bridge_cg_tools.benchmarks.runs.layout import Layout
@@ -385,7 +384,7 @@ def run_of(args: argparse.Namespace) -> Run:
     return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,
-        overrides={k: yaml.safe_load(v) for k, v in (o.split("=", 1) for o in args.overrides)},
+        overrides=dict(map(name_and_value, args.overrides)),
         single=args.single,
         large=args.large,
         language_model=parse_language_model(args.language_model or "4x2048"),

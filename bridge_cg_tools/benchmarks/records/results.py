@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,11 @@ def put_cases(path: Path, records: Sequence[dict[str, Any]]) -> None:
 def loss_distance(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference of matching losses of two runs."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, expected, strict=True))
+
+
+def same_steps(runs: Iterable[Sequence[float]]) -> bool:
+    """Whether all runs have as many losses; another number of steps is another schedule of learning rates."""
+    return len(set(map(len, runs))) == 1
 
 
 def output_path(given: Path | None, name: str) -> Path:
