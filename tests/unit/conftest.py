@@ -1,11 +1,11 @@
-"""Tests of what is captured run on the tape, and the first of each kind under both executors that need no GPU."""
+"""Tests of what is captured run under both executors that need no GPU; see `tests/tape.py`."""
 
 import pytest
 
 from ..executors import KINDS, choose
 
-# The reference executor runs a model's Python in every replay; the tape runs none, as a graph, and so shows more.
-ON_TAPE = (
+# The reference executor runs a model's Python in every replay, the tape runs none, as a graph.
+BOTH = (
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",
@@ -22,10 +22,9 @@ ON_TAPE = (
 
 
 def pytest_generate_tests(metafunc):
-    marked = metafunc.definition.get_closest_marker
-    if metafunc.module.__name__.rpartition(".")[2] in ON_TAPE and not marked("reference_executor"):
-        kinds = KINDS if marked("both_executors") else ["tape"]
-        metafunc.parametrize("executor_kind", kinds, indirect=True, scope="module")
+    alone = metafunc.definition.get_closest_marker("reference_executor")
+    if metafunc.module.__name__.rpartition(".")[2] in BOTH and alone is None:
+        metafunc.parametrize("executor_kind", KINDS, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -73,7 +73,6 @@ def test_it_is_found_in_a_model_once_its_package_is_installed(installed):
     assert registry.find_encoder(new_tower()).family.name == "Qwen3-VL"
 
 
-@pytest.mark.both_executors
 def test_its_replays_equal_eager_to_the_bit(installed):
     installed()
     model = MeanModel()

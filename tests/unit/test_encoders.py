@@ -65,7 +65,6 @@ def assert_equal_results(found, expected):
     assert_close(found[1], expected[1], 10 * TOLERANCE)
 
 
-@pytest.mark.both_executors
 @every_encoder
 def test_one_capture_replays_every_size_as_eager(case):
     model = case.new()

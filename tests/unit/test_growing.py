@@ -57,7 +57,6 @@ def capacities(graphs):
     return sorted({bucket.tokens for region in graphs._regions for bucket in region.buckets})
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("modules", MODULES)
 def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower, modules):
     graphs, stack = grown(tower, SMALL, modules=modules)

@@ -74,7 +74,6 @@ def stores(region):
     return [store for store in found if isinstance(store, ActivationStore)]
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("transfers", [None, LateTransfers], ids=["at once", "late"])
 def test_outputs_and_gradients_are_those_of_eager_to_the_bit(transfers):
     region, offloading = saver_region(transfers=transfers() if transfers else None)

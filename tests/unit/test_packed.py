@@ -76,7 +76,6 @@ def replayed(graphs):
     return graphs.statistics().replays
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     expected = eager(model, graphs, PACKS[name])
@@ -87,7 +86,6 @@ def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_close(found[1], expected[1])
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
 def test_parts_of_layers(bare, modules):
     expected = losses_and_gradients(bare, pack((30, 180, 77)))

@@ -33,7 +33,6 @@ def on_graphs(model, *warmup, **options):
     return graphs_on(model, *(warmup or (pack(WARMUP),)), cuda_graph_modules=[], **options)
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_losses_and_gradients_are_eagers(changes):
     model = new_model(**{**EXPERTS, **changes})

@@ -78,7 +78,6 @@ def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
     assert not torch.allclose(bare(**one)[:, 150:], behind, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_replays_are_eagers(model, graphs, PACKS[name])

@@ -21,7 +21,6 @@ def expected(executor_kind):
         return model, [losses_and_gradients(model, pack(lengths)) for lengths in PACKS]
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize(
     "options",
     [

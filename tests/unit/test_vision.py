@@ -24,7 +24,6 @@ from .mixes import (
 from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results, tower
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("deepstack", [True, False], ids=["qwen3-vl", "qwen3.5-vl"])
 @pytest.mark.parametrize("modules", MODULES)
 def test_one_capture_replays_every_mix_as_eager(modules, deepstack):

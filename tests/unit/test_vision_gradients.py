@@ -13,7 +13,6 @@ def accumulate(model, passes):
     return [p.main_grad for p in model.parameters()]
 
 
-@pytest.mark.both_executors
 def test_an_eager_fallback_and_a_replay_in_one_backward():
     model, twin = new_tower(), new_tower()
     sides = [DataParallel(m) for m in (model, twin)]

@@ -8,7 +8,6 @@ from .mixes import IMAGES, MIXED, MODULES, regions
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("modules", MODULES)
 def test_detach_gives_the_encoder_its_own_forward_back(modules):
     model = new_tower()

@@ -23,7 +23,6 @@ def planned(graphs):
     return found
 
 
-@pytest.mark.both_executors
 @pytest.mark.parametrize("scopes", [("attention",), ("mlp", "layernorm"), OFFLOAD_MODULES])
 def test_only_what_was_named_leaves_and_nothing_changes(scopes):
     tower = new_tower()
