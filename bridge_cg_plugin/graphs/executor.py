@@ -14,7 +14,7 @@ from .side_stream import SideStream
 from .streams import ReplayStream
 
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
-# gradients flow: a second pass sees none of it. Of a further bucket only shapes are new, which one pass sees.
+# gradients flow: a second pass sees none of it.
 WARMUP_PASSES, FURTHER_PASSES = 2, 1
 # Of streams, and so of the kernels recorded on them. Main work that has side work beside it goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
@@ -57,8 +57,14 @@ class Executor(Protocol):
     def new_pool(self) -> Pool:
         """Return a memory pool for the recordings of one slot."""
 
-    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
-        """Run the body outside any capture, with all activations on the device."""
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
+        """Run the body outside any capture, with all activations on the device.
+
+        Args:
+            body: What is to be recorded.
+            make_output_gradients: Makes the buffers that the backward reads.
+            briefly: Whether only shapes are new, which one layer of each kind sees.
+        """
 
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
@@ -137,12 +143,12 @@ class CudaGraphExecutor:
         torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
-    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
         kind = body.name, body.has_backward
         with around(*self._hooks), self._aside(body):
             for _ in range(FURTHER_PASSES if kind in self._warm else WARMUP_PASSES):
-                run_once(body, make_output_gradients)
+                run_once(body, make_output_gradients, briefly)
         self._warm.add(kind)
 
     def observe(self, body: RegionBody, activations: Activations) -> None:
@@ -205,12 +211,12 @@ class ReferenceExecutor:
     def new_pool(self) -> None:
         """See `Executor`."""
 
-    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
+    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
         with around(*self._hooks):
             try:
                 with self.isolated():
-                    run_once(body, make_output_gradients)
+                    run_once(body, make_output_gradients, briefly)
             finally:
                 body.forget()
 
@@ -239,12 +245,13 @@ class ReferenceExecutor:
         return 0
 
 
-def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients) -> None:
-    """Run forward and, if recorded, backward once."""
-    outputs = body.forward()
-    if body.has_backward:
-        body.output_gradients = make_output_gradients(outputs)
-        body.backward()
+def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
+    """Run forward and, if recorded, backward once; `briefly` with one layer of each kind."""
+    with body.one_layer_of_each_kind() if briefly else nullcontext():
+        outputs = body.forward()
+        if body.has_backward:
+            body.output_gradients = make_output_gradients(outputs)
+            body.backward()
 
 
 def run_with(body: RegionBody, activations: Activations) -> None:

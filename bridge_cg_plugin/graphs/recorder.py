@@ -102,7 +102,7 @@ class Recorder:
         before = self.executor.pool_bytes(slot.pool)
         with self._piece.around(), as_capture_error(f"bucket {bucket}"):
             self._program.load_example(slot.buffers[bucket], bucket)
-            self.executor.warm_up(body, output_gradients)
+            self.executor.warm_up(body, output_gradients, briefly=any(place[2] == mode for place in source.recordings))
             if self.offloading is not None and mode.gradients:
                 body.activations = self.offloading.prepare(self.executor, body, slot.index)
             with self._watch.passing() as changed:

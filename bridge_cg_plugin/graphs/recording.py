@@ -15,6 +15,7 @@ from .activations import Activations
 from .buckets import Bucket
 from .capture import capture_graph
 from .gradients import GradientSinks
+from .layer_kinds import one_layer_of_each_kind
 from .modules import every_module, walked_once
 from .parameters import ParameterAliases
 from .program import Buffers, RegionProgram
@@ -157,6 +158,10 @@ class RegionBody:
             outputs, gradients = zip(*pairs, strict=True)
             found.append(torch.autograd.grad(outputs, targets, gradients, allow_unused=True))
         return found
+
+    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
+        """Be around passes whose values nobody reads: see `layer_kinds`."""
+        return one_layer_of_each_kind(self._program.modules())
 
     @property
     def static_bytes(self) -> int:

@@ -1,0 +1,107 @@
+"""Passes over one layer of each kind: they make what depends on shapes, in a part of the time of a whole pass."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .changes.dict_watch import WATCHER
+from .instance import InstanceMethod
+
+# What counts layers; those of one kind differ in it.
+NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no"))
+
+
+class _Ran(NamedTuple):
+    """A layer that computed.
+
+    Attributes:
+        layer: The layer.
+        behind: What it returned behind the hidden states, all None; None where it returned these alone.
+        others: Its other arguments, kept so that no other object takes their identity.
+    """
+
+    layer: nn.Module
+    behind: tuple[None, ...] | None
+    others: tuple[object, ...]
+
+
+class _Pass:
+    """Runs layers' forwards, one of each kind."""
+
+    def __init__(self) -> None:
+        self._ran: dict[Hashable, _Ran] = {}
+        self._kinds: dict[nn.Module, Hashable] = {}
+
+    def call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, or return its hidden states where a layer of its kind ran."""
+        hidden, others = _split(args, kwargs)
+        if hidden is None:
+            return forward(*args, **kwargs)
+        differentiable = hidden.requires_grad and torch.is_grad_enabled()
+        key = self._kind(layer), hidden.shape, hidden.dtype, differentiable, tuple(map(id, others))
+        ran = self._ran.get(key)
+        if ran is not None and ran.layer is not layer:
+            return hidden if ran.behind is None else (hidden, *ran.behind)
+        returned = forward(*args, **kwargs)
+        made, *behind = returned if isinstance(returned, tuple) and returned else (returned,)
+        passes_on = isinstance(made, Tensor) and (made.shape, made.dtype) == (hidden.shape, hidden.dtype)
+        if passes_on and all(value is None for value in behind):
+            self._ran[key] = _Ran(layer, (None,) * len(behind) if isinstance(returned, tuple) else None, others)
+        return returned
+
+    def _kind(self, layer: nn.Module) -> Hashable:
+        if layer not in self._kinds:
+            self._kinds[layer] = tuple(_traits(name, module) for name, module in layer.named_modules())
+        return self._kinds[layer]
+
+
+@contextmanager
+def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the first of layers that are alike compute; the others return the hidden states that they are called with.
+
+    Layers are alike where their modules, the sizes of their parameters, their settings and the arguments beside the
+    hidden states are, and where what the first one returns could be another's hidden states.
+
+    Args:
+        roots: Modules; what their outermost lists of modules hold are the layers.
+    """
+    once = _Pass()
+    layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
+    with WATCHER.silent():
+        replaced = [InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward)) for layer in layers]
+    try:
+        yield
+    finally:
+        with WATCHER.silent():
+            for method in replaced:
+                method.restore()
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what the outermost lists of modules hold."""
+    if isinstance(module, nn.ModuleList):
+        yield from module
+        return
+    for child in module.children():
+        yield from _layers(child)
+
+
+def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, tuple[object, ...]]:
+    """Return the hidden states, None where the first argument is something else, and the other arguments."""
+    hidden, *others = (*args, *kwargs.values())
+    return (hidden if isinstance(hidden, Tensor) else None), tuple(others)
+
+
+def _traits(name: str, module: nn.Module) -> Hashable:
+    """Return what decides a module's kernels: its class, settings, configuration, and its parameters' sizes."""
+    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in module._parameters.values() if p is not None)
+    return name, type(module), _settings(module), _settings(getattr(module, "config", None)), parameters
+
+
+def _settings(holder: object) -> Hashable:
+    plain = getattr(holder, "__dict__", {}).items()
+    return tuple((name, v) for name, v in plain if isinstance(v, bool | int | float) and name not in NUMBERS)

@@ -1,0 +1,148 @@
+"""The brief pass that warms up a further bucket: one layer of each kind computes."""
+
+import pytest
+import torch
+from torch import nn
+
+from bridge_cg_plugin.graphs.layer_kinds import one_layer_of_each_kind
+
+from . import hugging_face_towers as hf
+from . import packs, towers
+from .test_packed import EXPERTS
+
+
+class Layer(nn.Module):
+    """Adds to its hidden states, and notes that it did."""
+
+    def __init__(self, number: int, ran: list[int], width: int = 4, returns=lambda out: out) -> None:
+        super().__init__()
+        self.layer_number, self.linear = number, nn.Linear(width, width)
+        self._ran, self._returns = ran, returns
+
+    def forward(self, hidden, other=None):
+        self._ran.append(self.layer_number)
+        return self._returns(hidden + self.linear(hidden))
+
+
+class Model(nn.Module):
+    """Calls its layers in turn, each with an argument of its own where there are some."""
+
+    def __init__(self, *layers, others=None) -> None:
+        super().__init__()
+        self.layers, self.others = nn.ModuleList(layers), others or [None] * len(layers)
+
+    def forward(self, hidden):
+        for layer, other in zip(self.layers, self.others, strict=True):
+            hidden = layer(hidden, other=other)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return hidden
+
+
+def ran_in(make, wants_gradients=True):
+    ran: list[int] = []
+    model = make(ran)
+    before = [dict(vars(layer)) for layer in model.layers]
+    with one_layer_of_each_kind([model]):
+        model(torch.ones(2, 4, requires_grad=wants_gradients)).sum().backward()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+    return ran
+
+
+def numbered(ran, **changes):
+    return [Layer(n, ran, **changes) for n in range(4)]
+
+
+def test_layers_that_are_alike_compute_once():
+    assert ran_in(lambda ran: Model(*numbered(ran))) == [0]
+    assert ran_in(lambda ran: Model(*numbered(ran, returns=lambda out: (out, None)))) == [0]
+
+
+def test_every_kind_computes():
+    def other_setting(ran):
+        layers = numbered(ran)
+        layers[2].window = 128
+        return Model(*layers)
+
+    def frozen(ran):
+        layers = numbered(ran)
+        layers[1].linear.weight.requires_grad_(False)
+        return Model(*layers)
+
+    def other_class(ran):
+        layers = numbered(ran)
+        layers[3].linear = nn.Sequential(layers[3].linear)
+        return Model(*layers)
+
+    assert ran_in(other_setting) == [0, 2]
+    assert ran_in(frozen) == [0, 1]
+    assert ran_in(other_class) == [0, 3]
+
+
+def test_another_argument_is_another_kind():
+    windows, frames = torch.zeros(1), torch.zeros(1)
+    assert ran_in(lambda ran: Model(*numbered(ran), others=[windows, frames, windows, frames])) == [0, 1]
+
+
+def test_a_gradient_that_is_wanted_from_the_second_layer_on_makes_a_kind():
+    assert ran_in(lambda ran: Model(*numbered(ran)), wants_gradients=False) == [0, 1]
+
+
+@pytest.mark.parametrize("returns", [lambda out: (out, out), lambda out: (out.sum() + out, out.sum())])
+def test_what_cannot_be_handed_on_computes(returns):
+    assert ran_in(lambda ran: Model(*numbered(ran, returns=returns))) == [0, 1, 2, 3]
+
+
+def test_recomputation_runs_what_its_forward_ran():
+    ran: list[int] = []
+    model = Model(*numbered(ran))
+    with one_layer_of_each_kind([model]):
+        out = torch.utils.checkpoint.checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+        out.sum().backward()
+    assert ran == [0, 0]
+
+
+def count_calls(monkeypatch, layer):
+    """Count the calls of a layer's own forward, on whichever instance."""
+    calls, own = [], type(layer).forward
+
+    def forward(self, *args, **kwargs):
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(layer), "forward", forward)
+    return calls
+
+
+def vision_graphs(model):
+    return towers.graphs_on(model, buckets=(64, 128), max_frames=1, evaluation=False)
+
+
+def image_graphs(model):
+    return towers.graphs_on(model, buckets=(4, 8), evaluation=False)
+
+
+def pack_graphs(model):
+    tuning = {"evaluation": False}
+    return packs.graphs_on(model, packs.pack((300,)), cuda_graph_modules=[], cuda_graph_packed_tuning=tuning)
+
+
+# Builds the model, finds its layers, puts graphs of two buckets on it; the layers' kinds, and eager passes before.
+CASES = {
+    "Qwen3-VL": (towers.new_tower, lambda model: model.decoder.layers, vision_graphs, 1, 0),
+    "Qwen2.5-VL": (hf.new_qwen25, lambda model: model.blocks, vision_graphs, 2, 0),
+    "SigLIP": (hf.new_siglip, lambda model: model.encoder.layers, image_graphs, 1, 0),
+    "packs": (lambda: packs.new_model(layers=3), lambda model: model.decoder.layers, pack_graphs, 1, 1),
+    "packs with experts": (lambda: packs.new_model(layers=3, **EXPERTS), lambda m: m.decoder.layers, pack_graphs, 1, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_further_bucket_is_warmed_up_by_one_layer_of_each_kind(case, monkeypatch):
+    build, layers_of, graphs_on, kinds, eager = case
+    model = build()
+    layers = layers_of(model)
+    calls = count_calls(monkeypatch, layers[0])
+    with packs.ON_CPU(), graphs_on(model):
+        pass
+    passes = eager + 3  # the first bucket's warm-up, and both recordings
+    assert len(calls) == passes * len(layers) + kinds
