@@ -74,9 +74,9 @@ class FaultyExecutor(ReferenceExecutor):
 def _counted(name):
     original = getattr(ReferenceExecutor, name)
 
-    def method(self, *args):
+    def method(self, *args, **settings):
         self._called(name)
-        return original(self, *args)
+        return original(self, *args, **settings)
 
     return method
 
