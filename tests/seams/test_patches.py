@@ -10,6 +10,7 @@ from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
     any_loop,
+    batch_copies,
     batches,
     between,
     full_iteration,
@@ -115,7 +116,7 @@ def test_what_this_release_lacks_is_what_the_table_says(active):
 
 
 def test_every_patched_seam_has_one_patch():
-    every = [*EVERY, *recipe_names.PATCHES]
+    every = [*EVERY, *recipe_names.PATCHES, *batch_copies.PATCHES]
     assert sorted(p.name for p in every) == sorted(s.name for s in SEAMS if s.patched_by)
     for patch in every:
         assert patch.seam in SEAMS

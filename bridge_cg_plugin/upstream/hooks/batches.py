@@ -1,7 +1,11 @@
-"""Bridge's batch steps: grids, packs' offsets and token ids are noted on the host before they go to the device."""
+"""Bridge's batch steps: grids, packs' offsets and token ids are noted on the host before they go to the device.
+
+Where graphs are on they go there on a stream of their own.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +14,7 @@ from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import SEAMS
+from .batch_copies import CopyStream, copies_aside
 from .host_tokens import on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
@@ -18,6 +23,7 @@ GRID_FIELDS = ("image_grid_thw", "video_grid_thw")
 TOKEN_FIELDS = ("tokens", "input_ids")
 # Today's names, then those of older batches.
 OFFSET_FIELDS = (*OFFSETS, *PADDED_OFFSETS, "cu_seqlens", "cu_seqlens_unpadded")
+COPIES = CopyStream()
 
 
 class _Noting:
@@ -28,11 +34,22 @@ class _Noting:
         self.grids: dict[str, Tensor] = {}
         self.offsets: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
+        self._fetched: list[Any] = []
 
     def __iter__(self) -> "_Noting":
         return self
 
+    def fetch(self) -> None:
+        """Take the next batch now, and give it to whoever asks next.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        self._fetched.append(next(self))
+
     def __next__(self) -> Any:
+        if self._fetched:
+            return self._fetched.pop()
         batch = next(self._iterator)
         visual = batch.get("visual_inputs") if isinstance(batch, dict) else None
         self.grids = _on_host({name: getattr(visual, name, None) for name in GRID_FIELDS})
@@ -50,7 +67,12 @@ def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     @functools.wraps(old)
     def get_batch_from_iterator(data_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         noting = _Noting(data_iterator)
-        batch = old(noting, *args, **kwargs)
+        copying: AbstractContextManager[None] = nullcontext()
+        if copies_aside():
+            noting.fetch()  # what makes a batch runs as without the plugin, its copies do not
+            copying = COPIES.copying()
+        with copying:
+            batch = old(noting, *args, **kwargs)
         for name, host in noting.grids.items():
             device = getattr(batch.get("visual_inputs"), name, None)
             if device is not None:

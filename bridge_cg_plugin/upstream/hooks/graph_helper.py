@@ -56,6 +56,7 @@ class GraphHelper:
         announce(self.graphs.report())
         self.graphs.detach()
         self.graphs = None
+        _active.discard(self)
         if self._order is not None:
             self._order.remove()
             self._order = None
@@ -79,6 +80,11 @@ class GraphHelper:
 def active_helpers() -> list[GraphHelper]:
     """Return the helpers whose module is still theirs."""
     return [helper for helper in _active if helper.graphs is not None]
+
+
+def any_on_graphs() -> bool:
+    """Whether some module is on graphs of the plugin, or is to be after warm-up steps. Any thread may ask."""
+    return len(_active) > 0
 
 
 def active_graphs() -> list[GraphManager]:

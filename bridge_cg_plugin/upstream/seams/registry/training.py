@@ -201,6 +201,17 @@ SEAMS = (
         attributes=("image_grid_thw", "video_grid_thw"),
     ),
     Seam(
+        name="page_locked_images",
+        module=VISUAL_INPUTS,
+        target="GenericVisualInputs",
+        kind="class",
+        touch="extended",
+        purpose="data loaders page-lock images with the rest of a batch",
+        features=(Feature.COPIES,),
+        undo=RESTORED,
+        patched_by="hooks.batch_copies",
+    ),
+    Seam(
         name="dataset_helper",
         module=INITIALIZE,
         target="compile_helpers",

@@ -1,0 +1,357 @@
+"""Copies of batches beside computing: no race, no batch fetched ahead, and upstream's results."""
+
+import copy
+import importlib
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
+from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data._utils.pin_memory import pin_memory
+
+import bridge_cg_plugin
+from bridge_cg_plugin.upstream.hooks import batch_copies, batches, graph_helper, host_tokens
+from bridge_cg_plugin.upstream.hooks.batch_copies import AHEAD, CopyStream
+
+DEVICE = "meta"
+KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}
+
+
+class Stream:
+    """A stream of a device that computes nothing: it knows which work of which stream is done before its next.
+
+    Attributes:
+        done: The work of each stream that is.
+    """
+
+    current: "Stream"
+    device = torch.device(DEVICE)
+
+    def __init__(self, device=None):
+        self.done = {self: 0}
+
+    def launch(self):
+        self.done[self] += 1
+        return self, self.done[self]
+
+    def sees(self, work):
+        stream, number = work
+        return self.done.get(stream, 0) >= number
+
+    def wait_stream(self, other):
+        for stream, number in other.done.items():
+            self.done[stream] = max(self.done.get(stream, 0), number)
+
+
+class Event:
+    """Work that the host may wait for."""
+
+    waiting: list["Event"]
+
+    def __init__(self, blocking=False):
+        pass
+
+    def record(self, stream):
+        self.waiting.append(self)
+
+    def synchronize(self):
+        self.waiting.remove(self)
+
+
+class Races(TorchDispatchMode):
+    """Launches work on tensors of the device, and raises where a stream reads what may not be written yet.
+
+    Attributes:
+        written: By what work each tensor's memory was written.
+        used: The streams that the allocator was told of.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.written, self.used, self._kept = {}, {}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.read((args, kwargs))
+        for tensor in of_device(made):
+            self._kept.append(tensor)  # no other gets its address
+            self.written.setdefault(address(tensor), Stream.current.launch())
+        return made
+
+    def read(self, tree):
+        for tensor in of_device(tree):
+            assert Stream.current.sees(self.written[address(tensor)]), "read before it was written"
+
+
+def of_device(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == DEVICE]
+
+
+def address(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def streamed(stream):
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@contextmanager
+def device(graphs=True):
+    """A device that computes nothing, its streams followed, the plugin's graphs on or off; yields what was seen."""
+    races = Races()
+    Stream.current, Event.waiting = Stream(), []
+    fakes = {
+        **{"Stream": Stream, "Event": Event, "stream": streamed, "current_stream": lambda: Stream.current},
+        **{"is_initialized": lambda: True, "is_current_stream_capturing": lambda: False},
+    }
+
+    def used(tensor, stream):
+        races.used.setdefault(address(tensor), set()).add(stream)
+
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self.to(DEVICE)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", used))
+        stack.enter_context(mock.patch.object(batches, "COPIES", CopyStream()))
+        stack.enter_context(mock.patch.object(batch_copies, "any_on_graphs", lambda: graphs))
+        stack.enter_context(mock.patch.object(host_tokens, "active_helpers", lambda: [object()] * graphs))
+        stack.enter_context(races)
+        yield races
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched(upstream):
+    bridge_cg_plugin.activate()
+
+
+TENSORS = st.sampled_from(["none", "host", "device"])
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+IMAGES = ("pixel_values", "image_grid_thw")
+BATCHES = st.lists(
+    st.fixed_dictionaries({**dict.fromkeys(FIELDS, TENSORS), "images": st.tuples(TENSORS, TENSORS) | st.none()}),
+    max_size=6,
+)
+
+
+def made(kinds, number):
+    """Return a batch of these kinds of tensors, marked with its number."""
+
+    def tensor(kind):
+        host = torch.full((2, 4), number)
+        return None if kind == "none" else host.to(DEVICE) if kind == "device" else host
+
+    batch = {name: tensor(kinds[name]) for name in FIELDS}
+    if kinds["images"] is not None:
+        batch["visual_inputs"] = GenericVisualInputs(**dict(zip(IMAGES, map(tensor, kinds["images"]), strict=True)))
+    return batch
+
+
+def source(kinds, seen):
+    """Yield batches as a data set in this process makes them; notes on which stream each was made."""
+    for number, each in enumerate(kinds):
+        seen.append(Stream.current)
+        yield made(each, number)
+
+
+def tensors_of(batch):
+    visual = batch.get("visual_inputs")
+    found = {**batch, **(vars(visual) if visual is not None else {})}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def described(batch):
+    return {name: (value.device.type, value.dtype, value.shape) for name, value in tensors_of(batch).items()}
+
+
+@given(kinds=BATCHES, graphs=st.booleans())
+def test_any_batches_are_copied_without_a_race_and_in_order(kinds, graphs):
+    with device(graphs) as seen:
+        computing, fetched = Stream.current, []
+        data = source(kinds, fetched)
+        for number in range(len(kinds)):
+            batch = qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)
+            assert len(fetched) == number + 1, "a batch was fetched ahead"
+            assert Stream.current is computing
+            seen.read(tensors_of(batch))
+            assert len(Event.waiting) <= AHEAD
+            for tensor in tensors_of(batch).values():
+                stream, _ = seen.written[address(tensor)]
+                assert stream is computing or computing in seen.used[address(tensor)]
+        with pytest.raises(StopIteration):
+            qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)
+        assert fetched == [computing] * len(kinds)
+        if not graphs:
+            assert not seen.used and not Event.waiting
+
+
+@given(kinds=BATCHES)
+def test_any_batches_are_upstreams(kinds):
+    found = []
+    for graphs in (True, False):
+        with device(graphs):
+            data = source(kinds, [])
+            found.append([described(qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)) for _ in kinds])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("spoiled", ["wait_stream", "record_stream"])
+def test_a_race_would_be_found(spoiled):
+    kinds = [{**dict.fromkeys(FIELDS, "host"), "images": ("host", "host")}]
+    with device() as seen:
+        owner = Stream if spoiled == "wait_stream" else torch.Tensor
+        with mock.patch.object(owner, spoiled, lambda *_: None):
+            batch = qwen3_vl_step.get_batch_from_iterator(source(kinds, []), **KEYWORDS)
+        if spoiled == "record_stream":
+            assert not seen.used
+        else:
+            with pytest.raises(AssertionError, match="before it was written"):
+                seen.read(tensors_of(batch))
+
+
+def test_work_on_the_copies_stream_waits_for_tensors_of_the_computing_stream():
+    with device() as seen:
+        before = torch.zeros(3, device=DEVICE)
+        with batches.COPIES.copying():
+            assert Stream.current is not next(iter(seen.written.values()))[0]
+            made_there = before + 1
+            made_there + 1
+        seen.read(made_there)
+
+
+def test_a_step_that_is_recorded_copies_where_it_computes():
+    with device() as seen, mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        batch = qwen3_vl_step.get_batch_from_iterator(iter([{"tokens": torch.zeros(2)}]), **KEYWORDS)
+        assert batch["tokens"].device.type == DEVICE and not seen.used
+
+
+def test_an_error_of_the_step_leaves_the_computing_stream():
+    with device():
+        computing = Stream.current
+        with pytest.raises(AttributeError):
+            qwen3_vl_step.get_batch_from_iterator(iter([{"tokens": "text"}]), **KEYWORDS)
+        assert Stream.current is computing
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Page-locked tensors by their addresses, as this machine has no such memory."""
+    found = set()
+
+    def lock(tensor):
+        copied = tensor.clone()
+        found.add(copied.data_ptr())
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    monkeypatch.setattr(batch_copies, "any_on_graphs", lambda: True)
+    return found
+
+
+@pytest.mark.parametrize("fields", [(), ("pixel_values",), IMAGES, ("pixel_values_videos", "video_grid_thw")], ids=str)
+def test_a_data_loader_page_locks_images(locked, fields):
+    given = {name: torch.randn(2, 3) for name in fields}
+    batch = {"tokens": torch.arange(4), "visual_inputs": GenericVisualInputs(**given)}
+    before = copy.copy(batch["visual_inputs"])
+    found = pin_memory(batch)["visual_inputs"]
+    assert type(found) is GenericVisualInputs and found is not batch["visual_inputs"]
+    assert batch["visual_inputs"].__dict__.keys() == before.__dict__.keys()
+    for name, value in vars(before).items():
+        assert vars(batch["visual_inputs"])[name] is value  # the loader's own stay as they are
+        assert getattr(found, name) is value is None or getattr(found, name).equal(value)
+    assert all(getattr(found, name).data_ptr() in locked for name in fields)
+
+
+def test_what_is_on_a_device_already_stays_there(locked):
+    pixels = torch.zeros(2, device=DEVICE)
+    assert pin_memory(GenericVisualInputs(pixel_values=pixels)).pixel_values is pixels and not locked
+
+
+def test_without_graphs_images_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(batch_copies, "any_on_graphs", lambda: False)
+    inputs = GenericVisualInputs(pixel_values=torch.zeros(2))
+    assert pin_memory({"visual_inputs": inputs})["visual_inputs"] is inputs
+
+
+def own(self):
+    return self
+
+
+@pytest.fixture
+def patch(active):
+    return batch_copies.PATCHES[0]
+
+
+def state():
+    return bridge_cg_plugin.status()["patches"]["page_locked_images"]["state"]
+
+
+def test_the_method_goes_with_the_plugin(patch):
+    for _ in range(2):
+        bridge_cg_plugin.activate()
+        assert GenericVisualInputs.pin_memory is batch_copies.pin_memory and state() == "active"
+    bridge_cg_plugin.deactivate()
+    assert not hasattr(GenericVisualInputs, "pin_memory") and state() == "off"
+
+
+def test_a_method_of_upstreams_own_is_kept(patch, monkeypatch):
+    bridge_cg_plugin.deactivate()
+    monkeypatch.setattr(GenericVisualInputs, "pin_memory", own, raising=False)
+    bridge_cg_plugin.activate()
+    assert GenericVisualInputs.pin_memory is own and state() == "native"
+    bridge_cg_plugin.deactivate()
+    assert GenericVisualInputs.pin_memory is own
+
+
+def test_what_somebody_put_in_its_place_is_seen_and_stays(patch, monkeypatch):
+    monkeypatch.setattr(GenericVisualInputs, "pin_memory", own)
+    assert state() == "broken"
+    bridge_cg_plugin.deactivate()
+    assert GenericVisualInputs.pin_memory is own
+    monkeypatch.undo()
+    del GenericVisualInputs.pin_memory
+
+
+def test_a_reload_of_the_module_is_seen_and_mended(patch, monkeypatch):
+    module = importlib.import_module(patch.module)
+    monkeypatch.setattr(module, "GenericVisualInputs", type("GenericVisualInputs", (), {}))
+    assert state() == "broken"
+    patch.apply(module)
+    assert module.GenericVisualInputs.pin_memory is batch_copies.pin_memory and state() == "active"
+    assert not hasattr(GenericVisualInputs, "pin_memory")
+
+
+@pytest.mark.parametrize("found", [None, len])
+def test_without_the_class_the_seam_is_broken(patch, found):
+    module = ModuleType(patch.module)
+    module.GenericVisualInputs = found
+    patch.apply(module)
+    assert patch.state == "broken" and "GenericVisualInputs" in patch.reason
+
+
+def test_a_helper_counts_until_its_graphs_are_dropped():
+    class Graphs:
+        def report(self):
+            return "nothing"
+
+        def detach(self):
+            pass
+
+    before = len(graph_helper._active)
+    helper = graph_helper.GraphHelper()
+    helper._take(Graphs(), None)
+    assert graph_helper.any_on_graphs() and len(graph_helper._active) == before + 1
+    helper.delete_cuda_graphs()
+    assert len(graph_helper._active) == before and helper not in graph_helper.active_helpers()
