@@ -1,5 +1,6 @@
 """Recording a region's buckets into slots."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,7 @@ class Recorder:
         self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
         self._program, self._piece, self._watch = piece.program, piece, watch
         self.offloading = piece.offloading
+        self._always_changed: set[Entry] = set()
 
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
         """Return a slot with static inputs for some buckets and no recordings."""
@@ -89,6 +91,18 @@ class Recorder:
             slot.pool = self.executor.new_pool()
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
+        """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
+        if any(place[2] == mode for place in source.recordings):
+            try:
+                return self._record_warmed_up(source, slot, bucket, mode, briefly=True)
+            except OutOfMemoryInCapture:
+                raise
+            except CaptureError as error:
+                LOGGER.info("%s: bucket %s needs a whole warm-up pass: %s", self.name, bucket, error)
+            gc.collect()  # of the recording that is thrown away, whose memory the next one then takes
+        return self._record_warmed_up(source, slot, bucket, mode, briefly=False)
+
+    def _record_warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
         body = self._body(source, slot, bucket, mode)
         made: tuple[Tensor, ...] = ()
 
@@ -102,11 +116,14 @@ class Recorder:
         before = self.executor.pool_bytes(slot.pool)
         with self._piece.around(), as_capture_error(f"bucket {bucket}"):
             self._program.load_example(slot.buffers[bucket], bucket)
-            self.executor.warm_up(body, output_gradients, briefly=any(place[2] == mode for place in source.recordings))
+            self.executor.warm_up(body, output_gradients, briefly)
             if self.offloading is not None and mode.gradients:
                 body.activations = self.offloading.prepare(self.executor, body, slot.index)
             with self._watch.passing() as changed:
                 recording = self.executor.record(body, slot.pool)
+            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
+                raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
+            self._always_changed.update(changed)
             self._check_changed(changed)
         nbytes = self.executor.pool_bytes(slot.pool) - before
         source.recordings[slot.index, bucket, mode] = Recorded(recording, made, slot.pool, nbytes)

@@ -37,6 +37,7 @@ def test_images_are_page_locked(copies):
     assert batch["tokens"].is_pinned() and batch["visual_inputs"].pixel_values.is_pinned()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("locked", [True, False], ids=["page-locked", "pageable"])
 def test_batches_arrive_whole_while_the_gpu_computes(copies, locked):
     data, right = source(BATCHES, locked), []

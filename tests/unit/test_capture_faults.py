@@ -51,21 +51,21 @@ ERRORS = (
 
 
 class FaultyExecutor(ReferenceExecutor):
-    """Raises an error at the n-th call of one of its methods; counts the calls of all.
+    """Raises an error from the n-th call of one of its methods on; counts the calls of all.
 
     Args:
         method: The method.
-        call: Which of its calls fails, from 0; None: none does.
+        call: The first of its calls that fails, from 0.
         error: What it raises.
     """
 
-    def __init__(self, method="", call=None, error=None):
+    def __init__(self, method="", call=0, error=None):
         super().__init__()
         self.calls = Counter()
         self._fault = method, call, error
 
     def _called(self, method):
-        due = self._fault[:2] == (method, self.calls[method])
+        due = method == self._fault[0] and self.calls[method] >= self._fault[1]
         self.calls[method] += 1
         if due:
             raise self._fault[2]

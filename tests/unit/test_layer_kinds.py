@@ -8,6 +8,7 @@ from bridge_cg_plugin.graphs.layer_kinds import one_layer_of_each_kind
 
 from . import hugging_face_towers as hf
 from . import packs, towers
+from .mixes import IMAGES
 from .test_packed import EXPERTS
 
 
@@ -146,3 +147,41 @@ def test_a_further_bucket_is_warmed_up_by_one_layer_of_each_kind(case, monkeypat
         pass
     passes = eager + 3  # the first bucket's warm-up, and both recordings
     assert len(calls) == passes * len(layers) + kinds
+
+
+def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(monkeypatch):
+    model = towers.new_tower()
+    outputs, gradients = towers.results(model, IMAGES[:1])
+    layers, first_passes = model.decoder.layers, []
+    forward = type(layers[0]).forward
+
+    def noting(self, hidden_states, *args, **kwargs):
+        if hidden_states.shape[0] <= 64 and not hasattr(self, "seen_few"):
+            self.seen_few = True
+            first_passes.append(self)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(type(layers[0]), "forward", noting)
+    with vision_graphs(model) as graphs:
+        assert graphs.captured, graphs.failure
+        assert first_passes == list(layers)
+        replayed = towers.results(model, IMAGES[:1])
+        towers.assert_close([*replayed[0], *replayed[1]], [*outputs, *gradients])
+        assert graphs.statistics().replays
+
+
+def test_a_pass_that_needs_every_layer_is_a_whole_one(monkeypatch):
+    model = towers.new_tower()
+    forward, layers = type(model.decoder).forward, model.decoder.layers
+    calls = count_calls(monkeypatch, layers[0])
+
+    def with_all_layers(self, *args, **kwargs):
+        before = len(calls)
+        returned = forward(self, *args, **kwargs)
+        if len(calls) - before != len(layers):
+            raise RuntimeError("a layer is missing")
+        return returned
+
+    monkeypatch.setattr(type(model.decoder), "forward", with_all_layers)
+    with vision_graphs(model) as graphs:
+        assert graphs.captured, graphs.failure
