@@ -1,10 +1,11 @@
 """Recordings that microbatches ask for once graphs exist: of a bucket, a mode or a state of the model that has none."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..announce import warn
 from .buckets import Bucket
@@ -149,14 +150,28 @@ class LateRecordings:
         return [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
 
     def drop(self, bucket: Bucket) -> None:
-        """Forget a bucket with what was recorded for it."""
+        """Forget a bucket with what was recorded for it, and give its memory back."""
         for source in self._sources:
             for place in [place for place in source.recordings if place[1] == bucket]:
                 del source.recordings[place]
         for slot in self._every_slot():
             slot.buffers.pop(bucket, None)
         self.wishes = {wish: source for wish, source in self.wishes.items() if wish[1] != bucket}
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Give back what no recording reads any more, and count the rest."""
+        for slot in self._every_slot():
+            slot.arena.keep(self._used_in(slot))
         self.count_memory()
+
+    def _used_in(self, slot: Slot) -> Iterator[Tensor]:
+        """Yield the static inputs and output gradients of what is recorded in a slot."""
+        for buffers in slot.buffers.values():
+            yield from buffers.values()
+        for source in self._sources:
+            for place in source.in_slot(slot):
+                yield from source.recordings[place].output_gradients
 
     def outdated(self, source: Source) -> Wish | None:
         """Return the largest of a slot's recordings in memory that larger ones do not share, None where it is little.
@@ -264,7 +279,7 @@ class LateRecordings:
             slot.pool = before if largest else slot.pool
             raise
         finally:
-            self.count_memory()
+            self._tidy()
         return 0.0
 
 

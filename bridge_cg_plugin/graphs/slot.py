@@ -1,6 +1,8 @@
 """Slots: the memory of one microbatch between its forward and its backward."""
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,25 +21,36 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._flat: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor over the storage called `name`."""
+        """Return a contiguous tensor over the largest storage called `name`."""
         numel = torch.Size(shape).numel()
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.numel() < numel:
+        flats = self._flat[name, dtype]
+        if not flats or flats[-1].numel() < numel:
             fill = torch.nan if dtype.is_floating_point else 0
-            flat = self._flat[name, dtype] = torch.full((numel,), fill, dtype=dtype, device=self._device)
-        return flat[:numel].view(shape)
+            flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
+        return flats[-1][:numel].view(shape)
 
     def buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
         """Return views for all of a bucket's static inputs."""
         return {name: self.view(f"input:{name}", spec.shape, spec.dtype) for name, spec in specs.items()}
 
+    def keep(self, used: Iterable[Tensor]) -> None:
+        """Give the storages back that none of these tensors is in."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in used}
+        for flats in self._flat.values():
+            flats[:] = [flat for flat in flats if flat.untyped_storage().data_ptr() in kept]
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """All storages, each one-dimensional."""
+        return list(chain.from_iterable(self._flat.values()))
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(flat.nbytes for flat in self._flat.values())
+        return sum(flat.nbytes for flat in self.storages)
 
 
 class SharedInputs:

@@ -49,7 +49,7 @@ def poison(graphs):
     for region in graphs._regions:
         for slot in region._slots:
             shared = [] if slot.shared is None else [slot.shared.arena(slot.index)]
-            for flat in (flat for arena in (slot.arena, *shared) for flat in arena._flat.values()):
+            for flat in (flat for arena in (slot.arena, *shared) for flat in arena.storages):
                 if flat.is_floating_point():
                     flat.fill_(torch.nan)
 

@@ -170,6 +170,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, 
     with stack, caplog.at_level(logging.WARNING):
         with graphs.step():
             assert_equals_eager(tower, graphs, LARGE)
+        static_bytes = graphs.statistics().static_bytes
         monkeypatch.setattr(LateRecordings, "record", fail)
         if strict:
             with pytest.raises(CaptureError, match=r"bucket \d+.* could not be captured: CaptureError: no memory"):
@@ -180,6 +181,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, 
                 assert_equals_eager(tower, graphs, LARGE, seed)
                 assert_equals_eager(tower, graphs, SMALL, seed)
         assert capacities(graphs) == [64] and graphs.statistics().replays == 3
+        assert graphs.statistics().static_bytes == static_bytes
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
 
 

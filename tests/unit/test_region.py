@@ -497,7 +497,7 @@ def test_statistics_as_plain_values():
     assert found["replays"] == 1
     assert found["fallbacks"] == {"too_many_tokens": 1}
     assert found["padding_share"] == pytest.approx(2 / 8)
-    assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena._flat.values()) > 0
+    assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena.storages) > 0
     assert found["gradient_bytes"] == sum(p.nbytes for p in region.program.model.parameters())
     assert found["buckets"]["8"]["tokens"] == 6
 
