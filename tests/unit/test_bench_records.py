@@ -319,6 +319,9 @@ def sample():
         "vision_bench": [*bench, failed],
         "vision_profile": profiles,
         "vision_sizes": coco,
+        "vision_captures": [
+            record("later_784", mode, tokens=784, ms=240.0, grad_rel=0.01) for mode in ("cold", "warm")
+        ],
         "steps": [*steps, broken],
         "vision_precision": precise,
         "offload": [record("1x2048", "none", tokens=16384, **moved), *leaving, unmet],
@@ -377,7 +380,8 @@ def test_tables_of_the_vision_encoder(folder):
     assert lines(parts["failures"], "| upstream |") == ["| upstream | 1x2048 | `ValueError: a / b` |"]
     assert "1x2048 | upstream" not in parts["times"] + parts["differences"]
     assert len(lines(parts["sweep"], "| ")) == 2 + len(SWEEP) + 2  # head, rule; 784 and 2304 are single images, too
-    assert "| 2.0% | 63 | eager_is_faster 1 |" in parts["sizes"]
+    assert "| 2.0% |  | eager_is_faster 1 |" in parts["sizes"]
+    assert "| later | 784 | 0.24 | 0.24 | 1.0e-02 |" in parts["captures"]
     assert "| mixed | 4x2048 | 560 | 500 (0.89, 5e-01) | 300 (0.54, 1e-02) |" in parts["steps"]
     assert "`out of memory: x`" in parts["steps"]
 

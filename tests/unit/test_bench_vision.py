@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_tools.benchmarks.models import modes, tower
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.vision import group, sizes, workers
+from bridge_cg_tools.benchmarks.vision import captures, group, sizes, workers
 from bridge_cg_tools.benchmarks.vision.task import Task
-from scripts.performance import bench_sizes, bench_vision, profile_vision
+from scripts.performance import bench_captures, bench_sizes, bench_vision, profile_vision
 
 SMALL = {"small": [(1, 4, 6)], "two": [(1, 4, 4), (2, 6, 4)]}
 
@@ -360,6 +361,23 @@ def test_images_of_real_sizes_eager_and_on_graphs(monkeypatch, capsys, tmp_path)
     assert plugin["grad_rel"] <= 1e-4
     assert plugin["ratio"] == pytest.approx(plugin["ms"] / found["eager"]["ms"])
     assert found["limit"]["ms"] > 0
+
+
+def test_recordings_of_two_models_in_two_processes(monkeypatch, tmp_path):
+    made = captures.captures(24, 64)
+
+    def in_this_process(child, env, **others):
+        assert Path(env["TRITON_CACHE_DIR"]).parent == Path(child[3]).parent and child[4:] == ["24", "64"]
+        Path(child[3]).write_text(json.dumps(made))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(captures, "subprocess", SimpleNamespace(run=in_this_process))
+    out = tmp_path / "captures.jsonl"
+    assert bench_captures.main(["--out", str(out), "--small", "24", "--large", "64"]) == 0
+    found = read_records(out)
+    cases = ["first_24", "later_64", "next_model_64", "later_24"]
+    assert [(r["mode"], r["case"]) for r in found] == [(mode, case) for mode in ("cold", "warm") for case in cases]
+    assert all(r["replays"] == 1 and r["grad_rel"] <= 1e-4 and r["ms"] > 0 for r in found)
 
 
 def test_buckets_are_planned_from_at_least_one_microbatch(monkeypatch, capsys):

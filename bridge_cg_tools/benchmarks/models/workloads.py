@@ -49,8 +49,8 @@ def description(name: str, mode: str, grid: Grid) -> dict[str, Any]:
 
 
 def one_image(tokens: int) -> Grid:
-    """Return one image of so many patches, a power of two of at least 4, as square as that allows."""
-    height = 1 << (tokens.bit_length() - 1) // 2
+    """Return one image of so many patches, a multiple of 4, as square as two even sides allow."""
+    height = max(side for side in range(2, math.isqrt(tokens) + 1, 2) if tokens % (2 * side) == 0)
     return [(1, height, tokens // height)]
 
 

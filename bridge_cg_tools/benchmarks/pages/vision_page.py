@@ -101,10 +101,23 @@ def sizes(records: Records) -> str:
         fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(r.get("fallbacks", {}).items()))
         rows.append(
             [r["mode"], number(r, "ms", ".0f"), number(r, "ratio", ".2f"), number(r, "padding_share", ".1%")]
-            + [number(r, "replays", "d"), fallbacks or ("none" if "replays" in r else ""), number(r, "grad_rel", ".1e")]
+            + [number(r, "eager_share", ".1%"), fallbacks or ("none" if "replays" in r else "")]
+            + [number(r, "capture_s", ".1f"), number(r, "memory_gb"), number(r, "grad_rel", ".1e")]
         )
-    header = ["mode", "ms of all", "ratio", "padding", "replays", "fallbacks", "gradients differ by"]
+    header = ["mode", "ms of all", "ratio", "padding", "eager", "fallbacks", "capture s", "GiB", "gradients differ by"]
     return table(header, rows) if rows else ""
+
+
+def captures(records: Records) -> str:
+    """Return what a recording takes: of each process's first model, of its next one, and of a further bucket."""
+    found = {mode: by_case(records, mode) for mode in ("cold", "warm")}
+    rows = []
+    for case, r in found["cold"].items():
+        name = case.rpartition("_")[0].replace("_", " ")
+        others = [of_mode[case] for of_mode in found.values() if case in of_mode]
+        seconds = [f"{other['ms'] / 1e3:.2f}" for other in others]
+        rows.append([name, r["tokens"], *seconds, f"{max(other['grad_rel'] for other in others):.1e}"])
+    return table(["recording", "tokens", "cold s", "warm s", "gradients differ by"], rows) if rows else ""
 
 
 def steps(records: Records) -> str:
@@ -206,7 +219,8 @@ def vision_parts(folder: Path) -> dict[str, str]:
     Args:
         folder: With the records.
     """
-    bench, coco, step = (read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "vision_sizes", "steps"))
+    names = ("vision_bench", "vision_sizes", "vision_captures", "steps")
+    bench, coco, recorded, step = (read_records(folder / f"{name}.jsonl") for name in names)
     return {
         "ratios": with_origin(ratios(bench), bench),
         "times": times(bench),
@@ -214,6 +228,7 @@ def vision_parts(folder: Path) -> dict[str, str]:
         "failures": failures(bench),
         "sweep": sweep(bench),
         "sizes": with_origin(sizes(coco), coco),
+        "captures": with_origin(captures(recorded), recorded),
         "steps": with_origin(steps(step), step),
     }
 

@@ -1,0 +1,94 @@
+"""How long a recording of the vision tower takes: the first of a process, later ones, and those of the next model."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_tools.benchmarks.models.workloads import one_image
+from bridge_cg_tools.benchmarks.records.results import ROOT, provenance
+
+# Whether Triton's compiled kernels are in its cache when the process starts.
+MODES = ("cold", "warm")
+
+
+def measure(small: int, large: int) -> Iterator[dict[str, Any]]:
+    """Measure in two processes, the second with the compiled kernels of the first; yields their records.
+
+    Args:
+        small: Tokens of an image.
+        large: Tokens of another one.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in MODES:
+            out = Path(folder, f"{mode}.json")
+            child = [sys.executable, "-m", __name__, str(out), str(small), str(large)]
+            environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+            done = subprocess.run(child, env=environment, stdout=sys.stderr, cwd=ROOT)
+            if done.returncode:
+                raise RuntimeError(f"{mode}: the process ended with status {done.returncode}")
+            for record in json.loads(out.read_text()):
+                yield {**record, "mode": mode, **provenance(1, 0)}
+
+
+def captures(small: int, large: int) -> list[dict[str, Any]]:
+    """Record both sizes for two models in this process; returns what each recording took and how exact it is."""
+    from bridge_cg_tools.benchmarks.models import tower
+
+    tower.start_process()
+    model = tower.build_tower()
+    grads = tower.MainGrads(model)
+    batches = {tokens: tower.make_batch(one_image(tokens), model) for tokens in (small, large)}
+    expected = {tokens: _gradients(model, grads, batch) for tokens, batch in batches.items()}
+    found = _of_one_model("first", model, grads, [batches[small], batches[large]], expected)
+    return found + _of_one_model("next_model", model, grads, [batches[large], batches[small]], expected)
+
+
+def _of_one_model(
+    name: str, model: Any, grads: Any, batches: Sequence[Any], expected: dict[int, list[Any]]
+) -> list[dict[str, Any]]:
+    """Record the first size after a warm-up step with it, the second one before the step after that which asks."""
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_tools.benchmarks.models import tower
+
+    buckets = tuple(sorted(batch.tokens for batch in batches))
+    options = {"capture_mode": "on_demand", "slots": 1, "evaluation": False, "strict": True, "cost_fallback": False}
+    chosen = VisionGraphOptions(impl="transformer_engine", buckets=buckets, **options)
+    helper = VisionTECudaGraphHelper(model, model.config, options=chosen)
+    tower.step(model, batches[0])
+    helper.create_cudagraphs()
+    seconds = [helper.graphs.statistics().capture_seconds]
+    with helper.graphs.step():
+        tower.step(model, batches[1])
+    with helper.graphs.step():
+        seconds.append(helper.graphs.statistics().capture_seconds - seconds[0])
+    records = []
+    for case, batch, took in zip((name, "later"), batches, seconds, strict=True):
+        before = helper.graphs.statistics().replays
+        with helper.graphs.step():
+            rel = tower.largest_relative(_gradients(model, grads, batch), expected[batch.tokens])
+        replays = helper.graphs.statistics().replays - before
+        found = {"ms": took * 1e3, "grad_rel": rel, "replays": replays}
+        records.append({"case": f"{case}_{batch.tokens}", "tokens": batch.tokens, **found})
+    helper.delete_cuda_graphs()
+    return records
+
+
+def _gradients(model: Any, grads: Any, batch: Any) -> list[Any]:
+    from bridge_cg_tools.benchmarks.models import tower
+
+    grads.zero()
+    tower.step(model, batch)
+    return grads.copy()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(captures(int(sys.argv[2]), int(sys.argv[3]))))
