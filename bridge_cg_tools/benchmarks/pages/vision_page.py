@@ -114,9 +114,9 @@ def captures(records: Records) -> str:
     rows = []
     for case, r in found["cold"].items():
         name = case.rpartition("_")[0].replace("_", " ")
-        others = [of_mode[case] for of_mode in found.values() if case in of_mode]
-        seconds = [f"{other['ms'] / 1e3:.2f}" for other in others]
-        rows.append([name, r["tokens"], *seconds, f"{max(other['grad_rel'] for other in others):.1e}"])
+        others = [of_mode.get(case) for of_mode in found.values()]
+        seconds = [f"{other['ms'] / 1e3:.2f}" if other else "" for other in others]
+        rows.append([name, r["tokens"], *seconds, f"{max(other['grad_rel'] for other in others if other):.1e}"])
     return table(["recording", "tokens", "cold s", "warm s", "gradients differ by"], rows) if rows else ""
 
 
