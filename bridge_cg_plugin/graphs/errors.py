@@ -1,5 +1,7 @@
 """Errors raised by the graph engine."""
 
+import traceback
+
 
 class GraphError(RuntimeError):
     """Base of the engine's errors."""
@@ -29,3 +31,11 @@ def first_line(error: BaseException) -> str:
 def named(error: BaseException) -> str:
     """Return an error's type and the first line of what it says."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error hold, tensors among it, now and not at a later garbage collection."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__

@@ -6,7 +6,7 @@ from functools import partial
 from ..announce import announce, warn
 from .buckets import Bucket
 from .demand import Demand
-from .errors import CaptureError, OtherRankFailed, named
+from .errors import CaptureError, OtherRankFailed, named, release_frames
 from .late_recordings import Wish
 from .piece import Growth
 from .rank_consensus import RankConsensus
@@ -85,6 +85,7 @@ class Growing:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
             if not isinstance(error, OtherRankFailed):  # the rank that failed says it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
+            release_frames(error)
             return False
         took = sum(region.statistics.capture_seconds for region, _ in self._regions) - before
         announce(f"{self._title}: {what} captured in {took:.1f} s")

@@ -11,7 +11,7 @@ from ..announce import warn
 from .buckets import Bucket
 from .changes.source import Recorded, Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, OtherRankFailed, named
+from .errors import CaptureError, OtherRankFailed, named, release_frames
 from .fallback import Fallback
 from .gradients import NO_BACKWARD
 from .piece import SINGLE_RANK
@@ -264,6 +264,7 @@ class LateRecordings:
             raise CaptureError(f"{said}: {named(error)}") from error
         if not isinstance(error, OtherRankFailed):  # the rank that failed says it
             warn(f"{said}, it runs eager: {named(error)}")
+        release_frames(error)
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:

@@ -14,7 +14,7 @@ from ..announce import warn
 from . import ranges
 from .changes.model_watch import ModelWatch
 from .demand import Demand
-from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named
+from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, release_frames
 from .executor import Executor
 from .fallback import Fallback
 from .growing import Growing
@@ -237,6 +237,7 @@ class GraphManager:
         self.failure = named(error)
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
+        release_frames(error)
         if isinstance(error, OtherRankFailed):
             return  # the rank that failed says it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")

@@ -1,7 +1,9 @@
 """Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager."""
 
+import gc
 import logging
 import random
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -183,6 +185,28 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, 
         assert capacities(graphs) == [64] and graphs.statistics().replays == 3
         assert graphs.statistics().static_bytes == static_bytes
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
+
+
+def test_nothing_holds_the_memory_of_a_recording_that_fails(tower, monkeypatch):
+    graphs, stack = grown(tower, SMALL, strict=False)
+    bodies = []
+
+    def fail(executor, body, pool):
+        bodies.append(weakref.ref(body))
+        body.forward()
+        raise torch.OutOfMemoryError("made to fail")
+
+    with stack:
+        with graphs.step():
+            assert_equals_eager(tower, graphs, LARGE)
+        monkeypatch.setattr(type(graphs.executor), "record", fail)
+        gc.collect()
+        gc.disable()
+        try:
+            graphs.begin_step()
+            assert bodies and all(body() is None for body in bodies)
+        finally:
+            gc.enable()
 
 
 class Pools:
