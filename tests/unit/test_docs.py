@@ -107,7 +107,10 @@ def test_the_navigation_has_every_page_once():
 
 
 def test_the_site_needs_no_network():
-    assert site()["theme"]["font"] is False
+    assert site()["theme"]["font"] is False and "offline" in site()["plugins"]
+    libs = (ROOT / site()["theme"]["custom_dir"] / "main.html").read_text()
+    (script,) = re.findall(r"src=\"{{ '(.+)' \| url }}\"", libs)
+    assert (DOCS / script).exists() and "http" not in libs
     for drawing in DOCS.rglob("*.svg"):
         assert not re.search(r'href="(?!#)|@import', drawing.read_text()), drawing
 

@@ -16,17 +16,6 @@ from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.report.spread import FACTOR, compare_to_spread
 
 FOLDER = ROOT / "docs/benchmarks"
-# Each page with marks, and what stands between them.
-PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
-    "docs/performance.md": performance_parts,
-    "docs/upstream_graphs.md": upstream_parts,
-    "docs/benchmarks/packed.md": packed_parts,
-    "docs/benchmarks/parallel.md": layout_parts,
-    "docs/benchmarks/vision.md": vision_parts,
-    "docs/benchmarks/kernels.md": kernel_parts,
-    "docs/benchmarks/memory.md": memory_parts,
-    "docs/benchmarks/encoders.md": encoder_parts,
-}
 HEAD = """`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
 More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), [memory](memory.md),
 [other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md).
@@ -183,8 +172,34 @@ largest difference of two eager runs up to that step. At most {FACTOR} counts as
 {training(runs)}"""
 
 
+def results_parts(folder: Path) -> dict[str, str]:
+    """Return the parts of the README and of the documentation's first page by the names of their marks.
+
+    Args:
+        folder: With the records.
+    """
+    bench, runs = (read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "pretrain"))
+    whole = [r for r in runs if r["mode"] == "plugin" and r["case"] in WHOLE_STEPS]
+    return {"results": f"{headline(bench, runs)}\n\n{origin([*bench, *whole])}" if bench else ""}
+
+
+# Each page with marks, and what stands between them.
+PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
+    "README.md": results_parts,
+    "docs/index.md": results_parts,
+    "docs/performance.md": performance_parts,
+    "docs/upstream_graphs.md": upstream_parts,
+    "docs/benchmarks/packed.md": packed_parts,
+    "docs/benchmarks/parallel.md": layout_parts,
+    "docs/benchmarks/vision.md": vision_parts,
+    "docs/benchmarks/kernels.md": kernel_parts,
+    "docs/benchmarks/memory.md": memory_parts,
+    "docs/benchmarks/encoders.md": encoder_parts,
+}
+
+
 def write_pages() -> None:
-    """Write docs/benchmarks/README.md, and what is written from records in the README and in docs."""
+    """Write docs/benchmarks/README.md, and what is written from records on other pages."""
     bench, mixes, runs, loading = (
         read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
@@ -200,7 +215,3 @@ def write_pages() -> None:
     for name, parts in PAGES.items():
         page = ROOT / name
         page.write_text(fill(page.read_text(), parts(FOLDER)))
-    readme = ROOT / "README.md"
-    whole = [r for r in runs if r["mode"] == "plugin" and r["case"] in WHOLE_STEPS]
-    said = f"{headline(bench, runs)}\n\n{origin([*bench, *whole])}"
-    readme.write_text(fill(readme.read_text(), {"results": said}))
