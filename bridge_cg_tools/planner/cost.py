@@ -26,6 +26,7 @@ class CostModel:
         replay_ms: What a replay adds: copies in and out, and its launch.
         host_ms: Host time of eager, which it cannot be faster than.
         host_per_segment_ms: Host time that a segment adds.
+        eager_busy: GPU time of eager over that of a replay, whose kernels are fused.
         stall_ms: What eager waits for the host while the GPU is the slower one.
         memory_fixed_mb: Memory of a slot that does not grow, in MiB.
         memory_per_token_mb: Memory of a slot for a token of its largest bucket, in MiB.
@@ -39,6 +40,7 @@ class CostModel:
     replay_ms: float
     host_ms: float
     host_per_segment_ms: float
+    eager_busy: float
     stall_ms: float
     memory_fixed_mb: float
     memory_per_token_mb: float
@@ -59,7 +61,7 @@ class CostModel:
     def eager_ms(self, lengths: Sequence[int]) -> float:
         """Return the time of a microbatch run eager."""
         busy = self.busy_ms(sum(lengths), lengths, len(lengths), max(lengths))
-        return max(self.host_ms + self.host_per_segment_ms * len(lengths), busy + self.stall_ms)
+        return max(self.host_ms + self.host_per_segment_ms * len(lengths), self.eager_busy * busy + self.stall_ms)
 
     def graph_ms(self, capacity: int, lengths: Sequence[int], segments: int, largest: int) -> float:
         """Return the time of a microbatch replayed in a bucket with these bounds."""
@@ -83,22 +85,25 @@ DEFAULTS = {
         replay_ms=1.0,
         host_ms=86.0,
         host_per_segment_ms=0.4,
+        eager_busy=1.0,
         stall_ms=26.9,
         memory_fixed_mb=600.0,
         memory_per_token_mb=1.1,
     ),
     "vision": CostModel(
-        origin="Qwen3-VL's vision tower (27 layers of 1152), measured on an H200: vision_bench.jsonl of 2026-11-21",
-        fixed_ms=10.0,
-        per_token_ms=0.00781,
-        per_square_ms=1.377,
+        origin="Qwen3-VL's vision encoder (27 layers of 1152) with default options, measured on an H200: "
+        "vision_bench.jsonl of 2026-11-22",
+        fixed_ms=4.59,
+        per_token_ms=0.00625,
+        per_square_ms=1.36,
         per_row_ms=0.0,
         replay_ms=0.0,
-        host_ms=76.0,
-        host_per_segment_ms=0.5,
-        stall_ms=45.0,
-        memory_fixed_mb=700.0,
-        memory_per_token_mb=1.25,
+        host_ms=117.6,
+        host_per_segment_ms=2.2,
+        eager_busy=1.13,
+        stall_ms=43.9,
+        memory_fixed_mb=97.5,
+        memory_per_token_mb=1.08,
     ),
 }
 

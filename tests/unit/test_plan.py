@@ -10,6 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
+from bridge_cg_tools.benchmarks.models.workloads import CASES
+from bridge_cg_tools.benchmarks.pages.markdown import by_case
+from bridge_cg_tools.benchmarks.pages.performance_page import by_default
+from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.planner.cost import DEFAULTS, load_cost_model, save_cost_model
 from bridge_cg_tools.planner.errors import PlanError
@@ -133,14 +137,18 @@ def test_defaults_are_what_was_measured_eager():
 
 def test_the_vision_defaults_are_the_benchmarks():
     cost = DEFAULTS["vision"]
-    for segments, eager, graphs in (
-        ((784,), 75.1, 17.0),
-        ((2304,), 81.5, 37.2),
-        ((784,) * 4, 84.7, 37.9),
-        ((16384,), 562.9, 507.5),
-    ):
-        assert cost.eager_ms(segments) == pytest.approx(eager, rel=0.15)
-        assert cost.graph_ms(sum(segments), segments, 32, max(segments)) == pytest.approx(graphs, rel=0.15)
+    records = [r for r in read_records(ROOT / "docs/benchmarks/vision_bench.jsonl") if r["case"] in CASES]
+    forecasts = {
+        "eager": ("ms", 0.15, lambda frames: cost.eager_ms(frames)),
+        "graphs": ("ms", 0.03, lambda frames: cost.graph_ms(sum(frames), frames, len(frames), max(frames))),
+        "memory": ("memory_gb", 0.1, lambda frames: cost.memory_gb(sum(frames))),
+    }
+    eager, graphs = by_case(records, "eager").values(), by_default(records)
+    for name, measured in (("eager", eager), ("graphs", graphs), ("memory", graphs)):
+        field, within, forecast = forecasts[name]
+        for r in measured:
+            frames = [h * w for count, h, w in CASES[r["case"]] for _ in range(count)]
+            assert forecast(frames) == pytest.approx(r[field], rel=within), (name, r["case"])
 
 
 def write(path, text):
@@ -358,6 +366,10 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
+from bridge_cg_tools.benchmarks.models.workloads import CASES
+from bridge_cg_tools.benchmarks.pages.markdown import by_case
+from bridge_cg_tools.benchmarks.pages.performance_page import by_default
+from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.cli import main
 main(["plan", "packed", {histogram!r}, "--pack-size", "2048", "--json"])
 print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.stderr)

@@ -62,6 +62,7 @@ def fit(packs: Sequence[Measured], origin: str) -> CostModel:
         replay_ms=0.0,
         host_ms=host,
         host_per_segment_ms=per_segment,
+        eager_busy=1.0,
         stall_ms=max(stalls[len(stalls) // 2], 0.0),
         memory_fixed_mb=memory_fixed,
         memory_per_token_mb=memory_per_token,
