@@ -1,7 +1,7 @@
 """Passes over one layer of each kind: they make what depends on shapes, in a part of the time of a whole pass."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,20 +71,28 @@ def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
     """
     once = _Pass()
     layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_calling(layer, partial(once.call, layer, layer.forward)))
+        yield
+
+
+@contextmanager
+def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a layer's forward be another function inside."""
     with WATCHER.silent():
-        replaced = [InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward)) for layer in layers]
+        method = InstanceMethod(layer, "forward", forward)
     try:
         yield
     finally:
         with WATCHER.silent():
-            for method in replaced:
-                method.restore()
+            method.restore()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield what the outermost lists of modules hold."""
     if isinstance(module, nn.ModuleList):
-        yield from module
+        yield from module.children()  # a list may also hold None
         return
     for child in module.children():
         yield from _layers(child)

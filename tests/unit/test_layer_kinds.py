@@ -93,6 +93,34 @@ def test_what_cannot_be_handed_on_computes(returns):
     assert ran_in(lambda ran: Model(*numbered(ran, returns=returns))) == [0, 1, 2, 3]
 
 
+def test_lists_may_have_gaps():
+    model = Model(*numbered([]))
+    model.layers.append(None)
+    with one_layer_of_each_kind([model]):
+        assert "forward" in vars(model.layers[0])
+    assert not any("forward" in vars(layer) for layer in model.layers if layer is not None)
+
+
+class Sealed(nn.Module):
+    """Lets nobody replace its forward."""
+
+    def __setattr__(self, name, value):
+        if name == "forward":
+            raise AttributeError("sealed")
+        super().__setattr__(name, value)
+
+
+def test_a_layer_that_cannot_be_replaced_leaves_the_others_as_they_were():
+    ran: list[int] = []
+    model = Model(*numbered(ran))
+    model.layers.append(Sealed())
+    with pytest.raises(AttributeError, match="sealed"), one_layer_of_each_kind([model]):
+        pass
+    model.layers.pop(-1)
+    model(torch.ones(2, 4))
+    assert ran == [0, 1, 2, 3]
+
+
 def test_recomputation_runs_what_its_forward_ran():
     ran: list[int] = []
     model = Model(*numbered(ran))
