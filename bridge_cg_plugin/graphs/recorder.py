@@ -119,10 +119,12 @@ class Recorder:
             self.executor.warm_up(body, output_gradients, briefly)
             if self.offloading is not None and mode.gradients:
                 body.activations = self.offloading.prepare(self.executor, body, slot.index)
-            with self._watch.passing() as changed:
-                recording = self.executor.record(body, slot.pool)
-            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
-                raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
+            with self._watch.undone_by_errors() as held:
+                with self._watch.passing() as changed:
+                    recording = self.executor.record(body, slot.pool)
+                changed += held.changed()
+                if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
+                    raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
             self._always_changed.update(changed)
             self._check_changed(changed)
         nbytes = self.executor.pool_bytes(slot.pool) - before

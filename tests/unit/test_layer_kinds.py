@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.layer_kinds import one_layer_of_each_kind
 
+from ..regions import new_region
+from ..rows_program import RowsProgram
+from ..tape import Tape, TapeExecutor, TapeRecording
 from . import hugging_face_towers as hf
 from . import packs, towers
 from .mixes import IMAGES
@@ -192,7 +196,8 @@ def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(mo
     monkeypatch.setattr(type(layers[0]), "forward", noting)
     with vision_graphs(model) as graphs:
         assert graphs.captured, graphs.failure
-        assert first_passes == list(layers)
+        # The others' first passes were a recording in vain, which computes nothing: they do it again.
+        assert first_passes == [*layers, *layers[1:]]
         replayed = towers.results(model, IMAGES[:1])
         towers.assert_close([*replayed[0], *replayed[1]], [*outputs, *gradients])
         assert graphs.statistics().replays
@@ -213,3 +218,72 @@ def test_a_pass_that_needs_every_layer_is_a_whole_one(monkeypatch):
     monkeypatch.setattr(type(model.decoder), "forward", with_all_layers)
     with vision_graphs(model) as graphs:
         assert graphs.captured, graphs.failure
+
+
+class NothingComputed(TapeExecutor):
+    """Leaves NaN in what a recording made, as a capture computes nothing.
+
+    Attributes:
+        recording: Whether a pass is recorded now.
+    """
+
+    recording = False
+
+    def record(self, body, pool):
+        self.recording, computed = True, Tape()
+        try:
+            with computed:
+                return TapeRecording(body)
+        finally:
+            self.recording = False
+            for tensor in (tensor for *_, made, _ in computed._calls for tensor in made):
+                if tensor.is_floating_point():
+                    tensor.detach().fill_(torch.nan)
+
+
+class Keeping(nn.Module):
+    """Scales rows by numbers that it makes once for each count of rows, and keeps in an attribute."""
+
+    def __init__(self, kept) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), kept
+
+    def forward(self, hidden):
+        return hidden + self.linear(hidden) * self.scales(len(hidden))
+
+    def scales(self, rows):
+        for scales in self.kept.values() if isinstance(self.kept, dict) else self.kept:
+            if len(scales) == rows:
+                return scales
+        made = torch.arange(float(rows))[:, None]
+        if isinstance(self.kept, dict):
+            self.kept[rows] = made
+        else:
+            self.kept.append(made)
+        return made
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["attributes change", "the recording fails"])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_a_recording_in_vain_left_in_attributes_is_not_used(kind, fails):
+    model = nn.Sequential(nn.ModuleList(Keeping(kind()) for _ in range(3)))
+    layers, executor = model[0], NothingComputed()
+
+    def forward(hidden):
+        for layer in layers:
+            counts = [len(each.kept) for each in layers]
+            hidden = layer(hidden)
+            if fails and executor.recording and counts != [len(each.kept) for each in layers]:
+                raise RuntimeError("a first pass cannot be recorded")
+        return hidden
+
+    region = new_region(RowsProgram(model, (4,), forward=forward), executor, [Bucket(4), Bucket(8)])
+    region.capture()
+    model.eval()
+    for rows in (8, 4):
+        hidden = expected = torch.randn(rows, 4)
+        for layer in layers:
+            expected = expected + layer.linear(expected) * torch.arange(float(rows))[:, None]
+        with torch.no_grad():
+            torch.testing.assert_close(forward(hidden), expected)
+            torch.testing.assert_close(region.run(hidden), (expected,))

@@ -225,6 +225,21 @@ class ModelWatch:
                 if grown or not self._lists.keys().isdisjoint(changed):
                     self._follow_unwatched()
 
+    @contextmanager
+    def undone_by_errors(self) -> Iterator["Contents"]:
+        """Put back what modules hold where something is raised inside: a capture that fails has computed nothing.
+
+        Yields:
+            What the modules held before.
+        """
+        before = Contents(self._tree)
+        try:
+            yield before
+        except BaseException:
+            with WATCHER.silent():
+                before.put_back()
+            raise
+
     def _note(self, values: dict[Any, Any], key: Hashable) -> None:
         entry = Entry(id(values), key)
         table = self._tables.get(entry.table)
@@ -446,6 +461,45 @@ class Held:
         """Whether an element is another object now."""
         now = list(chain.from_iterable(map(_elements, self._containers)))
         return len(now) != len(self._elements) or not all(map(operator.is_, now, self._elements))
+
+
+class Contents:
+    """What modules hold when the object is made: what is in their dicts, and in lists and sets in attributes.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._dicts = [(table.values, dict(table.values)) for m in modules for table in _tables_of(m, "")]
+        self._others = {
+            Entry(id(vars(module)), name): (value, list(value))
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, UNWATCHED)
+        }
+
+    def changed(self) -> list[Entry]:
+        """Return the attributes whose list or set holds other elements now."""
+        return [entry for entry, (values, before) in self._others.items() if not _alike(values, before)]
+
+    def put_back(self) -> None:
+        """Let dicts, lists and sets hold what they held."""
+        for table, before in self._dicts:
+            for key in table.keys() - before.keys():
+                del table[key]
+            for key, value in before.items():
+                if table.get(key, MISSING) is not value:
+                    table[key] = value
+        for entry in self.changed():
+            values, elements = self._others[entry]
+            values.clear()
+            values.extend(elements) if isinstance(values, list) else values.update(elements)
+
+
+def _alike(values: Iterable[Any], others: Sequence[Any]) -> bool:
+    now = list(values)
+    return len(now) == len(others) and all(map(operator.is_, now, others))
 
 
 def _elements(container: Any) -> Iterable[Any]:
