@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from .changes.dict_watch import WATCHER
 from .instance import InstanceMethod
 
-# What counts layers; those of one kind differ in it.
-NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no"))
+# What counts or names layers; those of one kind differ in it.
+NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
+# Values that a kernel may be chosen by. Other objects belong to one layer each.
+SETTINGS = (bool, int, float, str, Enum, torch.dtype, type(None))
 
 
 class _Ran(NamedTuple):
@@ -105,11 +108,16 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | Non
 
 
 def _traits(name: str, module: nn.Module) -> Hashable:
-    """Return what decides a module's kernels: its class, settings, configuration, and its parameters' sizes."""
-    parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in module._parameters.values() if p is not None)
-    return name, type(module), _settings(module), _settings(getattr(module, "config", None)), parameters
+    """Return what decides a module's kernels: its class, settings, configuration, and its tensors' sizes."""
+    held = (*module._parameters.values(), *module._buffers.values())
+    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in held if t is not None)
+    return name, type(module), _settings(module), _settings(getattr(module, "config", None)), tensors
 
 
 def _settings(holder: object) -> Hashable:
     plain = getattr(holder, "__dict__", {}).items()
-    return tuple((name, v) for name, v in plain if isinstance(v, bool | int | float) and name not in NUMBERS)
+    return tuple((name, v) for name, v in plain if _is_setting(v) and name not in NUMBERS)
+
+
+def _is_setting(value: object) -> bool:
+    return isinstance(value, SETTINGS) or (type(value) is tuple and all(map(_is_setting, value)))

@@ -83,6 +83,36 @@ def test_every_kind_computes():
     assert ran_in(other_class) == [0, 3]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("window_size", (128, 0)), ("kind", "sliding"), ("out_dtype", torch.bfloat16)]
+)
+def test_a_setting_of_any_plain_type_makes_a_kind(name, value):
+    def other_setting(ran):
+        layers = numbered(ran)
+        setattr(layers[2], name, value)
+        return Model(*layers)
+
+    def all_set(ran):
+        layers = numbered(ran)
+        for layer in layers:
+            setattr(layer, name, value)
+            layer.name = f"layer {layer.layer_number}"
+        return Model(*layers)
+
+    assert ran_in(other_setting) == [0, 2]
+    assert ran_in(all_set) == [0]
+
+
+def test_a_buffer_of_another_size_makes_a_kind():
+    def other_buffer(ran):
+        layers = numbered(ran)
+        for layer in layers:
+            layer.register_buffer("table", torch.zeros(2 + layer.layer_number // 2))
+        return Model(*layers)
+
+    assert ran_in(other_buffer) == [0, 2]
+
+
 def test_another_argument_is_another_kind():
     windows, frames = torch.zeros(1), torch.zeros(1)
     assert ran_in(lambda ran: Model(*numbered(ran), others=[windows, frames, windows, frames])) == [0, 1]
