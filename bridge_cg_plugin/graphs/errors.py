@@ -36,6 +36,8 @@ def named(error: BaseException) -> str:
 def release_frames(error: BaseException) -> None:
     """Let go of what the frames of an error hold, tensors among it, now and not at a later garbage collection."""
     found: BaseException | None = error
-    while found is not None:
+    seen: set[int] = set()  # errors may name each other as their cause
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         traceback.clear_frames(found.__traceback__)
         found = found.__cause__ or found.__context__
