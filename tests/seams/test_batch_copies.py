@@ -245,6 +245,15 @@ def test_an_error_of_the_step_leaves_the_computing_stream():
         assert Stream.current is computing
 
 
+def test_the_computing_stream_waits_for_copies_that_an_error_ends():
+    with device() as seen:
+        before = torch.zeros(3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="no more"), batches.COPIES.copying():
+            made_there = before + 1
+            raise RuntimeError("no more")
+        seen.read(made_there)
+
+
 @pytest.fixture
 def locked(monkeypatch):
     """Page-locked tensors by their addresses, as this machine has no such memory."""

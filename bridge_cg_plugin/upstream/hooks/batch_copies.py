@@ -82,9 +82,11 @@ class CopyStream:
         stream = self._stream_beside(computing)
         if len(self._begun) == AHEAD:
             self._begun.popleft().synchronize()
-        with torch.cuda.stream(stream), _Beside(stream, computing):
-            yield
-        computing.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), _Beside(stream, computing):
+                yield
+        finally:
+            computing.wait_stream(stream)
         begun = torch.cuda.Event(blocking=True)
         begun.record(computing)
         self._begun.append(begun)
