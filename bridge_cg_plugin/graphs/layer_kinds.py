@@ -103,7 +103,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, tuple[object, ...]]:
     """Return the hidden states, None where the first argument is something else, and the other arguments."""
-    hidden, *others = (*args, *kwargs.values())
+    hidden, *others = (*args, *kwargs.values()) or (None,)
     return (hidden if isinstance(hidden, Tensor) else None), tuple(others)
 
 

@@ -155,6 +155,16 @@ def test_a_layer_that_cannot_be_replaced_leaves_the_others_as_they_were():
     assert ran == [0, 1, 2, 3]
 
 
+def test_a_layer_without_arguments_computes():
+    class Table(nn.Module):
+        def forward(self):
+            return torch.ones(2)
+
+    tables = nn.ModuleList(Table() for _ in range(2))
+    with one_layer_of_each_kind([tables]):
+        assert all(torch.equal(table(), torch.ones(2)) for table in tables)
+
+
 def test_recomputation_runs_what_its_forward_ran():
     ran: list[int] = []
     model = Model(*numbered(ran))
