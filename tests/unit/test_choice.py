@@ -88,6 +88,16 @@ def test_a_field_of_a_part_that_was_set_stays():
     assert options.packed.max_packed_seqs == 4 and options.vision.buckets == (1024,)
 
 
+def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no_ones_way():
+    experts = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
+    recipe = SimpleNamespace(**experts, cuda_graph_impl="none", cuda_graph_modules="full", cuda_graph_scope="full")
+    options, parts = chosen(recipe)
+    assert parts["language model"].graphs.startswith("attention and routers")
+    assert [module.name for module in options.language_model.modules] == ["attn", "moe_router"]
+    _, parts = chosen(recipe, {"cuda_graph_modules": "full"})
+    assert parts["language model"].graphs == "eager"
+
+
 def test_an_explicit_none_stays():
     options, parts = chosen({**DENSE, "vision_cuda_graph_impl": "none"})
     assert not options.vision.enabled and parts["vision encoder"].why == "as it was set"
