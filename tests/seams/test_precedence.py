@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
+from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe_release, read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_tools.cli import main as bridge_cg
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
@@ -296,3 +298,19 @@ def test_settings_of_the_users_own_that_graphs_cannot_have_are_refused(with_modu
 def test_settings_of_the_users_own_that_graphs_need_are_kept(with_modules, write, settings, tmp_path):
     write(with_modules, settings, tmp_path)
     check_full_iteration(with_modules)
+
+
+@every_way
+def test_a_written_none_keeps_a_part_eager_under_the_one_setting(recipe, way, tmp_path):
+    recipe.model.cuda_graphs = "exact"
+    way(recipe, IMPL, "none", tmp_path)
+    check_training_config(recipe)
+    assert not read_options(recipe).language_model.enabled
+
+
+@pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
+def test_the_one_setting_alone_waits_for_validation(recipe, way, tmp_path):
+    way(recipe, SETTING, "exact", tmp_path)
+    assert recipe.model.cuda_graphs == "exact" and recipe.model.cuda_graph_impl == "none"
+    check_training_config(recipe)
+    assert read_options(recipe).language_model.enabled

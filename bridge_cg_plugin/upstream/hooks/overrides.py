@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...options import GraphOptions, OptionError, check_options, facts_of, normalize
+from ...options.choice import SETTING
 from ...options.groups import split_name, tuning_of
 from ...options.normalization import warn_once
 from ...options.precedence import settle
 from ...options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
+from ...options.values import is_unset
 from .field_values import check_value
 from .graph_fields import apply_options
 from .training_config import check_configuration
@@ -111,8 +113,9 @@ def apply_flags(config: Any, *sources: Any) -> GraphOptions:
 def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
     """Apply graph options to a configuration that Bridge's own overrides have changed already.
 
-    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held. Of other
-    settings only those are checked that a person wrote and that graphs would change (see `apply_flags`).
+    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held, or
+    `cuda_graphs` is set: it is resolved while it is known which fields were written. Of other settings only those are
+    checked that a person wrote and that graphs would change (see `apply_flags`).
 
     Args:
         config: A Bridge `ConfigContainer`.
@@ -124,7 +127,8 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
         OptionError: The options cannot work; no graph option was set.
     """
     together = before.then(written)
-    if flags or settle(together)[0] != together:
+    chosen = not is_unset(together.fields.get(SETTING)) and together.explicit - {SETTING}
+    if flags or chosen or settle(together)[0] != together:
         held = replace(collect(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
         check_options(options, facts_of(Written(settings=written.settings)))
