@@ -6,28 +6,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
 from bridge_cg_tools.benchmarks.photographs.comparison import compare
 from bridge_cg_tools.benchmarks.runs.layout import Layout
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 from bridge_cg_tools.report.spread import outside_by_others
 
-# Eager runs that share the GPU at a time; one takes up to 43 GiB.
-AT_ONCE = 2
+# What one run takes of a GPU's memory, and how many share it at least.
+RUN_BYTES, FEWEST_AT_ONCE = 45 << 30, 2
 # Eager runs that can be judged by the others, and that a verdict may rest on.
 FEWEST_JUDGED, MOST_EAGER = 3, 7
+MORE_EAGER = 2
+
+
+def at_once() -> int:
+    """Return how many runs share the GPU at a time."""
+    return max(torch.cuda.get_device_properties(0).total_memory // RUN_BYTES, FEWEST_AT_ONCE)
 
 
 def run_eager(processes: Sequence[TrainingProcess], side_by_side: bool, arguments: list[str]) -> list[dict[str, Any]]:
-    """Train eager in each process; side by side, only the first, which runs alone, keeps its step times."""
+    """Train eager in each process; side by side they share the GPU and keep no step times."""
     if not side_by_side:
         return [process.train("eager", arguments) for process in processes]
-    return [processes[0].train("eager", arguments), *untimed(processes[1:], arguments)]
-
-
-def untimed(processes: Sequence[TrainingProcess], arguments: list[str]) -> list[dict[str, Any]]:
-    """Train eager in processes that share the GPU."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once()) as pool:
         runs = list(pool.map(lambda process: process.train("eager", arguments), processes))
     return [{**run, "step_ms": None} for run in runs]
 
@@ -55,17 +58,18 @@ def main(
     """
     variants = [arguments, *([*arguments, *words] for words in also)]
     with started(eager_runs + len(variants), layout_in(arguments)) as processes:
-        eager = run_eager(processes[:eager_runs], side_by_side, arguments)
-        rest = zip(processes[eager_runs:], variants, strict=True)
-        graphed = [(process.train("graphs", words), words) for process, words in rest]
+        first, others, rest = processes[0], processes[1:eager_runs], processes[eager_runs:]
+        eager = [first.train("eager", arguments)]
+        graphed = [(process.train("graphs", words), words) for process, words in zip(rest, variants, strict=True)]
+        eager += run_eager(others, side_by_side, arguments)
     while True:
         same = [compare(eager, run, words, steps, records) for run, words in graphed]
         replayed = all(run["graphs"] and run["graphs"]["replays"] for run, _ in graphed)
         if all(same) or not (replayed and say_too_little(eager)):
             return 0 if all(same) else 1
-        print(f"{AT_ONCE} more eager runs, since {len(eager)} do not show how far eager runs are apart", flush=True)
-        with started(AT_ONCE, layout_in(arguments)) as processes:
-            eager += untimed(processes, arguments) if side_by_side else run_eager(processes, False, arguments)
+        print(f"{MORE_EAGER} more eager runs, since {len(eager)} do not show how far eager runs are apart", flush=True)
+        with started(MORE_EAGER, layout_in(arguments)) as processes:
+            eager += run_eager(processes, side_by_side, arguments)
 
 
 def say_too_little(eager: Sequence[dict[str, Any]]) -> bool:

@@ -1,5 +1,6 @@
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ def runs(monkeypatch):
     """Return a function that sets what the three processes of the main job give."""
 
     def give(graphs, replays=4, again=None):
-        results = iter([run_of(EAGER[0], None), run_of(EAGER[1], None), run_of(graphs, replays)])
+        eager = iter([run_of(EAGER[0], None), run_of(EAGER[1], None)])
         modes = []
 
         class Process:
@@ -41,12 +42,15 @@ def runs(monkeypatch):
 
             def train(self, mode, arguments):
                 modes.append(mode)
-                return again if again is not None and arguments else next(results)
+                if mode == "eager":
+                    return next(eager)
+                return again if again is not None and arguments else run_of(graphs, replays)
 
             def close(self):
                 modes.append("closed")
 
         monkeypatch.setattr(gpu, "TrainingProcess", Process)
+        monkeypatch.setattr(gpu, "at_once", lambda: 2)
         return modes
 
     return give
@@ -55,7 +59,7 @@ def runs(monkeypatch):
 def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
     modes = runs([2.05] * 8)
     assert gpu.main(8, 2, []) == 0
-    assert modes == ["1 GPU"] * 3 + ["ready"] * 3 + ["eager", "eager", "graphs"] + ["closed"] * 3
+    assert modes == ["1 GPU"] * 3 + ["ready"] * 3 + ["eager", "graphs", "eager"] + ["closed"] * 3
     assert "verdict: SAME" in capsys.readouterr().out
 
 
@@ -71,7 +75,7 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
 @pytest.mark.parametrize("further, verdicts", [([2.4, 4.0], ["DIFFERENT", "SAME"]), ([2.0] * 4, ["DIFFERENT"] * 3)])
 def test_eager_runs_that_are_outside_themselves_are_joined_by_more(runs, monkeypatch, capsys, further, verdicts):
     modes = runs([])
-    order = [2.0, 2.1, 2.9, None, *further]
+    order = [2.0, None, 2.1, 2.9, *further]
     results = iter([run_of([4.4] * 8) if loss is None else run_of([loss] * 8, None) for loss in order])
     monkeypatch.setattr(gpu.TrainingProcess, "train", lambda self, mode, arguments: next(results))
     assert gpu.main(8, 3, []) == (verdicts[-1] != "SAME")
@@ -84,15 +88,22 @@ def test_side_by_side_only_the_first_eager_run_is_timed(runs, tmp_path):
     modes = runs([2.05] * 8)
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, side_by_side=True) == 0
-    assert modes[6:-3] == ["eager", "eager", "graphs"]
+    assert modes[6:-3] == ["eager", "graphs", "eager"]
     assert [json.loads(line)["ms"] for line in path.read_text().splitlines()] == [100.0, None, 100.0]
+
+
+@pytest.mark.parametrize("gib, runs_at_once", [(80, 2), (139, 3), (180, 4)])
+def test_as_many_runs_share_a_gpu_as_its_memory_takes(monkeypatch, gib, runs_at_once):
+    found = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_properties", lambda _: found)
+    assert gpu.at_once() == runs_at_once
 
 
 def test_further_graphed_runs_share_the_eager_ones(runs, tmp_path):
     modes = runs([2.05] * 8, again=run_of([2.5] * 8))
     path = tmp_path / "pretrain.jsonl"
     assert gpu.main(8, 2, [], path, also=[["model.cuda_graph_impl=transformer_engine"]]) == 1
-    assert modes[8:-4] == ["eager", "eager", "graphs", "graphs"]
+    assert modes[8:-4] == ["eager", "graphs", "graphs", "eager"]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     verdicts = {r["case"]: r["inside_spread"] for r in records if r["mode"] == "plugin"}
     assert verdicts == {"mixed": True, "mixed_language_model": False}

@@ -83,7 +83,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument(
-        "--side-by-side", action="store_true", help="eager runs after the first go two at a time, without times"
+        "--side-by-side", action="store_true", help="eager runs after the first share the GPU, without times"
     )
     parser.add_argument(
         "--also",
