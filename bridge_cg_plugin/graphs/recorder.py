@@ -1,6 +1,5 @@
 """Recording a region's buckets into slots."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +11,7 @@ from ..announce import LOGGER
 from .buckets import Bucket
 from .changes.model_watch import Entry, ModelWatch
 from .changes.source import Recorded, Source
-from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
 from .piece import Piece
 from .ranges import named_range
@@ -99,7 +98,7 @@ class Recorder:
                 raise
             except CaptureError as error:
                 LOGGER.info("%s: bucket %s needs a whole warm-up pass: %s", self.name, bucket, error)
-            gc.collect()  # of the recording that is thrown away, whose memory the next one then takes
+                release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
         return self._record_warmed_up(source, slot, bucket, mode, briefly=False)
 
     def _record_warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
