@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..announce import LOGGER
 from .buckets import Bucket
-from .changes.model_watch import Entry, ModelWatch
+from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
+from .changes.tables import Entry
 from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
 from .piece import Piece

@@ -88,7 +88,8 @@ def test_every_kind_computes():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("window_size", (128, 0)), ("kind", "sliding"), ("out_dtype", torch.bfloat16)]
+    ("name", "value"),
+    [("window_size", (128, 0)), ("kind", "sliding"), ("out_dtype", torch.bfloat16), ("frequency", 1j)],
 )
 def test_a_setting_of_any_plain_type_makes_a_kind(name, value):
     def other_setting(ran):
