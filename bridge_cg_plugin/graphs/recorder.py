@@ -14,6 +14,7 @@ from .changes.source import Recorded, Source
 from .changes.tables import Entry
 from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
+from .generators import put_back
 from .piece import Piece
 from .ranges import named_range
 from .recording import Mode, RegionBody
@@ -114,7 +115,11 @@ class Recorder:
             return made
 
         before = self.executor.pool_bytes(slot.pool)
-        with self._piece.around(), as_capture_error(f"bucket {bucket}"):
+        with (
+            self._piece.around(),
+            as_capture_error(f"bucket {bucket}"),
+            put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
+        ):
             self._program.load_example(slot.buffers[bucket], bucket)
             self.executor.warm_up(body, output_gradients, briefly)
             if self.offloading is not None and mode.gradients:
