@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from .generators import CapturedStates, default_generator
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def capture_graph(
     device = stream.device
     stream.wait_stream(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
-    guards = [_GeneratorGuard(g, device) for g in (torch.cuda.default_generators[device.index], *generators)]
+    states = CapturedStates((default_generator(device), *generators), stream)
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -44,11 +45,11 @@ def capture_graph(
                 raise
             graph.capture_end()
     except torch.OutOfMemoryError as error:
-        _restore(guards)
+        states.recover()
         raise OutOfMemoryInCapture(first_line(error)) from error
     except BaseException as error:
         _end_pool(pool, device)
-        _restore(guards)
+        states.recover()
         if not isinstance(error, Exception):
             raise
         raise CaptureError(f"{type(error).__name__}: {error}") from error
@@ -70,22 +71,3 @@ def _end_pool(pool: tuple[int, int], device: torch.device) -> None:
     # PyTorch leaves the allocator routed to the pool when ending the capture fails.
     with suppress(Exception):
         torch._C._cuda_endAllocateToPool(device.index, pool)
-
-
-def _restore(guards: Sequence["_GeneratorGuard"]) -> None:
-    for guard in guards:
-        guard.restore()
-
-
-class _GeneratorGuard:
-    """Brings a generator back to life after a failed capture left it in capture mode."""
-
-    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
-        self._generator = generator
-        self._state = self._generator.get_state()
-        self._device = device
-
-    def restore(self) -> None:
-        fresh = torch.Generator(device=self._device)
-        fresh.set_state(self._state)
-        self._generator.graphsafe_set_state(fresh.graphsafe_get_state())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .activations import Activations
 from .errors import CaptureError
+from .generators import default_generator
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
 from .side_stream import SideStream
 from .streams import ReplayStream
@@ -77,6 +78,9 @@ class Executor(Protocol):
 
     def pool_bytes(self, pool: Pool) -> int:
         """Return the device memory that the pool holds, in bytes."""
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """Return what work that is recorded may draw random numbers from."""
 
 
 def refuse_other_allocators() -> None:
@@ -183,6 +187,10 @@ class CudaGraphExecutor:
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
 
+    def generators(self) -> Sequence[torch.Generator]:
+        """See `Executor`."""
+        return default_generator(self.device), *self._generators()
+
 
 class ReferenceExecutor:
     """Runs the recorded work eagerly over the same static buffers; needs no GPU.
@@ -243,6 +251,10 @@ class ReferenceExecutor:
     def pool_bytes(self, pool: None) -> int:
         """See `Executor`."""
         return 0
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """See `Executor`."""
+        return (default_generator(self.device),)
 
 
 def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:

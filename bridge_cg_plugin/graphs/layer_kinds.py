@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .changes.dict_watch import WATCHER
+from .changes.values import plain
 from .instance import InstanceMethod
 
 # What counts or names layers; those of one kind differ in it.
 NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
-# Values that a kernel may be chosen by. Other objects belong to one layer each.
-SETTINGS = (bool, int, float, str, Enum, torch.dtype, type(None))
 
 
 class _Ran(NamedTuple):
@@ -120,4 +118,5 @@ def _settings(holder: object) -> Hashable:
 
 
 def _is_setting(value: object) -> bool:
-    return isinstance(value, SETTINGS) or (type(value) is tuple and all(map(_is_setting, value)))
+    """Whether a kernel may be chosen by a value. Other objects belong to one layer each."""
+    return plain(value) or (type(value) is tuple and all(map(_is_setting, value)))

@@ -1,6 +1,5 @@
 """Recording a region's buckets into slots."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,10 +9,12 @@ from torch import Tensor
 
 from ..announce import LOGGER
 from .buckets import Bucket
-from .changes.model_watch import Entry, ModelWatch
+from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
-from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from .changes.tables import Entry
+from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
+from .generators import put_back
 from .piece import Piece
 from .ranges import named_range
 from .recording import Mode, RegionBody
@@ -99,7 +100,7 @@ class Recorder:
                 raise
             except CaptureError as error:
                 LOGGER.info("%s: bucket %s needs a whole warm-up pass: %s", self.name, bucket, error)
-            gc.collect()  # of the recording that is thrown away, whose memory the next one then takes
+                release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
         return self._record_warmed_up(source, slot, bucket, mode, briefly=False)
 
     def _record_warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
@@ -114,7 +115,11 @@ class Recorder:
             return made
 
         before = self.executor.pool_bytes(slot.pool)
-        with self._piece.around(), as_capture_error(f"bucket {bucket}"):
+        with (
+            self._piece.around(),
+            as_capture_error(f"bucket {bucket}"),
+            put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
+        ):
             self._program.load_example(slot.buffers[bucket], bucket)
             self.executor.warm_up(body, output_gradients, briefly)
             if self.offloading is not None and mode.gradients:

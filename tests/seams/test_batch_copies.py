@@ -126,8 +126,8 @@ def device(graphs=True):
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self.to(DEVICE)))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", used))
         stack.enter_context(mock.patch.object(batches, "COPIES", CopyStream()))
-        stack.enter_context(mock.patch.object(batch_copies, "any_on_graphs", lambda: graphs))
-        stack.enter_context(mock.patch.object(host_tokens, "active_helpers", lambda: [object()] * graphs))
+        for module in (batch_copies, batches, host_tokens):
+            stack.enter_context(mock.patch.object(module, "any_on_graphs", lambda: graphs))
         stack.enter_context(races)
         yield races
 

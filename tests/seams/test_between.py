@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks import between, host_tokens
+from bridge_cg_plugin.upstream.hooks import batches, between, host_tokens
 from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 from bridge_cg_plugin.upstream.host_tokens import TOKENS
@@ -46,9 +46,14 @@ def modelling(active):
     return active[between.PATCHES[0].seam.module]
 
 
+def graphs_are(on, monkeypatch):
+    for module in (batches, between, host_tokens):
+        monkeypatch.setattr(module, "any_on_graphs", lambda: on)
+
+
 @pytest.fixture(autouse=True)
 def graphs_wanted(monkeypatch):
-    monkeypatch.setattr(host_tokens, "active_helpers", lambda: [object()])
+    graphs_are(True, monkeypatch)
 
 
 def make(samples, length=64, seed=0):
@@ -124,7 +129,7 @@ def test_masks_that_the_data_set_made_are_kept(modelling):
 
 
 def test_without_graphs_images_are_found_by_upstream(modelling, monkeypatch):
-    monkeypatch.setattr(host_tokens, "active_helpers", lambda: [])
+    graphs_are(False, monkeypatch)
     assert type(modelling.reorganize_inputs(**make(BATCHES["one image"]), **IDS)[2]) is torch.Tensor
 
 

@@ -21,7 +21,7 @@ FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv
 @pytest.fixture
 def step(active, monkeypatch):
     """Bridge's step, as it is and with the patch."""
-    monkeypatch.setattr(host_tokens, "active_helpers", lambda: [object()])
+    monkeypatch.setattr(host_tokens, "any_on_graphs", lambda: True)
     module = importlib.import_module(host_tokens.PATCHES[0].seam.module)
     patched = module._pad_and_pack_qwen3_vl_step
     return SimpleNamespace(old=patched.__wrapped__, new=patched)
@@ -82,14 +82,14 @@ def test_tokens_that_nobody_announced_are_upstreams(step):
 
 
 def test_without_graphs_the_step_is_upstreams(step, monkeypatch):
-    monkeypatch.setattr(host_tokens, "active_helpers", lambda: [])
+    monkeypatch.setattr(host_tokens, "any_on_graphs", lambda: False)
     assert type(step.new(*batch(), groups())[0]) is torch.Tensor
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("name", ["tokens", "input_ids"])
 def test_a_batch_step_notes_tokens_where_graphs_are_on(graphs, name, monkeypatch):
-    monkeypatch.setattr(host_tokens, "active_helpers", lambda: [object()] * graphs)
+    monkeypatch.setattr(batches, "any_on_graphs", lambda: graphs)
     host = torch.arange(8).view(2, 4)
     step = batches.PATCHES[0].make(lambda data: {key: value.to("meta") for key, value in next(data).items()})
     found = step(iter([{name: host}]))[name]

@@ -357,15 +357,15 @@ def test_another_allocator_is_refused_before_anything_is_recorded(backend, monke
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_whatever_ends_a_capture_the_generator_comes_back(error, raised, monkeypatch):
-    guard, device = mock.MagicMock(), mock.MagicMock()
+def test_whatever_ends_a_capture_the_generators_come_back(error, raised, monkeypatch):
+    states, device = mock.MagicMock(), mock.MagicMock()
     device.OutOfMemoryError = torch.OutOfMemoryError
     device.cuda.stream.return_value.__exit__.return_value = False
     monkeypatch.setattr(capture, "torch", device)
-    monkeypatch.setattr(capture, "_GeneratorGuard", guard)
+    monkeypatch.setattr(capture, "CapturedStates", states)
     stream = mock.MagicMock()
     stream.device.index = 0
     with pytest.raises(raised), capture.capture_graph(mock.MagicMock(), (0, 1), stream):
         raise error
-    guard.return_value.restore.assert_called_once()
+    states.return_value.recover.assert_called_once()
     assert gc.isenabled()

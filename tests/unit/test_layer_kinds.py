@@ -1,5 +1,9 @@
 """The brief pass that warms up a further bucket: one layer of each kind computes."""
 
+import gc
+import logging
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -84,7 +88,8 @@ def test_every_kind_computes():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("window_size", (128, 0)), ("kind", "sliding"), ("out_dtype", torch.bfloat16)]
+    ("name", "value"),
+    [("window_size", (128, 0)), ("kind", "sliding"), ("out_dtype", torch.bfloat16), ("frequency", 1j)],
 )
 def test_a_setting_of_any_plain_type_makes_a_kind(name, value):
     def other_setting(ran):
@@ -241,6 +246,65 @@ def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(mo
         replayed = towers.results(model, IMAGES[:1])
         towers.assert_close([*replayed[0], *replayed[1]], [*outputs, *gradients])
         assert graphs.statistics().replays
+
+
+class CountingExecutor(TapeExecutor):
+    """Counts the bodies of brief passes that are alive when a whole pass follows."""
+
+    def __init__(self):
+        super().__init__()
+        self._brief, self.alive = [], []
+
+    def warm_up(self, body, make_output_gradients, briefly=False):
+        if briefly:
+            self._brief.append(weakref.ref(body))
+        elif self._brief:
+            self.alive.append(sum(each() is not None for each in self._brief))
+        super().warm_up(body, make_output_gradients, briefly)
+
+
+class NeedsAll(Model):
+    """Fails unless every layer computes."""
+
+    def forward(self, hidden):
+        ran = self.layers[0]._ran
+        before = len(ran)
+        returned = super().forward(hidden)
+        if len(ran) - before != len(self.layers):
+            raise RuntimeError("a layer is missing")
+        return returned
+
+
+class NotesSizes(Layer):
+    """Notes in an attribute which numbers of rows it has seen."""
+
+    def forward(self, hidden, other=None):
+        self.seen = tuple(dict.fromkeys((*getattr(self, "seen", ()), len(hidden))))
+        return super().forward(hidden, other)
+
+
+def failing():
+    return NeedsAll(*numbered([]))
+
+
+def changing():
+    ran: list[int] = []
+    return Model(*(NotesSizes(n, ran) for n in range(4)))
+
+
+@pytest.mark.parametrize("make", [failing, changing])
+def test_a_recording_in_vain_is_freed_before_the_next_one_though_its_error_is_kept(make, caplog):
+    caplog.set_level(logging.INFO, logger="bridge_cg_plugin")
+    executor = CountingExecutor()
+    region = new_region(RowsProgram(make(), (4,)), executor, [Bucket(2), Bucket(3)], evaluation=False)
+    gc.collect()
+    gc.disable()
+    try:
+        region.capture()
+        assert executor.alive == [0]
+    finally:
+        gc.enable()
+    assert "needs a whole warm-up pass" in caplog.text
 
 
 def test_a_pass_that_needs_every_layer_is_a_whole_one(monkeypatch):

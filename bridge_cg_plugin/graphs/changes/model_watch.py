@@ -4,9 +4,6 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from itertools import chain
-from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -14,27 +11,19 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from .contents import UNWATCHED, Contents, Held
 from .dict_watch import WATCHER
+from .tables import CONFIG, HOOKS, OF_EVERY_MODULE, PARTS, Entry, Table, module_tables
+from .values import CONTAINERS, MISSING, plain, token, word
 
-MISSING: Any = object()
-TRAINING, CONFIG, FORWARD = "training", "config", "forward"
-# Dicts of a module that decide which tensors and modules its forward uses.
-PARTS = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+TRAINING, FORWARD = "training", "forward"
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # What PyTorch notes of a module's hooks and leaves behind when they are gone.
 LEFT_BY_HOOKS = frozenset(("_is_full_backward_hook",))
 # Attributes that hold watched dicts.
 HOLD_TABLES = frozenset((*PARTS, *HOOKS, CONFIG))
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-# Values that are the same where they are equal. Any other value is the same only where it is the same object.
-PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, MethodType)
-# Modules that compute nothing of their own; PEFT makes new ones of the same modules whenever it walks a model.
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# Compared by what they hold, down to this depth. No watcher sees a list or a set change.
-UNWATCHED = (list, set)
-NESTING = (list, tuple, set, frozenset, dict)
-NESTED = 3
+# What is followed itself where an attribute holds it.
+FOLLOWED = (dict, *UNWATCHED)
 _forward_of = operator.attrgetter(FORWARD)
 
 
@@ -52,37 +41,6 @@ class Exempt:
 
 
 NOTHING_EXEMPT = Exempt()
-
-
-class Entry(NamedTuple):
-    """One entry of a watched dict.
-
-    Attributes:
-        table: The dict's `id`.
-        key: Its key.
-    """
-
-    table: int
-    key: Hashable
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Table:
-    """A watched dict.
-
-    Attributes:
-        name: Of its owner and itself, for messages.
-        values: The dict.
-        hooks: Whether it holds hooks.
-        submodules: Whether it holds a module's submodules.
-        plain_only: Whether only changes of plain values count: a config's, which holds callables of the train loop.
-    """
-
-    name: str
-    values: dict[Any, Any]
-    hooks: bool = False
-    submodules: bool = False
-    plain_only: bool = False
 
 
 class _Old(NamedTuple):
@@ -154,7 +112,7 @@ class ModelWatch:
         for root in self._roots:
             for name, module in root.named_modules():
                 self._tree.setdefault(module, name or type(module).__name__)
-        followed = [table for module, name in self._tree.items() for table in _tables_of(module, name)]
+        followed = [table for module, name in self._tree.items() for table in module_tables(module, name)]
         for hooks in GLOBAL_HOOKS:
             followed.append(Table(f"torch.nn.modules.module.{hooks}", getattr(torch_module, hooks), hooks=True))
         self._followed: tuple[Table, ...] = tuple(map(self._add, followed))
@@ -249,7 +207,7 @@ class ModelWatch:
         if self._passing:
             if entry not in self._touched:
                 self._touched[entry] = _Old(old, token(old))
-        elif not (key in self._ignored or entry in self._replaced or (entry in self._volatile and not _plain(old))):
+        elif not (key in self._ignored or entry in self._replaced or (entry in self._volatile and not plain(old))):
             self._generation += 1
             self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
             self._before.setdefault(entry, _Old(old, self._contents.get(entry) or token(old)))
@@ -304,7 +262,7 @@ class ModelWatch:
         if table.hooks or entry.key == TRAINING:
             return False
         plain_only = table.plain_only or entry in self._volatile
-        return not plain_only or (_plain(old) and _plain(now))
+        return not plain_only or (plain(old) and plain(now))
 
     def _modes(self) -> bool | tuple[bool, ...]:
         modes = tuple(module.training for module in self._tree if type(module) not in CONTAINERS)
@@ -373,7 +331,7 @@ class ModelWatch:
 
     def tables_of(self, modules: Iterable[nn.Module]) -> frozenset[int]:
         """Return what is followed of modules, without those below them, as `Entry.table` names it."""
-        found = {id(table.values) for module in modules for table in _tables_of(module, "")}
+        found = {id(table.values) for module in modules for table in module_tables(module, "")}
         return frozenset(found.union(id(type(module)) for module in modules))
 
     def described(self, entries: Iterable[Entry]) -> str:
@@ -385,32 +343,17 @@ class ModelWatch:
             name = kinds.get(entry.table, "a class") if table is None else table.name
             if entry in self._before:
                 old, now = self._before[entry].value, self._value(entry)
-                said.append(f"{name}: {entry.key} {_word(old)} -> {_word(now)}")
+                said.append(f"{name}: {entry.key} {word(old)} -> {word(now)}")
             else:
                 said.append(f"{name}: {entry.key} changed")
         return "; ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
 
     def plain(self, entries: Iterable[Entry]) -> list[Entry]:
         """Return those of some entries that hold a plain value and that somebody else does not write."""
-        return [e for e in entries if _plain(self._value(e)) and not self._left_for_others(e)]
+        return [e for e in entries if plain(self._value(e)) and not self._left_for_others(e)]
 
     def _left_for_others(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry.key == TRAINING or entry in self._replaced
-
-
-def _tables_of(module: nn.Module, name: str) -> Iterator[Table]:
-    """Return what is followed of one module."""
-    yield Table(name, vars(module))
-    for part in PARTS:
-        yield Table(name, getattr(module, part), submodules=part == "_modules")
-    for hooks in HOOKS:
-        yield Table(f"{name}.{hooks}", getattr(module, hooks), hooks=True)
-    for key, value in vars(module).items():
-        if isinstance(value, dict) and key not in OF_EVERY_MODULE:
-            yield Table(f"{name}.{key}", value)
-    config = vars(module).get(CONFIG)
-    if config is not None and hasattr(config, "__dict__"):
-        yield Table(f"{name}.config", vars(config), plain_only=True)
 
 
 @contextmanager
@@ -427,103 +370,3 @@ def _training_mode(modules: Iterable[nn.Module], training: bool | None) -> Itera
     finally:
         for module in switched:
             module.training = not training
-
-
-def token(value: Any, depth: int = NESTED) -> Hashable:
-    """Return what stands for a value in a state: its contents where they are plain, its identity otherwise."""
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)  # two zeros differ, and NaN is itself
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if type(value) in CONTAINERS:
-        return type(value), tuple((name, id(module)) for name, module in value._modules.items())
-    if depth and type(value) in (list, tuple):
-        return type(value), tuple(token(element, depth - 1) for element in value)
-    if depth and type(value) in (set, frozenset):
-        return type(value), frozenset(token(element, depth - 1) for element in value)
-    if depth and type(value) is dict:
-        return dict, tuple((token(key, depth - 1), token(held, depth - 1)) for key, held in value.items())
-    return id(value)
-
-
-class Held:
-    """What lists and sets hold, and those inside them, compared by identity: a model may have hundreds.
-
-    Args:
-        values: The lists and sets.
-    """
-
-    def __init__(self, values: Iterable[list[Any] | set[Any]]) -> None:
-        self._containers = tuple(found for each in values for found in _containers(each))
-        self._elements = list(chain.from_iterable(map(_elements, self._containers)))
-
-    def changed(self) -> bool:
-        """Whether an element is another object now."""
-        now = list(chain.from_iterable(map(_elements, self._containers)))
-        return len(now) != len(self._elements) or not all(map(operator.is_, now, self._elements))
-
-
-class Contents:
-    """What modules hold when the object is made: what is in their dicts, and in lists and sets in attributes.
-
-    Args:
-        modules: The modules.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._dicts = [(table.values, dict(table.values)) for m in modules for table in _tables_of(m, "")]
-        self._others = {
-            Entry(id(vars(module)), name): (value, list(value))
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, UNWATCHED)
-        }
-
-    def changed(self) -> list[Entry]:
-        """Return the attributes whose list or set holds other elements now."""
-        return [entry for entry, (values, before) in self._others.items() if not _alike(values, before)]
-
-    def put_back(self) -> None:
-        """Let dicts, lists and sets hold what they held."""
-        for table, before in self._dicts:
-            for key in table.keys() - before.keys():
-                del table[key]
-            for key, value in before.items():
-                if table.get(key, MISSING) is not value:
-                    table[key] = value
-        for entry in self.changed():
-            values, elements = self._others[entry]
-            values.clear()
-            values.extend(elements) if isinstance(values, list) else values.update(elements)
-
-
-def _alike(values: Iterable[Any], others: Sequence[Any]) -> bool:
-    now = list(values)
-    return len(now) == len(others) and all(map(operator.is_, now, others))
-
-
-def _elements(container: Any) -> Iterable[Any]:
-    return chain(container, container.values()) if type(container) is dict else container
-
-
-def _containers(value: Any, depth: int = NESTED) -> Iterator[Any]:
-    """Return a container and those that it holds, as deep as `token` looks into it."""
-    if not (depth and type(value) in NESTING):
-        return
-    yield value
-    for element in _elements(value):
-        yield from _containers(element, depth - 1)
-
-
-# What is followed itself where an attribute holds it.
-FOLLOWED = (dict, *UNWATCHED)
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, PLAIN[:-1])
-
-
-def _word(value: Any) -> str:
-    if value is MISSING:
-        return "absent"
-    return repr(value) if _plain(value) else type(value).__name__

@@ -14,8 +14,9 @@ from ..fallback import Fallback
 from ..gradients import ParameterHooks, Reduction
 from ..modules import every_module
 from ..program import RegionProgram
-from .model_watch import Differences, ModelWatch, token
+from .model_watch import Differences, ModelWatch
 from .source import Source, State, autocast_dtype
+from .values import token
 
 # Microbatches of one state after which it gets recordings of its own: it lasts, or comes back.
 LASTING = 2

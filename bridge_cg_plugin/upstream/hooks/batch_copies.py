@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...graphs.host_copies import on_host
-from ..seams.patches import AtSeam
+from ..seams.additions import Additions
 from ..seams.registry import seam
 from .graph_helper import any_on_graphs
 
@@ -114,15 +114,14 @@ def pin_memory(self: Any) -> Any:
 
 
 @dataclass(slots=True)
-class AddedMethod(AtSeam):
-    """A method that a class of upstream has while the plugin is active. Nothing of upstream's is replaced.
+class AddedMethod(Additions):
+    """A method that a class of upstream has while the plugin is active.
 
     Attributes:
         method: The method, which goes by its own name.
     """
 
     method: Callable[..., Any]
-    _owner: Any = field(default=None, init=False, repr=False)
 
     def apply(self, module: ModuleType) -> None:
         """Add the method once. One that upstream has itself stays upstream's."""
@@ -135,27 +134,17 @@ class AddedMethod(AtSeam):
         elif hasattr(owner, self.method.__name__):
             self.state, self.reason = "native", f"upstream has its own {self.method.__name__}"
         else:
-            setattr(owner, self.method.__name__, self.method)
-            self._owner, self.state = owner, "active"
-
-    def revert(self) -> None:
-        """Remove the method; what somebody put in its place since stays."""
-        if self._is_there():
-            delattr(self._owner, self.method.__name__)
-        self._owner = None
-        self.state, self.reason = "off", ""
+            self._add(owner, {self.method.__name__: self.method})
+            self.state = "active"
 
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the class since."""
         if self._owner is None:
             return
         reloaded = getattr(sys.modules.get(self.module), self.seam.target, self._owner) is not self._owner
-        if reloaded or not self._is_there():
+        if reloaded or self._replaced():
             culprit = "a reload of the module" if reloaded else "something"
             self.state, self.reason = "broken", f"{culprit} replaced {self.seam.place}.{self.method.__name__}"
-
-    def _is_there(self) -> bool:
-        return self._owner is not None and vars(self._owner).get(self.method.__name__) is self.method
 
 
 PATCHES = (AddedMethod(seam("page_locked_images"), pin_memory),)

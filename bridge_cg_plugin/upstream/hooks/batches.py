@@ -15,7 +15,7 @@ from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import SEAMS
 from .batch_copies import CopyStream, copies_aside
-from .host_tokens import on_graphs
+from .graph_helper import any_on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 
@@ -55,7 +55,7 @@ class _Noting:
         self.grids = _on_host({name: getattr(visual, name, None) for name in GRID_FIELDS})
         fields = batch if isinstance(batch, dict) else {}
         self.offsets = _on_host({name: fields.get(name) for name in OFFSET_FIELDS})
-        self.tokens = _on_host({name: fields.get(name) for name in TOKEN_FIELDS}) if on_graphs() else {}
+        self.tokens = _on_host({name: fields.get(name) for name in TOKEN_FIELDS}) if any_on_graphs() else {}
         return batch
 
 

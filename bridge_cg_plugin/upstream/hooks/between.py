@@ -21,7 +21,8 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
-from .host_tokens import STEP_TOKENS, on_graphs
+from .graph_helper import any_on_graphs
+from .host_tokens import STEP_TOKENS
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 
@@ -32,7 +33,7 @@ KEPT = HostTensors()
 
 
 def _ids_on_host(tokens: Any) -> Tensor | None:
-    return TOKENS.known(tokens) if on_graphs() and isinstance(tokens, Tensor) else None
+    return TOKENS.known(tokens) if any_on_graphs() and isinstance(tokens, Tensor) else None
 
 
 def _on_host(call: dict[str, Any]) -> dict[str, Any] | None:
@@ -101,7 +102,7 @@ def _packed_at_once(old: Function) -> Function:
     def preprocess_packed_seqs(
         input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
     ) -> Any:
-        if not (pre_process and pg_collection is not None and on_graphs()):
+        if not (pre_process and pg_collection is not None and any_on_graphs()):
             return old(input_ids, attention_mask, pre_process, pg_collection)
         context, rank = pg_collection.cp.size(), pg_collection.cp.rank()
         chunks = pg_collection.tp.size() * (2 * context if context > 1 else 1)

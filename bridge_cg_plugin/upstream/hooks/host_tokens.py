@@ -15,16 +15,11 @@ from ...graphs.host_copies import HostTensors, on_device
 from ..host_tokens import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .graph_helper import active_helpers
+from .graph_helper import any_on_graphs
 from .packed_helper import PACK_OFFSETS
 
 # Those that the step's padding returned and the step then cloned: its model gets no others.
 STEP_TOKENS = HostTensors()
-
-
-def on_graphs() -> bool:
-    """Whether some module of this process is on graphs of the plugin, or is to be after warm-up steps."""
-    return bool(active_helpers())
 
 
 class _StepTokens(Tensor):
@@ -56,7 +51,7 @@ def _padded_on_host(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
 
     @functools.wraps(old)
     def pad_and_pack(tokens: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        host = TOKENS.known(tokens) if on_graphs() else None
+        host = TOKENS.known(tokens) if any_on_graphs() else None
         if host is None:
             return old(tokens, *args, **kwargs)
         padded, *others, params = old(host, *args, **kwargs)

@@ -6,15 +6,14 @@ from types import ModuleType
 from typing import Any
 
 from ...recipes import DERIVED_RECIPES, SMALL_RECIPES
-from ..seams.patches import AtSeam, bridge_release
+from ..seams.additions import Additions
+from ..seams.patches import bridge_release
 from ..seams.registry import SEAMS
-
-_ABSENT = object()
 
 
 @dataclass(slots=True)
-class AddedNames(AtSeam):
-    """Presets that one upstream module has while the plugin is active. Nothing of upstream's is replaced.
+class AddedNames(Additions):
+    """Presets that one upstream module has while the plugin is active.
 
     Attributes:
         derived: The presets by name that derive from recipes of the release that the seam names.
@@ -23,8 +22,6 @@ class AddedNames(AtSeam):
 
     derived: Mapping[str, Callable[..., Any]]
     own: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    _owner: ModuleType | None = field(default=None, init=False, repr=False)
-    _added: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, module: ModuleType) -> None:
         """Add the presets once. Names that upstream has itself stay upstream's and are noted in `reason`."""
@@ -34,27 +31,16 @@ class AddedNames(AtSeam):
         expected = self.seam.expected_in(bridge_release())
         wanted = {**(self.derived if expected else {}), **self.own}
         taken = [name for name, value in wanted.items() if getattr(module, name, value) is not value]
-        self._owner, self._added = module, {name: value for name, value in wanted.items() if name not in taken}
-        for name, value in self._added.items():
-            setattr(module, name, value)
+        self._add(module, {name: value for name, value in wanted.items() if name not in taken})
         self.state = "active" if wanted else "native"
         self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
         if not expected:
             self.reason = f"presets that derive from recipes of megatron-bridge {self.seam.since} are left out"
 
-    def revert(self) -> None:
-        """Remove what was added; what somebody put in its place since stays."""
-        for name, value in self._added.items():
-            if vars(self._owner).get(name, _ABSENT) is value:
-                delattr(self._owner, name)
-        self._owner, self._added = None, {}
-        self.state, self.reason = "off", ""
-
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the module since."""
-        gone = [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
-        if gone:
-            self.state, self.reason = "broken", f"something replaced {', '.join(gone)} in {self.module}"
+        if replaced := self._replaced():
+            self.state, self.reason = "broken", f"something replaced {', '.join(replaced)} in {self.module}"
 
 
 # Of the families' packages only Qwen3-VL's is asked for names.

@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import one_image
 from bridge_cg_tools.benchmarks.records.results import ROOT, provenance
+from bridge_cg_tools.benchmarks.vision.sizes import run_all
 
 # Whether Triton's compiled kernels are in its cache when the process starts.
 MODES = ("cold", "warm")
@@ -46,7 +47,7 @@ def captures(small: int, large: int) -> list[dict[str, Any]]:
     model = tower.build_tower()
     grads = tower.MainGrads(model)
     batches = {tokens: tower.make_batch(one_image(tokens), model) for tokens in (small, large)}
-    expected = {tokens: _gradients(model, grads, batch) for tokens, batch in batches.items()}
+    expected = {tokens: run_all(model, [batch], grads)[1] for tokens, batch in batches.items()}
     found = _of_one_model("first", model, grads, [batches[small], batches[large]], expected)
     return found + _of_one_model("next_model", model, grads, [batches[large], batches[small]], expected)
 
@@ -73,21 +74,13 @@ def _of_one_model(
     records = []
     for case, batch, took in zip((name, "later"), batches, seconds, strict=True):
         before = helper.graphs.statistics().replays
-        with helper.graphs.step():
-            rel = tower.largest_relative(_gradients(model, grads, batch), expected[batch.tokens])
+        gradients = run_all(model, [batch], grads, helper.graphs)[1]
         replays = helper.graphs.statistics().replays - before
+        rel = tower.largest_relative(gradients, expected[batch.tokens])
         found = {"ms": took * 1e3, "grad_rel": rel, "replays": replays}
         records.append({"case": f"{case}_{batch.tokens}", "tokens": batch.tokens, **found})
     helper.delete_cuda_graphs()
     return records
-
-
-def _gradients(model: Any, grads: Any, batch: Any) -> list[Any]:
-    from bridge_cg_tools.benchmarks.models import tower
-
-    grads.zero()
-    tower.step(model, batch)
-    return grads.copy()
 
 
 if __name__ == "__main__":
