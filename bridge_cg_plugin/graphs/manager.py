@@ -48,6 +48,7 @@ class GraphManager:
         slots: Microbatches between forward and backward at once, fixed by a capture.
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
+        in_step: Whether a training step is under way.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GraphManager:
         self.slots = self.surroundings.slots
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
-        self.step_number = 0
+        self.step_number, self.in_step = 0, False
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()
@@ -292,7 +293,11 @@ class GraphManager:
         with ExitStack() as stack:
             for region in self._regions:
                 stack.enter_context(region.memory_kept())
-            yield
+            self.in_step = True
+            try:
+                yield
+            finally:
+                self.in_step = False
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""

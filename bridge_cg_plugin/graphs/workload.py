@@ -47,6 +47,7 @@ class Manager(Protocol):
         slots: Microbatches between forward and backward at once.
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
+        in_step: Whether a training step is under way.
         consensus: Ranks that are on graphs together with this one or not at all.
         bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
     """
@@ -56,6 +57,7 @@ class Manager(Protocol):
     slots: int
     failure: str | None
     step_number: int
+    in_step: bool
     consensus: RankConsensus
     bucket_consensus: RankConsensus
 

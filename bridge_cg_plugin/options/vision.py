@@ -201,6 +201,16 @@ class VisionGraphOptions:
         "algorithms and tensor parallelism, where all must decide alike",
         tuning=True,
     )
+    frozen_outputs_gb: float | None = option(
+        None,
+        positive_number,
+        "GIB",
+        "host memory for outputs of a frozen encoder, which then encodes the same images once",
+        "For loops that show a batch to a policy several times and to a reference model "
+        "([other loops](other_loops.md#one-batch-several-passes)). Images and weights are compared by a fingerprint of "
+        "their content. None keeps nothing",
+        tuning=True,
+    )
     balance: float | Literal["auto"] | None = option(
         None,
         part_or_auto,

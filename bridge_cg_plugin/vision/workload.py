@@ -18,6 +18,7 @@ from .batch import BatchError
 from .capture import EncoderCapture
 from .check import CheckResult
 from .eager_costs import Clock
+from .frozen_outputs import FrozenOutputs
 from .host_grids import HostGrids
 from .runs import EncoderRuns
 
@@ -37,6 +38,7 @@ class VisionWorkload(Workload):
         adapter: The encoder's.
         planned: What is captured, and how.
         runs: How a microbatch is replayed or run eager.
+        frozen: Outputs that are computed once; None where nothing is kept.
     """
 
     title = "vision CUDA graphs"
@@ -65,11 +67,14 @@ class VisionWorkload(Workload):
         self.planned = EncoderCapture(model, options, family, self.adapter)
         self.exchange, self._clock = exchange, clock
         self.balanced: BalancedCalls | None = None
+        self.frozen: FrozenOutputs | None = None
 
     def attach(self, manager: Manager) -> None:
         """See `Workload`."""
         super().attach(manager)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
+        if self.options.frozen_outputs_gb is not None:
+            self.frozen = FrozenOutputs(manager, int(self.options.frozen_outputs_gb * 2**30), self.runs.replay)
         if self.exchange is not None:
             self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
 
@@ -124,7 +129,7 @@ class VisionWorkload(Workload):
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """See `Workload`."""
-        return self.runs.replay(region, batch)
+        return (self.runs if self.frozen is None else self.frozen).replay(region, batch)
 
     def run_eager(self, call: Call, eager: Eager) -> Any:
         """See `Workload`.
@@ -153,6 +158,8 @@ class VisionWorkload(Workload):
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
+        if self.frozen is not None:
+            notes["frozen outputs"] = self.frozen.note()
         if self.exchange is not None:
             notes["balance"] = self.exchange.note()
         if self.grids.device_reads:

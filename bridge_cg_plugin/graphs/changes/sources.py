@@ -138,6 +138,17 @@ class Sources:
                 return found
         return self._look_around(autocast, gradients, idle)
 
+    def known(self) -> Source | None:
+        """Return a source of the state that the model is in, None without one; asks for none and looks at no memory."""
+        autocast = autocast_dtype(self._device_type)
+        self._watch.look()
+        if (matmul_precision(), are_deterministic()) != self._numerics:
+            return None
+        look = self._look()
+        if look.foreign_hook is not None:
+            return None
+        return next((each for each in self._all if (each.state, each.autocast) == (look.state, autocast)), None)
+
     def _look_around(
         self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]
     ) -> Source | Fallback:

@@ -8,6 +8,7 @@ from .images import whole_language_model
 from .rule import Combination
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
+FROZEN_OUTPUTS = PROVIDER_FIELDS["frozen_outputs_gb"]
 
 
 def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
@@ -91,6 +92,28 @@ VISION = (
             o.language_model.impl,
             f"none or transformer_engine with {VISION_IMPL}=transformer_engine on this model",
             "Change either.",
+        ),
+    ),
+    Combination(
+        "`vision_cuda_graph_tuning.frozen_outputs_gb` with graphs of parts of layers",
+        "The outputs of the whole encoder are kept, and parts of layers replay one by one",
+        lambda o, f: o.vision.enabled and o.vision.frozen_outputs_gb and not o.vision.whole_encoder,
+        lambda o, f: (
+            FROZEN_OUTPUTS,
+            o.vision.frozen_outputs_gb,
+            f"null with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
+            "Use it with the whole encoder as one region.",
+        ),
+    ),
+    Combination(
+        "`vision_cuda_graph_tuning.frozen_outputs_gb` with tensor parallelism",
+        "Ranks that share layers must all replay or none, but each looks up its own outputs",
+        lambda o, f: o.vision.enabled and o.vision.frozen_outputs_gb and (f.tensor_ranks or 1) > 1,
+        lambda o, f: (
+            FROZEN_OUTPUTS,
+            o.vision.frozen_outputs_gb,
+            f"null with tensor_model_parallel_size={f.tensor_ranks}",
+            "Leave it out.",
         ),
     ),
     Combination(

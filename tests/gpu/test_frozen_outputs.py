@@ -1,0 +1,55 @@
+"""Outputs of a frozen encoder, computed once: on a GPU they leave for page-locked memory and come back to the bit."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.vision.kernels.fingerprint import add, add_by_kernel, fingerprint
+
+IMAGES = [[1, 28, 28], [1, 16, 24]]
+
+
+@pytest.fixture
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+@pytest.mark.first
+def test_three_passes_of_a_batch_encode_it_once(frozen, graphs_of, tower_module):
+    batches = [tower_module.make_batch(IMAGES, frozen, seed) for seed in range(3)]
+    with torch.no_grad():
+        expected = [tower_module.forward(frozen, batch) for batch in batches]
+    helper = graphs_of(frozen_outputs_gb=1.0, buckets=(1280,))
+    asked = helper.graphs.workload.frozen
+    for _ in range(3):
+        with helper.graphs.step():
+            for batch, outputs in zip(batches, expected, strict=True):
+                found = tower_module.forward(frozen, batch)
+                assert all(map(torch.equal, found, outputs))
+                found[0].fill_(torch.nan)
+    assert (asked.found, asked.replays) == (6, 3)
+
+
+def test_weights_written_behind_pytorchs_back_are_seen(frozen, graphs_of, tower_module):
+    batch = tower_module.make_batch(IMAGES, frozen, 0)
+    helper = graphs_of(frozen_outputs_gb=1.0, buckets=(1280,))
+    with helper.graphs.step():
+        before = tower_module.forward(frozen, batch)[0]
+    frozen.merger.linear_fc2.weight.data[5, 7] += 1.0
+    with helper.graphs.step():
+        after = tower_module.forward(frozen, batch)[0]
+    assert not torch.equal(before, after)
+    assert helper.graphs.workload.frozen.found == 0
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4_000_001])
+def test_the_kernel_adds_as_pytorch_does(count):
+    words = torch.randint(-(2**31), 2**31, (count,), device="cuda", dtype=torch.int64).int()
+    by_kernel, by_pytorch = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
+    add_by_kernel(by_kernel, words, 2**40 + 3)
+    add(by_pytorch, words, 2**40 + 3)
+    assert torch.equal(by_kernel, by_pytorch)
+
+
+def test_host_and_device_agree():
+    tensors = [torch.randn(33, 5), torch.randn(7).bfloat16(), torch.randint(0, 99, (12,))]
+    assert fingerprint(tensors) == fingerprint([each.cuda() for each in tensors])

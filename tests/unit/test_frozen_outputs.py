@@ -1,0 +1,219 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from bridge_cg_plugin.vision import frozen_outputs
+from bridge_cg_plugin.vision.frozen_outputs import shared_store
+
+from .towers import assert_close, draw, forward, graphs_on, new_tower, poison
+
+IMAGES, OTHERS = [[1, 4, 8], [1, 4, 4]], [[2, 4, 8]]
+
+
+@pytest.fixture(autouse=True)
+def store_of_its_own(monkeypatch):
+    """Let no test find what another one's encoder, not collected yet, has kept."""
+    monkeypatch.setattr(frozen_outputs, "_shared", None)
+
+
+def frozen_tower(seed=0):
+    return new_tower(seed).requires_grad_(False)
+
+
+def on_graphs(model, gib=1.0, **options):
+    return graphs_on(model, frozen_outputs_gb=gib, **options)
+
+
+def counts(graphs):
+    """Return microbatches that were found and that ran."""
+    return graphs.workload.frozen.found, graphs.workload.frozen.replays
+
+
+def test_the_same_images_are_encoded_once():
+    model = frozen_tower()
+    expected = [forward(model, rows) for rows in (IMAGES, OTHERS)]
+    with on_graphs(model) as graphs:
+        for _ in range(3):
+            for rows, outputs in zip((IMAGES, OTHERS), expected, strict=True):
+                poison(graphs, float("nan"))
+                assert_close(forward(model, rows), outputs)
+        assert counts(graphs) == (4, 2)
+        assert graphs.statistics().replays == 2
+        assert graphs.workload.notes()["frozen outputs"].startswith("4 of 6 microbatches")
+
+
+def test_other_pixels_of_the_same_sizes_are_other_images():
+    model = frozen_tower()
+    expected = [forward(model, IMAGES, seed) for seed in range(3)]
+    with on_graphs(model) as graphs:
+        for seed in (0, 1, 2, 0):
+            assert_close(forward(model, IMAGES, seed), expected[seed])
+        assert counts(graphs) == (1, 3)
+
+
+def test_images_of_other_shapes_with_the_same_pixels_are_other_images():
+    model = frozen_tower()
+    pixels, _ = draw([[1, 4, 8]])
+    grids = [torch.tensor(rows) for rows in ([[1, 4, 8]], [[1, 8, 4]], [[2, 4, 4]])]
+    expected = [model(pixels, grid)[0] for grid in grids]
+    with on_graphs(model) as graphs:
+        for grid, outputs in zip(grids, expected, strict=True):
+            assert_close([model(pixels, grid)[0]], [outputs])
+        assert counts(graphs) == (0, 3)
+
+
+def test_what_is_returned_is_the_callers_own():
+    model = frozen_tower()
+    expected = forward(model, IMAGES)
+    with on_graphs(model):
+        for _ in range(3):
+            found = forward(model, IMAGES)
+            assert_close(found, expected)
+            for each in found:
+                each.fill_(7.0)
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.mul_(2.0), lambda p: p.untyped_storage().fill_(0)])
+def test_weights_that_were_written_behind_pytorchs_back_are_seen(write):
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        with graphs.step():
+            before = forward(model, IMAGES)
+        write(model.merger.linear_fc2.weight)
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        with graphs.step():
+            assert_close(forward(model, IMAGES), expected)
+        assert not torch.equal(before[0], expected[0])
+        assert counts(graphs) == (0, 2)
+
+
+def test_weights_that_left_and_came_back_are_known():
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        with graphs.step():
+            before = forward(model, IMAGES)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        with graphs.step():
+            assert_close(forward(model, IMAGES), before, 0.0)
+        assert counts(graphs) == (1, 1)
+
+
+def test_a_policy_and_its_reference_share_outputs_once_they_were_compared():
+    policy, reference = frozen_tower(), frozen_tower()
+    expected = [forward(policy, IMAGES, seed) for seed in range(3)]
+    with on_graphs(policy) as first, on_graphs(reference) as second:
+        for seed in range(3):
+            for model in (policy, reference):
+                assert_close(forward(model, IMAGES, seed), expected[seed])
+        assert counts(first) == (0, 3)
+        assert counts(second) == (2, 1), "the first of its microbatches was computed and compared"
+
+
+def test_models_that_compute_something_else_with_the_same_weights_do_not_share():
+    policy, other = frozen_tower(), frozen_tower()
+    for layer in other.decoder.layers:
+        layer.mlp.activation_func = nn.functional.relu
+    expected = [forward(other, IMAGES, seed) for seed in range(3)]
+    with on_graphs(policy) as first, on_graphs(other) as second:
+        for seed in range(3):
+            assert not torch.equal(forward(policy, IMAGES, seed)[0], expected[seed][0])
+            assert_close(forward(other, IMAGES, seed), expected[seed])
+        assert (counts(first), counts(second)) == ((0, 3), (0, 3))
+
+
+def test_passes_in_evaluation_mode_share_with_training_once_they_were_compared():
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        for seed in range(3):
+            model.eval()
+            with torch.no_grad():
+                before = forward(model, IMAGES, seed)
+            model.train()
+            assert_close(forward(model, IMAGES, seed), before)
+        assert counts(graphs) == (2, 4)
+
+
+def test_an_attribute_that_changes_is_another_encoder():
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        forward(model, IMAGES)
+        for layer in model.decoder.layers:
+            layer.mlp.activation_func = nn.functional.relu
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        for _ in range(4):
+            assert_close(forward(model, IMAGES), expected)
+
+
+def test_an_encoder_that_is_trained_is_replayed_every_time():
+    model = new_tower()
+    with on_graphs(model) as graphs:
+        for _ in range(2):
+            assert forward(model, IMAGES)[0].requires_grad
+        assert counts(graphs) == (0, 0)
+        assert graphs.statistics().replays == 2
+        assert "is trained" in graphs.workload.notes()["frozen outputs"]
+
+
+def test_a_reference_is_looked_up_though_its_parameters_require_gradients():
+    model = new_tower()
+    with on_graphs(model) as graphs, torch.no_grad():
+        model.eval()
+        for _ in range(3):
+            forward(model, IMAGES)
+        assert counts(graphs) == (2, 1)
+
+
+def test_weights_that_an_optimizer_changes_are_not_looked_up():
+    model = new_tower()
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    with on_graphs(model) as graphs, torch.no_grad():
+        forward(model, IMAGES)
+        assert counts(graphs) == (0, 0)
+
+
+def test_what_draws_random_numbers_is_not_kept(monkeypatch):
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        replay = graphs.workload.frozen._replay
+
+        def drawing(*arguments):
+            torch.rand(1)
+            return replay(*arguments)
+
+        monkeypatch.setattr(graphs.workload.frozen, "_replay", drawing)
+        for _ in range(3):
+            forward(model, IMAGES)
+        assert counts(graphs) == (0, 3)
+
+
+def test_the_oldest_outputs_leave_when_memory_is_full():
+    model = frozen_tower()
+    nbytes = sum(each.nbytes for each in forward(model, IMAGES))
+    with on_graphs(model, gib=2.5 * nbytes / 2**30) as graphs:
+        for seed in (0, 1, 0, 2, 0, 1):
+            forward(model, IMAGES, seed)
+        assert counts(graphs) == (2, 4)
+        assert shared_store().nbytes == 2 * nbytes
+
+
+def test_outputs_larger_than_all_memory_are_not_kept():
+    model = frozen_tower()
+    with on_graphs(model, gib=1e-7) as graphs:
+        for _ in range(2):
+            forward(model, IMAGES)
+        assert counts(graphs) == (0, 2)
+
+
+def test_outputs_leave_with_the_last_encoder():
+    with on_graphs(frozen_tower()):
+        forward(frozen_tower(), IMAGES)
+        assert shared_store() is shared_store()
+        assert shared_store().most_bytes == 2**30
+    gc.collect()
+    assert shared_store().most_bytes == 0
