@@ -75,7 +75,7 @@ class Demand:
 
     Args:
         menu: What may be recorded.
-        limit: The most tokens that a bucket may have; lower once memory was not enough.
+        limit: The most tokens that a bucket may have.
 
     Attributes:
         buckets: What is recorded, to be kept up to date.
@@ -83,6 +83,8 @@ class Demand:
 
     def __init__(self, menu: Menu, limit: float = math.inf) -> None:
         self._menu, self._limit = menu, limit
+        # The least tokens that memory was not enough for.
+        self._too_many = math.inf
         self.buckets: list[Bucket] = []
         self._refused: set[Bucket] = set()
         self._seen: deque[Hashable] = deque(maxlen=WINDOW)
@@ -102,7 +104,7 @@ class Demand:
         self._refused.add(bucket)
         self.buckets = [each for each in self.buckets if each != bucket]  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
-            self._limit = bucket.tokens - 1
+            self._too_many = bucket.tokens
 
     def begin(self, count: int) -> list[Bucket]:
         """Return the buckets to begin with: the most useful of what was seen, the largest among them first.
@@ -152,8 +154,19 @@ class Demand:
         for shape, count in shapes.items():
             sizes[shape.tokens] += count
         menu = self._menu
-        found = {c for size, count in sizes.items() for c in menu.capacities_for(size, count >= OFTEN)}
-        return [bucket for c in sorted(found) if 0 < c <= self._limit for bucket in menu.buckets_of(c)]
+        found = {
+            self._within_limit(capacity, size)
+            for size, count in sizes.items()
+            for capacity in menu.capacities_for(size, count >= OFTEN)
+        }
+        return [bucket for c in sorted(found) if 0 < c < self._too_many for bucket in menu.buckets_of(c)]
+
+    def _within_limit(self, capacity: int, size: int) -> int:
+        """Return a capacity, or the largest one within the limit if that takes the size as well; else 0."""
+        if capacity <= self._limit:
+            return capacity
+        largest = 0 if self._menu.capacities else int(self._limit) // self._menu.unit * self._menu.unit
+        return largest if size <= largest else 0
 
 
 def _eager(shape: Any) -> float:

@@ -36,7 +36,7 @@ def test_no_memory_for_a_later_bucket_leaves_the_graphs_there_are(tower_module, 
         check_grid(tower_module, model, grads, helper, LARGE, 0, "large")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    allowed = torch.cuda.memory_reserved() + 2 * 2**30  # enough for the small one eager, not for the large one's 4 GiB
+    allowed = torch.cuda.memory_reserved() + 3 * 2**30  # enough for the small one eager, not for the large one's 4 GiB
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     try:
         with helper.graphs.step():

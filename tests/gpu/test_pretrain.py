@@ -18,26 +18,32 @@ OFFLOADED = Training(
 
 
 @pytest.mark.parametrize(
-    "run",
+    "run, fallbacks",
     [
-        Training("graphs", ("--validate-every", "4", *CHECKED, LARGEST), steps=8),
+        # Buckets on demand: a size runs eager when it comes first.
+        (Training("graphs", ("--validate-every", "4", *CHECKED, LARGEST), steps=8), {"not_captured_yet"}),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        Training(
-            "graphs", ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, *BUCKETS), steps=8
+        (
+            Training(
+                "graphs",
+                ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, *BUCKETS),
+                steps=8,
+            ),
+            set(),
         ),
     ],
     ids=["overlap", "text-only"],
 )
-def test_evaluation_and_checks(trained, run):
+def test_evaluation_and_checks(trained, run, fallbacks):
     result = trained(run)
     buckets = result["graphs"]["buckets"].values()
-    assert result["graphs"]["fallbacks"] == {}
+    assert set(result["graphs"]["fallbacks"]) <= fallbacks
     assert sum(b["evaluations"] for b in buckets) > 0
     assert sum(b["replays"] for b in buckets) > 0
     assert len(result["checks"]) >= 2
     assert all(math.isfinite(loss) for loss in result["losses"])
-    assert "eager fallbacks: none" in result["output"]
+    assert ("eager fallbacks: none" in result["output"]) == (result["graphs"]["fallbacks"] == {})
 
 
 def assert_losses_equal(graphs, eager):

@@ -105,6 +105,18 @@ def test_a_limit_bounds_what_is_recorded():
     assert not demand.missed(Rows(9000))
 
 
+@pytest.mark.parametrize("tokens, bucket", [(4608, 4608), (4604, 4608), (4500, 4608), (4612, None)])
+def test_a_size_below_the_limit_gets_a_bucket_though_the_next_rung_is_above_it(tokens, bucket):
+    demand = shown(Demand(plain_menu(unit=4), limit=4608), tokens)
+    assert demand.missed(Rows(tokens)) == (bucket is not None)
+    assert [each.tokens for each in demand.begin(3)] == [bucket] * (bucket is not None)
+
+
+def test_a_limit_between_units_is_rounded_down():
+    demand = shown(Demand(plain_menu(unit=16), limit=4610.5), 4600)
+    assert demand.begin(3) == [Bucket(4608)]
+
+
 def test_a_bucket_that_failed_is_not_asked_for_again_nor_a_larger_one():
     demand = shown(Demand(plain_menu()), *[1024] * 3)
     demand.begin(1)
@@ -156,6 +168,7 @@ def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
     assert len(set(demand.buckets)) == len(demand.buckets)
     # Each is worth a recording: those that come often are taken.
     often = max(sizes, key=sizes.count)
+    assert demand.missed(Rows(often)) == (often <= limit // 4 * 4)
     if sizes.count(often) > len(sizes) // 2 and demand.missed(Rows(often)):
         assert any(often <= bucket.tokens for bucket in demand.buckets)
 
