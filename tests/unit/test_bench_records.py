@@ -501,6 +501,11 @@ def test_where_it_was_measured_is_said_by_what_was_measured():
     assert "NVIDIA H200" in origin([computed, record()]) and "old" not in origin([computed, record()])
 
 
+def test_records_of_several_days_name_the_first_and_the_last():
+    days = [{**record(), "date": f"2026-11-{day}"} for day in (22, 24, 21)]
+    assert ", 2026-11-21 to 2026-11-24, " in origin(days) and ", 2026-11-22, " in origin(days[:1])
+
+
 def test_plots_are_drawn_from_records(folder):
     from bridge_cg_tools.benchmarks.pages import plots
 

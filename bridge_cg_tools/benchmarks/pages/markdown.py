@@ -15,13 +15,14 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def origin(records: Records) -> str:
-    """Return one line with GPU, date, versions and commits; what is only computed has none of its own."""
+    """Return one line with GPU, dates, versions and commits; what is only computed has none of its own."""
     records = [r for r in records if r["mode"] != "limit" and "error" not in r] or records
     first = records[0]
     versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
     commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
     gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
-    return f"{gpu}, {first['date']}, {versions}, commit {commits}, {first['repeats']} repeats."
+    dates = " to ".join(dict.fromkeys(end(r["date"] for r in records) for end in (min, max)))
+    return f"{gpu}, {dates}, {versions}, commit {commits}, {first['repeats']} repeats."
 
 
 def by_case(records: Records, mode: str) -> dict[str, dict[str, Any]]:
