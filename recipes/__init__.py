@@ -1,4 +1,4 @@
-"""Recipes with graphs: a function that switches them on in any recipe of Bridge, and six presets by name.
+"""Recipes with graphs: a function that switches them on in any recipe of Bridge, and presets by name.
 
     from bridge_cg_plugin.recipes import with_graphs
 

@@ -2,15 +2,19 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .. import status
 from ..announce import announce
-from ..options import PACKED_FIELDS, PROVIDER_FIELDS, OptionError, facts_of, normalize
+from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError, facts_of
+from ..options.choice import CHOICE, SETTING, SETTINGS
 from ..options.deepstack import splits_deepstack
-from ..options.normalization import warn_once
+from ..options.normalization import as_fields, warn_once
+from ..options.precedence import settle
 from ..options.sources import collect
+from ..options.values import parse_choice
 from .gpus import GPUS, Gpu
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
@@ -21,50 +25,59 @@ def with_graphs(
     recipe: str | Callable[[], Any] | Any,
     *,
     gpu: str = "h100",
-    vision: bool | None = None,
-    max_packed_seqs: int | None = None,
+    graphs: str = "exact",
     mock_data: bool = False,
     options: Any = None,
 ) -> Any:
-    """Return the configuration of a recipe with CUDA graphs switched on.
+    """Return the configuration of a recipe with CUDA graphs of its vision encoder and its language model.
 
-    Vision graphs stay within the limits of the GPU (`GPUS`). All else is the recipe's, except what graphs need:
-    `te_rng_tracker`, recompute that spares the vision encoder, and sums of deepstack gradients under sequence
-    parallelism.
+    Sets `cuda_graphs`, which Bridge's validation resolves to the graphs that the configuration then supports. All else
+    is the recipe's, except what graphs need: the limits of the GPU (`GPUS`), `te_rng_tracker`, recompute that spares
+    the vision encoder, and sums of deepstack gradients under sequence parallelism.
 
     Args:
         recipe: A Bridge `ConfigContainer`, which is changed; a function that returns one; or a recipe's name.
-        gpu: A key of `GPUS`.
-        vision: Whether the vision encoder is on graphs; None: if the model has one that can be.
-        max_packed_seqs: Documents of one pack that graphs of the language model take, its padding counted as one; None
-            leaves the language model as it is.
+        gpu: A key of `GPUS`. Limits that the recipe has already stay.
+        graphs: The value of `cuda_graphs`; "off" sets nothing else.
         mock_data: Whether to replace the data by Bridge's mock images.
-        options: Further graph options in any spelling of `options.graph_options`; they win.
+        options: Further graph options as a mapping, words, YAML or `GraphOptions`; they win. With them `cuda_graphs` is
+            resolved at once, because a configuration does not keep which fields were written.
 
     Raises:
         RuntimeError: The plugin is not active: upstream's own vision graphs would compute something else.
-        OptionError: There is no such GPU or recipe, the model has no vision encoder that can be on graphs, or the
-            options cannot work.
+        OptionError: There is no such GPU, setting or recipe, the model has no graph options, or they cannot work.
     """
     require_plugin("with_graphs()")
-    if gpu not in GPUS:
-        raise OptionError("gpu", gpu, " or ".join(GPUS), "Take the one with the memory nearest to yours.")
+    gpu = parse_choice("gpu", gpu, tuple(GPUS), "Take the one with the memory nearest to yours.")
+    written = _written(options)
+    graphs = CHOICE.read(written).get("setting") or parse_choice("graphs", graphs, SETTINGS)
     config = _configuration(recipe)
-    has_encoder = hasattr(config.model, PROVIDER_FIELDS["impl"])
-    if vision and not has_encoder:
+    if not hasattr(config.model, SETTING):
         model = type(config.model).__name__
-        raise OptionError("vision", True, f"False on {model}", "Its provider has no vision encoder for graphs.")
-    if has_encoder if vision is None else vision:
-        set_vision_fields(config, GPUS[gpu])
-    if max_packed_seqs is not None:
-        set_packed_fields(config, max_packed_seqs)
+        raise OptionError("recipe", model, "of a model with graph options", "Use a GPT, Mamba or Qwen-VL model.")
     if mock_data:
         config.dataset = mock_dataset(config.dataset)
-    if options is not None:
+    if graphs != "off":
+        _prepare(config, GPUS[gpu], encoder=written.get(PROVIDER_FIELDS["impl"]) != "none")
+    setattr(config.model, SETTING, graphs)
+    if written:
         from ..upstream.hooks.overrides import apply_flags
 
         apply_flags(config, options)
     return config
+
+
+def _written(options: Any) -> Mapping[str, Any]:
+    """Return graph options as fields.
+
+    Raises:
+        OptionError: They are written in no form that is read here.
+    """
+    if isinstance(options, GraphOptions):
+        return as_fields(options)
+    if not isinstance(options, None | str | Path | Mapping | Sequence):
+        raise OptionError("options", options, "a mapping, words, YAML or GraphOptions", "Write it as one of these.")
+    return collect(options).fields
 
 
 def _configuration(recipe: Any) -> Any:
@@ -72,7 +85,11 @@ def _configuration(recipe: Any) -> Any:
         from ..upstream.hooks.recipes import build_recipe
 
         return build_recipe(recipe)
-    return recipe if hasattr(recipe, "model") else recipe()
+    if hasattr(recipe, "model"):
+        return recipe
+    if not callable(recipe):
+        raise OptionError("recipe", recipe, "a name, a function or a ConfigContainer", "Pass one of these.")
+    return recipe()
 
 
 def bridges_recipe(name: str, base: str) -> Callable[..., Any]:
@@ -107,46 +124,52 @@ def require_plugin(name: str, instead: str = "") -> None:
         raise RuntimeError(f"{name} needs the plugin: {how} {instead}".rstrip())
 
 
-def set_vision_fields(config: Any, gpu: Gpu) -> None:
-    """Switch vision graphs on in a Bridge `ConfigContainer`, within a GPU's limits.
+def _prepare(config: Any, gpu: Gpu, encoder: bool) -> None:
+    """Set what graphs need and `cuda_graphs` does not choose.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        gpu: The GPU.
+        encoder: Whether the vision encoder may be on graphs, if the model has one that can.
+    """
+    model = config.model
+    model.use_te_rng_tracker = config.rng.te_rng_tracker = True
+    if not (encoder and hasattr(model, PROVIDER_FIELDS["impl"])):
+        return
+    facts = facts_of(collect(config))
+    _limit_vision_graphs(config, gpu, facts)
+    if model.recompute_granularity == "full" and not facts.hugging_face_tower:
+        _spare_the_encoder(model)
+
+
+def _limit_vision_graphs(config: Any, gpu: Gpu, facts: Facts) -> None:
+    """Set a GPU's limits of vision graphs where there are none.
 
     Buckets of the recipe beyond the limit are dropped, with a warning that names them. The first pipeline stage holds a
     microbatch per stage between forward and backward, each in a slot of its own, so they share the memory.
     """
     model = config.model
-    values = {
-        "impl": "transformer_engine",
+    limits = {
         "max_seq_length": gpu.max_seq_length,
         "buckets_max_gb": round(gpu.memory_gb / model.pipeline_model_parallel_size, 2),
     }
-    if splits_deepstack(facts_of(collect(config))):
+    values = {name: value for name, value in limits.items() if getattr(model, PROVIDER_FIELDS[name]) is None}
+    if splits_deepstack(facts):
         values["deepstack_gradient_allreduce"] = True
-    options, written = normalize(config, {PROVIDER_FIELDS[option]: value for option, value in values.items()})
+    said = {PROVIDER_FIELDS[name]: value for name, value in values.items()}
+    written, dropped = settle(collect(config, said))
     for option in (*values, "buckets"):
         setattr(model, PROVIDER_FIELDS[option], written.fields.get(PROVIDER_FIELDS[option], "auto"))
-    warn_once(options)
-    model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    if model.recompute_granularity == "full":
-        _recompute_experts_only(model)
+    warn_once(GraphOptions(warnings=dropped))
 
 
-def _recompute_experts_only(model: Any) -> None:
-    # Full recompute reaches the vision encoder, which graphs refuse; the encoder has no experts.
-    if not getattr(model, "num_moe_experts", None):
+def _spare_the_encoder(model: Any) -> None:
+    """Replace full recompute, which reaches the vision encoder: graphs refuse that. The encoder has no experts."""
+    experts = bool(getattr(model, "num_moe_experts", None))
+    if not experts:
         announce("vision CUDA graphs: full recompute is off, of the language model too, which then takes more memory")
-    model.recompute_granularity, model.recompute_modules = "selective", ["moe"]
+    model.recompute_granularity, model.recompute_modules = ("selective", ["moe"]) if experts else (None, None)
     model.recompute_method = model.recompute_num_layers = None
-
-
-def set_packed_fields(config: Any, max_packed_seqs: int) -> None:
-    """Switch packed-sequence graphs of all layers on in a Bridge `ConfigContainer` whose data are packed."""
-    from ..upstream.hooks.graph_fields import pad_offline_packs
-
-    model = config.model
-    model.cuda_graph_impl, model.cuda_graph_modules, model.cuda_graph_scope = "transformer_engine", [], None
-    setattr(model, PACKED_FIELDS["max_packed_seqs"], max_packed_seqs)
-    model.use_te_rng_tracker = config.rng.te_rng_tracker = True
-    pad_offline_packs(config)
 
 
 def mock_dataset(dataset: Any) -> Any:

@@ -16,12 +16,16 @@ class Preset:
     Attributes:
         name: The preset's name; Bridge's launchers read the model's step and the mode from its parts.
         base: The name of Bridge's recipe.
-        graphs: Arguments of `with_graphs`.
+        gpu: The GPU whose limits it has.
+        fields: Further fields of the model's provider.
+        note: Which part of the model stays eager, and why.
     """
 
     name: str
     base: str
-    graphs: Mapping[str, Any] = field(default_factory=dict)
+    gpu: str = "h200"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 # Offloading holds twice as many tokens as an H100 does without it. Its slot was planned for 8192 tokens' memory.
@@ -31,31 +35,20 @@ _OFFLOAD = {
     PROVIDER_FIELDS["offload_above_gb"]: 14.0,
 }
 PRESETS = (
-    Preset(
-        name="qwen3_vl_8b_vision_graphs_h200_sft_config",
-        base="qwen3_vl_8b_sft_config",
-        graphs={"gpu": "h200"},
-    ),
-    Preset(
-        name="qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config",
-        base="qwen3_vl_8b_pretrain_mock_config",
-        graphs={"gpu": "h200"},
-    ),
+    Preset(name="qwen3_vl_8b_vision_graphs_h200_sft_config", base="qwen3_vl_8b_sft_config"),
+    Preset(name="qwen3_vl_8b_vision_graphs_h200_peft_config", base="qwen3_vl_8b_peft_config"),
+    Preset(name="qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config", base="qwen3_vl_8b_pretrain_mock_config"),
     Preset(
         name="qwen3_vl_8b_vision_graphs_offload_h100_sft_config",
         base="qwen3_vl_8b_sft_config",
-        graphs={"gpu": "h100", "options": _OFFLOAD},
+        gpu="h100",
+        fields=_OFFLOAD,
     ),
+    Preset(name="qwen3_vl_30b_a3b_vision_graphs_h200_sft_config", base="qwen3_vl_30b_a3b_sft_config"),
     Preset(
-        name="qwen3_vl_30b_a3b_vision_graphs_h200_sft_config",
-        base="qwen3_vl_30b_a3b_sft_config",
-        graphs={"gpu": "h200"},
-    ),
-    # Bridge's recipe joins a microbatch of 2 samples; there is room for 8.
-    Preset(
-        name="qwen3_vl_8b_packed_graphs_sft_config",
-        base="qwen3_vl_8b_sft_config",
-        graphs={"vision": False, "max_packed_seqs": 8},
+        name="qwen35_vl_9b_vision_graphs_h200_sft_config",
+        base="qwen35_vl_9b_sft_config",
+        note="The language model stays eager, because it predicts several tokens (`mtp_num_layers`).",
     ),
 )
 
@@ -66,7 +59,10 @@ def build(preset: Preset) -> Any:
     Raises:
         RuntimeError: The plugin is not active, or the installed release lacks the recipe.
     """
-    return with_graphs(bridges_recipe(preset.name, preset.base), **preset.graphs)
+    config = with_graphs(bridges_recipe(preset.name, preset.base), gpu=preset.gpu)
+    for name, value in preset.fields.items():
+        setattr(config.model, name, value)
+    return config
 
 
 def _recipe(preset: Preset) -> Callable[[], Any]:
@@ -77,8 +73,9 @@ def _recipe(preset: Preset) -> Callable[[], Any]:
 
     recipe.__name__ = recipe.__qualname__ = preset.name
     recipe.__module__ = __package__
-    arguments = ", ".join(f"{name}={value!r}" for name, value in preset.graphs.items())
-    recipe.__doc__ = f"Return Bridge's `{preset.base}` with graphs: `with_graphs({preset.base}, {arguments})`."
+    said = [f"Return Bridge's `{preset.base}` with graphs: `with_graphs({preset.base}, gpu={preset.gpu!r})`"]
+    said += [f"`{name}={value!r}`" for name, value in preset.fields.items()]
+    recipe.__doc__ = f"{', '.join(said)}. {preset.note}".rstrip()
     return recipe
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..options import PROVIDER_FIELDS
+from ..options.choice import SETTING
 from .graphs import require_plugin
 
 STEPS = 30
@@ -14,7 +15,7 @@ LAYERS, DEEPSTACK = 8, (2, 4, 6)
 
 
 def qwen3_vl_small_vision_graphs_pretrain_mock_config() -> Any:
-    """Return a Bridge `ConfigContainer`: Qwen3-VL, small and with random weights, with vision-encoder graphs.
+    """Return a Bridge `ConfigContainer`: Qwen3-VL, small and with random weights, all of it on graphs.
 
     Raises:
         RuntimeError: The plugin is not active: upstream's own vision graphs would compute something else.
@@ -67,7 +68,7 @@ def _most_patches(dataset: Any) -> int:
 
 
 def _model(longest: int) -> Any:
-    """Return the provider, with graphs of up to `longest` patches."""
+    """Return the provider, with vision graphs of up to `longest` patches."""
     import torch
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
@@ -75,8 +76,8 @@ def _model(longest: int) -> Any:
     from .captioned_images import MockImages
 
     tokens = MockImages.vocabulary
-    graphs = {PROVIDER_FIELDS["impl"]: "transformer_engine", PROVIDER_FIELDS["max_seq_length"]: longest}
-    provider = Qwen3VLModelProvider(
+    graphs = {SETTING: "exact", PROVIDER_FIELDS["max_seq_length"]: longest}
+    return Qwen3VLModelProvider(
         num_layers=4,
         hidden_size=WIDTH,
         ffn_hidden_size=3 * WIDTH,
@@ -105,8 +106,5 @@ def _model(longest: int) -> Any:
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
+        **graphs,
     )
-    # Releases before 0.5 have these fields only as attributes that the plugin adds.
-    for name, value in graphs.items():
-        setattr(provider, name, value)
-    return provider

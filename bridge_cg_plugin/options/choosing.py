@@ -14,7 +14,7 @@ from .migration import SWITCHES
 from .packed import MAX_PACKED_SEQS
 from .sources import Written
 from .values import is_unset
-from .vision import PROVIDER_FIELDS
+from .vision import PROVIDER_FIELDS, VISION
 
 VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
 UNTRIED = "no graphs of such layers were tried on a GPU"
@@ -42,7 +42,7 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
         make: Returns the typed options of fields.
 
     Raises:
-        OptionError: There is no such setting.
+        OptionError: There is no such setting, or a field has a value that no graphs can have.
     """
     setting = CHOICE.read(written.fields).get("setting")
     if setting is None:
@@ -123,11 +123,26 @@ def _taken(
 
 
 def _refusal(tried: Written, facts: Facts, make: Make) -> str | None:
+    """Return why fields cannot work together with the rest; None if they can.
+
+    Raises:
+        OptionError: A field of the encoder has a value that no graphs can have; it is looked at only with graphs on.
+    """
     try:
-        check_options(make(tried), replace(facts, explicit=tried.explicit))
+        options = make(tried)
     except OptionError as error:
-        return str(error).removeprefix("Cannot use ")
+        if error.field in VISION.names:
+            raise
+        return _reason(error)
+    try:
+        check_options(options, replace(facts, explicit=tried.explicit))
+    except OptionError as error:
+        return _reason(error)
     return None
+
+
+def _reason(error: OptionError) -> str:
+    return str(error).removeprefix("Cannot use ")
 
 
 def _is_set(written: Written, field: str) -> bool:

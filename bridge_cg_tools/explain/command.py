@@ -49,7 +49,7 @@ _TRACKER = "rng.te_rng_tracker"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
-    parser.add_argument("--graphs", choices=tuple(GPUS), help="vision graphs within this GPU's limits, on the recipe")
+    parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
 
 
 def run(words: Sequence[str], as_object: bool, tell: Tell, gpu: str | None = None) -> int:
@@ -59,7 +59,7 @@ def run(words: Sequence[str], as_object: bool, tell: Tell, gpu: str | None = Non
         words: A recipe's name, and what is written beside it.
         as_object: Whether to print JSON.
         tell: Prints the answer.
-        gpu: The GPU of vision graphs that are switched on in the recipe; None leaves the recipe as it is.
+        gpu: The GPU of graphs that are switched on in the recipe; None leaves the recipe as it is.
     """
     try:
         options = explain(words, gpu)

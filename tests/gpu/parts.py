@@ -7,7 +7,14 @@ import pytest
 
 from .trainings import trainings_of
 
-SCRIPTS = ("test_benchmarks", "test_bench_encoders", "test_compare", "test_presets", "test_train_offload")
+SCRIPTS = (
+    "test_benchmarks",
+    "test_bench_encoders",
+    "test_bench_recipe",
+    "test_compare",
+    "test_presets",
+    "test_train_offload",
+)
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel", "test_shared_gpus")
 # Seconds of modules on an H200, without training runs. Those that `./run gpu-test` leaves out take none.

@@ -21,7 +21,8 @@ def test_it_trains_in_a_minute_offline(tmp_path):
     print(f"{time.monotonic() - began:.1f} s with the imports")
     losses = [loss for _, loss in run.losses]
     assert [step for step, _ in run.losses] == [5, 10, 15, 20] and losses[-1] < 0.95 * losses[0]
-    graphs = run.graphs["vision"]
+    graphs, language_model = run.graphs["vision"], run.graphs["language model"]
     assert graphs.replays >= 0.5 * 4 * (STEPS - 4), graphs
+    assert language_model.replays >= 4 * (STEPS - 4) and not language_model.fallbacks, language_model
     assert checks_passed(text) == 2
     assert not (tmp_path / "nemo_experiments").exists()

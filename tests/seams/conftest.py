@@ -37,7 +37,9 @@ def active(upstream):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    from .qwen_configs import write_configs  # transformers takes seconds, also where no test runs
+    from bridge_cg_tools.benchmarks.models.qwen_configs import (
+        write_configs,  # transformers takes seconds, also where no test runs
+    )
 
     return write_configs(tmp_path_factory.mktemp("hugging_face"))
 

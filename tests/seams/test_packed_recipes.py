@@ -1,31 +1,42 @@
-"""Graphs of packed documents on Bridge's recipes."""
+"""Graphs of packed documents on Bridge's recipes: chosen by `cuda_graphs` where a recipe packs."""
 
 import pytest
 
-from bridge_cg_plugin.options import OptionError, facts_of, packed_options
+from bridge_cg_plugin.options import OptionError, facts_of
 from bridge_cg_plugin.options.sources import collect
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
-from .test_recipes import PACKED_BASES, every_packed_base, gpus_of, launched
+from .test_recipes import PACKED_BASES, changed, gpus_of, launched
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the recipes are those of a later megatron-bridge",
 )
+OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
 
-
-def packed(base):
-    return with_graphs(base, vision=False, max_packed_seqs=PACKED_BASES[base])
+every_packed_base = pytest.mark.parametrize("base", PACKED_BASES)
 
 
 @every_packed_base
-def test_the_options_are_of_whole_layers(bridge, base):
-    config = packed(base)
-    options = packed_options(config.model)
-    assert options.max_packed_seqs == PACKED_BASES[base] and config.model.cuda_graph_modules == []
+def test_a_launch_captures_all_layers_for_as_many_documents_as_warm_up_shows(bridge, base):
+    config = with_graphs(base)
+    launched(config, gpus_of(bridge, base))
+    options = read_options(config)
+    assert options.packed.max_packed_seqs == "auto" and not options.language_model.modules
+    assert options.language_model.impl == "transformer_engine"
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
+
+
+@every_packed_base
+def test_packs_that_were_made_offline_are_padded_to_one_length(bridge, base):
+    plain, graphs = getattr(bridge, base)(), with_graphs(base)
+    for config in (plain, graphs):
+        launched(config, gpus_of(bridge, base))
+    offline = getattr(plain.dataset, "enable_offline_packing", False)
+    assert OFFLINE_FIELDS.intersection(changed(plain, graphs)) == (OFFLINE_FIELDS if offline else set())
 
 
 @every_packed_base
@@ -38,27 +49,39 @@ def test_bridges_own_recipe_packs_without_graphs(bridge, base):
 
 
 @every_packed_base
-def test_validation_includes_the_plugins(bridge, base):
-    config = packed(base)
+def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_by_hand(bridge, base, capsys):
+    config = with_graphs(base)
+    config.model.hidden_dropout = 0.1
+    launched(config, gpus_of(bridge, base))
+    assert not read_options(config).language_model.enabled
+    assert "language model: eager (model.hidden_dropout=" in capsys.readouterr().out
+    config = with_graphs(base, options="cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8")
     config.model.hidden_dropout = 0.1
     with pytest.raises(OptionError, match="hidden_dropout"):
         launched(config, gpus_of(bridge, base))
 
 
 def test_a_hybrid_a_dense_model_and_a_vision_language_model_are_among_them(bridge):
-    configs = {base: packed(base) for base in PACKED_BASES}
+    configs = {base: with_graphs(base) for base in PACKED_BASES}
     hybrid = {base: facts_of(collect(config)).mamba for base, config in configs.items()}
     assert hybrid == {name: name.startswith("nemotron") for name in PACKED_BASES}
     assert type(configs["qwen3_8b_sft_config"].model).__name__ == "GPTModelProvider"
     vision_language = configs["qwen3_vl_8b_sft_config"]
-    assert hasattr(vision_language.model, "vision_cuda_graph_impl")
-    assert PACKED_BASES["qwen3_vl_8b_sft_config"] >= vision_language.train.micro_batch_size > 1
+    assert hasattr(vision_language.model, "vision_cuda_graph_impl") and vision_language.train.micro_batch_size > 1
 
 
-def test_the_vision_encoder_may_be_on_graphs_too(bridge):
-    config = bridge.qwen3_vl_8b_packed_graphs_sft_config()
-    assert config.model.vision_cuda_graph_impl == "none"
-    config = with_graphs("qwen3_vl_8b_sft_config", max_packed_seqs=8)
-    assert config.model.vision_cuda_graph_impl == "transformer_engine"
+@pytest.mark.parametrize("on", [True, False])
+def test_the_vision_encoder_is_on_graphs_unless_it_is_switched_off(bridge, on):
+    options = None if on else {"vision_cuda_graph_impl": "none"}
+    config = with_graphs("qwen3_vl_8b_sft_config", options=options)
     launched(config, gpus_of(bridge, "qwen3_vl_8b_sft_config"))
-    assert packed_options(config.model).enabled
+    found = read_options(config)
+    assert found.vision.enabled == on and found.packed.enabled
+
+
+def test_data_that_stop_packing_after_a_preset_was_built_put_the_whole_language_model_on_graphs(bridge):
+    config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
+    config.dataset.enable_in_batch_packing = False
+    launched(config, 2)
+    found = read_options(config)
+    assert found.language_model.impl == "full_iteration" and not found.packed.enabled

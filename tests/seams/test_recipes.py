@@ -1,5 +1,6 @@
 """Graphs on Bridge's own recipes, and the presets: built, validated, compared by field, looked up, documented."""
 
+import copy
 import importlib
 import os
 import pickle
@@ -8,25 +9,25 @@ import warnings
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
+from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_options, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
-from bridge_cg_plugin.options.sources import ATTRIBUTES
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 BRIDGE = "megatron.bridge.recipes"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 GRAPH_FIELDS = {
-    "model.vision_cuda_graph_impl",
+    "model.cuda_graphs",
     "model.max_vision_cuda_graph_seq_length",
     "model.vision_cuda_graph_buckets_max_gb",
     "model.use_te_rng_tracker",
@@ -59,17 +60,17 @@ INDIVISIBLE = {
     "qwen35_vl_397b_a17b_sft_config",
     "qwen35_vl_397b_a17b_peft_config",
 }
-PACKED_FIELDS = {
-    "model.cuda_graph_impl",
-    "model.cuda_graph_modules",
-    "model.cuda_graph_scope",
-    "model.cuda_graph_max_packed_seqs",
-    "model.use_te_rng_tracker",
-    "rng.te_rng_tracker",
+# Recipes of models without an encoder that can be on graphs.
+TEXT_BASES = ("nemotron_3_nano_4b_sft_config", "qwen3_8b_sft_config")
+PACKED_BASES = (*TEXT_BASES, "qwen3_vl_8b_sft_config")
+# What of a language model is on graphs, as `explain` and as docs/recipes.md call it.
+LANGUAGE_MODEL = {
+    "the whole of it": "whole",
+    "all layers as one region over packed sequences": "packs",
+    "attention and routers over packed sequences": "packs' attention",
+    "attention": "attention",
+    "eager": "eager",
 }
-OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
-# Recipe -> documents of a pack that graphs of its language model take.
-PACKED_BASES = {"nemotron_3_nano_4b_sft_config": 32, "qwen3_8b_sft_config": 32, "qwen3_vl_8b_sft_config": 8}
 
 pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
@@ -77,7 +78,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 every_base = pytest.mark.parametrize("base", BASES)
-every_packed_base = pytest.mark.parametrize("base", PACKED_BASES)
+every_text_base = pytest.mark.parametrize("base", TEXT_BASES)
 every_preset = pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
 
 
@@ -123,8 +124,13 @@ def launched(config, gpus):
         training_config.runtime_config_update(config)
 
 
+def parts_of(config):
+    """Return what `cuda_graphs` comes to on a configuration, by part."""
+    return {part.name: part for part in normalize(config)[0].chosen}
+
+
 def test_the_presets_are_these():
-    assert len(RECIPES) == 6 and set(DERIVED_RECIPES) == {preset.name for preset in PRESETS} < set(RECIPES)
+    assert len(RECIPES) == 7 and set(DERIVED_RECIPES) == {preset.name for preset in PRESETS} < set(RECIPES)
 
 
 @every_base
@@ -136,11 +142,15 @@ def test_graphs_change_graph_fields_only(bridge, base):
     assert changed(before, after) == allowed
 
 
-@every_packed_base
-def test_graphs_of_packs_change_graph_fields_only(bridge, base):
-    before, after = getattr(bridge, base)(), with_graphs(base, vision=False, max_packed_seqs=PACKED_BASES[base])
-    offline = getattr(before.dataset, "enable_offline_packing", False)
-    assert changed(before, after) == (PACKED_FIELDS | OFFLINE_FIELDS if offline else PACKED_FIELDS)
+@every_text_base
+def test_a_language_models_recipe_gets_no_fields_of_an_encoder(bridge, base):
+    before, after = getattr(bridge, base)(), with_graphs(base, gpu="h200")
+    assert changed(before, after) == {name for name in GRAPH_FIELDS if "vision" not in name}
+
+
+@every_base
+def test_off_sets_the_one_field(bridge, base):
+    assert changed(getattr(bridge, base)(), with_graphs(base, graphs="off")) == {"model.cuda_graphs"}
 
 
 def test_a_recipe_is_a_name_a_function_or_a_configuration(bridge):
@@ -152,8 +162,45 @@ def test_a_recipe_is_a_name_a_function_or_a_configuration(bridge):
 
 def test_further_options_win(bridge):
     words = "vision_cuda_graph_buckets=1024,2304 vision_cuda_graph_tuning.slots=2"
-    vision = vision_options(with_graphs("qwen3_vl_8b_sft_config", options=words).model)
-    assert (vision.buckets, vision.slots, vision.max_seq_length) == ((1024, 2304), 2, 8192)
+    for options in (words, words.split(), {"model": dict(word.split("=") for word in words.split())}):
+        vision = vision_options(with_graphs("qwen3_vl_8b_sft_config", options=options).model)
+        assert (vision.buckets, vision.slots, vision.max_seq_length) == ((1024, 2304), 2, 8192)
+
+
+def test_a_part_that_options_switch_off_stays_off_and_the_other_is_on(bridge):
+    config = with_graphs("qwen3_vl_8b_sft_config", options="cuda_graph_impl=none")
+    launched(config, 2)
+    options = normalize(config)[0]
+    assert options.vision.enabled and not options.language_model.enabled and not options.packed.enabled
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.recompute_granularity = "full"
+    with_graphs(config, options={"vision_cuda_graph_impl": "none"})
+    assert config.model.recompute_granularity == "full" and config.model.max_vision_cuda_graph_seq_length is None
+    options = normalize(with_graphs("qwen3_vl_8b_sft_config", options={"vision_cuda_graph_impl": "none"}))[0]
+    assert options.packed.enabled and not options.vision.enabled
+
+
+def test_the_setting_among_the_options_wins(bridge):
+    config = with_graphs("qwen3_vl_8b_sft_config", graphs="exact", options="cuda_graphs=fastest")
+    assert vision_options(config.model).kernels == "auto" and vision_options(config.model).enabled
+    assert not normalize(with_graphs("qwen3_vl_8b_sft_config", options="cuda_graphs=off"))[0].enabled
+
+
+def test_typed_options_are_all_of_the_options(bridge):
+    options = graph_options("vision_cuda_graph_impl=transformer_engine vision_cuda_graph_strict=true")
+    config = with_graphs("qwen3_vl_8b_sft_config", options=options)
+    launched(config, 2)
+    assert read_options(config).vision.strict and not read_options(config).language_model.enabled
+
+
+def test_what_was_set_by_hand_stays(bridge):
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.max_vision_cuda_graph_seq_length, config.model.vision_cuda_graph_buckets_max_gb = 4096, 3.5
+    config.model.cuda_graph_max_packed_seqs = 3
+    launched(with_graphs(config, gpu="h200"), 2)
+    options = read_options(config)
+    assert (options.vision.max_seq_length, options.vision.buckets_max_gb) == (4096, 3.5)
+    assert options.packed.max_packed_seqs == 3 and options.language_model.impl == "transformer_engine"
 
 
 def with_buckets(bridge, buckets):
@@ -192,29 +239,68 @@ def test_buckets_within_the_limit_are_the_recipes(bridge, buckets):
 def test_what_cannot_have_graphs_is_refused(bridge):
     with pytest.raises(OptionError, match="gpu='a100': it must be h100 or h200 or b200"):
         with_graphs("qwen3_vl_8b_sft_config", gpu="a100")
-    with pytest.raises(OptionError, match="vision=True: it must be False on GPTModelProvider"):
-        with_graphs("qwen3_8b_sft_config", vision=True)
     with pytest.raises(OptionError, match="qwen3_vl_8b_sft_config"):
         with_graphs("qwen3_vl_8b_sft_confg")
+    model = SimpleNamespace(model=SimpleNamespace())
+    with pytest.raises(OptionError, match="recipe='SimpleNamespace': it must be of a model with graph options"):
+        with_graphs(model)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"gpu": None}, "gpu=None: it must be h100 or h200 or b200"),
+        ({"gpu": ["h100"]}, "it must be h100 or h200 or b200"),
+        ({"graphs": "quick"}, "graphs='quick': it must be exact or fastest or off"),
+        ({"graphs": True}, "graphs=True: it must be exact or fastest or off"),
+        ({"graphs": None}, "graphs=None: it must be exact or fastest or off"),
+        ({"options": 5}, "options=5: it must be a mapping, words, YAML or GraphOptions"),
+        ({"options": "vision_cuda_graph_strikt=true"}, "Did you mean vision_cuda_graph_strict"),
+        ({"options": {"cuda_graphs": "quick"}}, "cuda_graphs='quick': it must be exact or fastest or off"),
+        ({"options": {"vision_cuda_graph_buckets": [6]}}, "vision_cuda_graph_buckets=6"),
+        ({"recipe": 5}, "recipe=5: it must be a name, a function or a ConfigContainer"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused_and_says_what_to_write(bridge, arguments, says):
+    with pytest.raises(OptionError, match="Cannot use") as refused:
+        with_graphs(**{"recipe": "qwen3_vl_8b_sft_config", **arguments})
+    assert says in str(refused.value)
 
 
 @every_preset
 def test_a_preset_differs_from_bridges_recipe_in_graph_fields_only(bridge, preset):
     before, after = getattr(bridge, preset.base)(), getattr(bridge, preset.name)()
-    allowed = PACKED_FIELDS if preset.graphs.get("max_packed_seqs") else GRAPH_FIELDS
-    differing = changed(before, after)
-    if "options" in preset.graphs:  # writes every graph field in its final type
-        differing -= {f"model.{name}" for name in ATTRIBUTES if f"model.{name}" not in allowed}
-        allowed = allowed - {"model.vision_cuda_graph_buckets_max_gb"}
-    assert differing == allowed
+    gone = {f"model.{name}" for name, value in preset.fields.items() if value is None}
+    assert changed(before, after) == (GRAPH_FIELDS | {f"model.{name}" for name in preset.fields}) - gone
+
+
+@every_preset
+def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_not(bridge, preset):
+    config, recipe = getattr(bridge, preset.name)(), RECIPES[preset.name]
+    chosen = parts_of(config)
+    assert chosen["vision encoder"].graphs == "the whole encoder"
+    language_model = chosen["language model"]
+    assert (language_model.graphs == "eager") == bool(preset.note) and preset.note in recipe.__doc__
+    assert all(field in language_model.why for field in re.findall("`(.*?)`", preset.note))
+    launched(config, gpus_of(bridge, preset.base))
+    options = read_options(config)
+    assert options.vision.enabled and options.vision.kernels == "exact" and config.model.cuda_graphs is None
+    assert options.language_model.enabled == (not preset.note)
+    assert options.packed.enabled == (config.dataset.enable_in_batch_packing and not preset.note)
+
+
+def test_the_9b_presets_language_model_is_eager_because_of_multi_token_prediction(bridge):
+    config = bridge.qwen35_vl_9b_vision_graphs_h200_sft_config()
+    assert parts_of(config)["language model"].why.startswith("model.mtp_num_layers=1: it must be null")
 
 
 def test_the_offloading_preset_holds_as_much_as_a_larger_gpu(bridge):
-    model = bridge.qwen3_vl_8b_vision_graphs_offload_h100_sft_config().model
-    options = vision_options(model)
+    config = bridge.qwen3_vl_8b_vision_graphs_offload_h100_sft_config()
+    options = normalize(config)[0].vision
     assert (options.max_seq_length, options.buckets_max_gb) == (GPUS["h200"].max_seq_length, None)
     assert options.offload_above_gb == GPUS["h100"].memory_gb and options.moves_activations
-    assert in_words(normalize(model)[0]).count("no graphs") == 2
+    assert "activations leave the device as 14 GiB a slot ask" in in_words(normalize(config)[0])
 
 
 def test_the_comparison_sees_any_change(bridge):
@@ -234,11 +320,6 @@ def test_the_comparison_sees_any_change(bridge):
 @every_preset
 def test_a_preset_validates_as_a_launch_would(bridge, preset):
     launched(getattr(bridge, preset.name)(), gpus_of(bridge, preset.base))
-
-
-@every_packed_base
-def test_graphs_of_packs_validate_as_a_launch_would(bridge, base):
-    launched(with_graphs(base, vision=False, max_packed_seqs=PACKED_BASES[base]), gpus_of(bridge, base))
 
 
 @every_base
@@ -262,19 +343,25 @@ def test_bridges_own_recipe_validates_except_the_documented(bridge, base):
         launched(config, gpus)
 
 
-def test_validation_includes_the_plugins(bridge):
+def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_by_hand(bridge, capsys):
     config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
     config.model.recompute_granularity = "full"
+    config.model.recompute_method, config.model.recompute_num_layers = "uniform", 1
+    again = copy.deepcopy(config)
+    launched(config, 2)
+    assert not normalize(config)[0].enabled
+    assert "cuda_graphs: vision encoder: eager (model.recompute_granularity='full'" in capsys.readouterr().out
+    again.model.vision_cuda_graph_impl = "transformer_engine"
     with pytest.raises(OptionError, match="recompute_granularity"):
-        launched(config, 2)
+        launched(again, 2)
 
 
 @every_base
 @pytest.mark.parametrize("name", GPUS)
 def test_its_options_resolve(bridge, base, name):
     config, gpu = with_graphs(base, gpu=name), GPUS[name]
-    options = vision_options(config.model)
-    assert options.enabled and options.whole_encoder
+    options = normalize(config)[0].vision
+    assert options.enabled and options.whole_encoder and options.kernels == "exact"
     assert options.max_seq_length == gpu.max_seq_length
     assert options.buckets == options.slots == "auto"
     limit = options.buckets_max_gb * config.model.pipeline_model_parallel_size
@@ -290,7 +377,8 @@ def test_it_is_explained(bridge, base):
         f"one graph per bucket over the whole encoder; buckets chosen from what warm-up steps show, up to {longest}"
         in said
     )
-    assert "language model: no graphs" in said and "packed sequences: no graphs" in said
+    assert said.startswith("cuda_graphs=exact: vision encoder: the whole encoder\n")
+    assert "cuda_graphs=exact: language model: " in said
     assert ("vision_deepstack_gradient_allreduce=True" in said) == (base in SUMMED)
     assert "warning: " not in said
 
@@ -326,9 +414,14 @@ def test_the_environment_it_sets_lets_graphs_be_captured(bridge, base):
 
 
 @every_base
-def test_the_language_model_has_no_graphs(bridge, base):
-    """They are an option of their own, whose memory nobody measured for these models."""
-    assert with_graphs(base).model.cuda_graph_impl == "none"
+def test_the_language_model_gets_what_the_setting_chooses(bridge, base):
+    """The documented words say which; nothing is written before a launch, which knows the whole configuration."""
+    config = with_graphs(base)
+    assert config.model.cuda_graph_impl == "none" and config.model.cuda_graph_max_packed_seqs is None
+    part = parts_of(config)["language model"]
+    assert part.graphs in LANGUAGE_MODEL and bool(part.why) == (LANGUAGE_MODEL[part.graphs] not in ("whole", "packs"))
+    packs = getattr(config.dataset, "enable_in_batch_packing", False)
+    assert part.graphs == "eager" or ("packed" in part.graphs) == packs
 
 
 @every_base
@@ -339,6 +432,16 @@ def test_recompute_spares_the_encoder_and_keeps_the_experts(bridge, base):
         return
     assert model.num_moe_experts
     assert (model.recompute_granularity, model.recompute_modules) == ("selective", ["moe"])
+
+
+def test_full_recompute_of_a_dense_model_is_off_so_that_both_parts_are_on_graphs(bridge, capsys):
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.recompute_granularity, config.model.recompute_method = "full", "uniform"
+    config.model.recompute_num_layers = 1
+    launched(with_graphs(config), 2)
+    assert "full recompute is off, of the language model too" in capsys.readouterr().out
+    options = read_options(config)
+    assert options.vision.enabled and options.packed.enabled and config.model.recompute_granularity is None
 
 
 @pytest.mark.parametrize("base", [f"{model}_{task}_config" for model in MODELS for task in ("sft", "peft")])
@@ -362,7 +465,7 @@ def test_a_name_says_what_bridges_launchers_read_from_it():
     words = ("pretrain", "sft", "finetune", "dora", "peft", "lora")
     for preset in PRESETS:
         assert RECIPES[preset.name].__name__ == preset.name and preset.base in RECIPES[preset.name].__doc__
-        assert preset.name.startswith("qwen3_vl_")
+        assert preset.name.startswith(preset.base.partition("b_")[0])
         assert [word for word in words if f"_{word}_" in preset.name] == [
             word for word in words if f"_{word}_" in preset.base
         ]
@@ -443,21 +546,22 @@ def test_the_documented_recipes_are_those_of_the_tests(bridge):
 def summary(bridge, base):
     """Return what the table says of a recipe: GPUs/pipeline stages, and what is special about it."""
     before, after = getattr(bridge, base)(), with_graphs(base)
-    special = ["recompute"] if before.model.recompute_granularity != after.model.recompute_granularity else []
+    special = [LANGUAGE_MODEL[parts_of(after)["language model"].graphs]]
+    special += ["recompute"] if before.model.recompute_granularity != after.model.recompute_granularity else []
     special += ["deepstack"] if base in SUMMED else []
     special += ["batch"] if base in INDIVISIBLE else []
     return f"{gpus_of(bridge, base)}/{after.model.pipeline_model_parallel_size} {', '.join(special)}".strip()
 
 
-def test_the_documented_presets_are_the_presets():
-    names = [(row[0], row[1]) for row in table("Presets")]
-    assert names == [(preset.name, preset.base) for preset in PRESETS]
+def test_the_documented_presets_are_the_presets(bridge):
+    graphs = {preset.name: parts_of(getattr(bridge, preset.name)())["language model"].graphs for preset in PRESETS}
+    expected = [(p.name, p.base, p.gpu, LANGUAGE_MODEL[graphs[p.name]]) for p in PRESETS]
+    assert [row[:4] for row in table("Presets")] == expected
 
 
 def test_the_documented_recipes_of_packs_are_those_of_the_tests(bridge):
     expected = [
-        (base, str(gpus_of(bridge, base)), str(getattr(bridge, base)().dataset.seq_length), str(most))
-        for base, most in PACKED_BASES.items()
+        (base, str(gpus_of(bridge, base)), str(getattr(bridge, base)().dataset.seq_length)) for base in PACKED_BASES
     ]
     assert table("Packed documents") == expected
 

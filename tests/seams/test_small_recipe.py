@@ -1,5 +1,6 @@
 """The small preset: found by name, validated, trained as far as a CPU can, without a hub, on every release."""
 
+import dataclasses
 import importlib
 import pickle
 import socket
@@ -12,8 +13,10 @@ from transformers.utils import hub
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.options import VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import VisionGraphOptions, normalize, vision_options
+from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import SMALL_RECIPES
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
@@ -63,7 +66,22 @@ def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     launched(config, gpus)
     assert config.data_parallel_size == gpus
-    assert config.model.vision_cuda_graph_impl == "transformer_engine"
+    options = read_options(config)
+    assert options.vision.enabled and options.vision.kernels == "exact" and options.vision.whole_encoder
+    assert options.language_model.impl == "full_iteration" and not options.packed.enabled
+    assert not config.rerun_state_machine.check_for_nan_in_loss
+
+
+def test_it_is_explained_before_a_run(config):
+    said = in_words(normalize(config)[0])
+    assert "cuda_graphs=exact: vision encoder: the whole encoder\n" in said
+    assert "cuda_graphs=exact: language model: the whole of it\n" in said
+    assert config.model.cuda_graphs == "exact" and config.model.vision_cuda_graph_impl == "none"
+
+
+def test_the_recipe_reads_the_setting_on_every_release_as_a_field_of_the_provider(config):
+    again = dataclasses.replace(config.model, num_layers=2)
+    assert (again.cuda_graphs, again.max_vision_cuda_graph_seq_length) == ("exact", 4608)
 
 
 def test_nothing_is_read_or_written(config):

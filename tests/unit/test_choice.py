@@ -120,6 +120,16 @@ def test_it_passes_the_checks_of_training_as_fields_by_hand_do():
     graph_options({**PACKED, "check_for_nan_in_loss": True})
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [("vision_cuda_graph_buckets", [6]), ("max_vision_cuda_graph_seq_length", 6), ("cuda_graph_packed_buckets", [0])],
+)
+@pytest.mark.parametrize("source", [dict, lambda fields: SimpleNamespace(**fields, vision_cuda_graph_impl="none")])
+def test_a_value_that_no_graph_can_have_is_refused(source, field, value):
+    with pytest.raises(OptionError, match=field):
+        normalize(source({**PACKED, field: value}))
+
+
 def test_no_such_setting():
     with pytest.raises(OptionError, match="cuda_graphs"):
         normalize({"cuda_graphs": "quick"})

@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.runs import compare, comparison
+from bridge_cg_plugin.options import normalize
+from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.upstream.hooks.overrides import graph_words
+from bridge_cg_tools.benchmarks.runs import compare, comparison, recipe_arguments
 from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
 from bridge_cg_tools.report.records import read_records
 
@@ -161,7 +164,7 @@ def test_graph_options_are_the_plugins(capsys):
     ]
     commands = dry(capsys, *graphs, "model.vision_cuda_graph_buckets=[64]", "train.global_batch_size=4")
     wanted = {"eager1": ["--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none", "train.global_batch_size=4"]}
-    wanted["upstream"] = ["--vision_cuda_graph_impl", "transformer_engine"]
+    wanted["upstream"] = ["--cuda_graphs", "null", "--vision_cuda_graph_impl", "transformer_engine"]
     wanted["upstream"] += [*("--max_vision_cuda_graph_seq_length", "4096", "--cuda_graph_impl", "none")]
     for mode, words in wanted.items():
         assert set(words) <= set(commands[mode])
@@ -169,7 +172,28 @@ def test_graph_options_are_the_plugins(capsys):
     assert {*graphs, "model.vision_cuda_graph_buckets=[64]"} <= set(commands["plugin"])
 
 
-def test_a_language_models_graphs_are_its_recipes(capsys):
+def test_the_plugins_run_has_the_one_setting_that_was_given(capsys):
+    commands = dry(capsys)
+    start = commands["plugin"].index("--cuda_graphs")
+    assert commands["plugin"][start : start + 2] == ["--cuda_graphs", "exact"]
+    for words in (["--cuda_graphs", "fastest"], ["model.cuda_graphs=fastest"]):
+        commands = dry(capsys, *words)
+        parsed, rest = recipe_arguments.read(commands["plugin"][4:])
+        assert normalize(given_flags(parsed), graph_words(rest))[0].choice.setting == "fastest"
+        assert not {"fastest", *words[1:], "model.cuda_graphs=fastest"} & {*commands["eager1"], *commands["upstream"]}
+
+
+@pytest.mark.parametrize("images", [True, False])
+@pytest.mark.parametrize("kind", ["eager", "upstream"])
+def test_graphs_that_the_setting_of_a_recipe_would_choose_are_off_in_the_other_runs(kind, images):
+    parsed, rest = recipe_arguments.read(["--recipe", RECIPE, *comparison.words_of(kind, [], images)])
+    packing = {"cuda_graphs": "exact", "cuda_graph_max_packed_seqs": 8, "pack_sequences_in_batch": True}
+    options = normalize(packing, given_flags(parsed), graph_words(rest))[0]
+    assert not options.language_model.enabled and not options.packed.enabled
+    assert options.vision.enabled == (kind == "upstream" and images) and options.vision.kernels == "auto"
+
+
+def test_a_language_models_runs_have_no_options_of_an_encoder(capsys):
     words = ["--cuda_graph_modules", "attn", "cuda_graph_packed_tuning.slots=2", "train.global_batch_size=4"]
     commands = dry(capsys, "--recipe", "some_model_packed_graphs_sft_config", *words)
     assert not any("vision_cuda_graph_impl" in " ".join(commands[mode]) for mode in ("plugin", "upstream"))

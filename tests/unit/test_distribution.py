@@ -116,7 +116,7 @@ def test_the_wheel_works_alone(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     presets, state, file = python("-I", "-S", "-c", SCRIPT, tmp_path, cwd=tmp_path).split()
-    assert (presets, state) == ("6", "audited")
+    assert (presets, state) == ("7", "audited")
     assert file == str(tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py")
 
 

@@ -31,7 +31,7 @@ def python(*arguments, cwd):
 def imported_from(folder, cwd):
     """Return the files of the package and of its presets as found in `folder` alone."""
     package, presets, count = python("-I", "-S", "-c", SCRIPT, folder, cwd=cwd).split()
-    assert int(count) == 6
+    assert int(count) == 7
     return Path(package), Path(presets)
 
 

@@ -64,12 +64,12 @@ def _apply_choice(options: GraphOptions, config: Any) -> None:
     if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
         config.rerun_state_machine.check_for_nan_in_loss = False
     if options.packed.enabled:
-        pad_offline_packs(config)
+        _pad_offline_packs(config)
     for part in options.chosen:
         announce(f"{SETTING}: {part}")
 
 
-def pad_offline_packs(config: Any) -> None:
+def _pad_offline_packs(config: Any) -> None:
     """Have data that are packed offline padded to one length, as Bridge asks where graphs are on."""
     dataset = getattr(config, "dataset", None)
     specs = getattr(dataset, "offline_packing_specs", None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
@@ -85,22 +86,22 @@ def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
     Args:
         kind: Of `KINDS`.
         rest: The words that were given.
-        images: Whether the model takes images; a language model's graphs are those of its recipe and flags.
+        images: Whether the model takes images.
     """
-    vision = [f"--{VISION_IMPL}", "transformer_engine"] if images else []
     if kind == "plugin":
-        return [*vision, *rest]
+        return [f"--{SETTING}", "exact", *rest]
     flags, others = take_flags(rest)
     graph_words = {word: field_of(word) for word in others if field_of(word) in (*FIELDS, *ATTRIBUTES)}
     plain = [word for word in others if word not in graph_words]
-    without_packs = [] if images else [f"{PACKED_FIELDS['max_packed_seqs']}=null"]
+    without_packs = f"{PACKED_FIELDS['max_packed_seqs']}=null"
     if kind == "eager":
-        return [f"--{VISION_IMPL}", "none", f"--{IMPL}", "none", *without_packs, *plain]
-    # Upstream's own fields; the language model as in the plugin's run.
+        return [f"--{VISION_IMPL}", "none", f"--{IMPL}", "none", without_packs, *plain]
+    # Upstream's own fields; the language model's are those of the recipe and the words.
+    vision = [f"--{VISION_IMPL}", "transformer_engine"] if images else []
     kept = (*LANGUAGE_MODEL_FIELDS, LENGTH)
     own = [word for name, value in flags.items() if name in kept for word in (f"--{name}", str(value))]
     own += [word for word, field in graph_words.items() if field in kept]
-    return [*vision, *own, *without_packs, *plain]
+    return [f"--{SETTING}", "null", *vision, *own, without_packs, *plain]
 
 
 def field_of(word: str) -> str:

@@ -10,7 +10,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.recipes import GPUS, with_graphs
+from bridge_cg_plugin.recipes import with_graphs
+from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.steps import Mode
 
 
@@ -56,10 +57,11 @@ def with_presets(config: Any, parsed: argparse.Namespace) -> Any:
     Raises:
         OptionError: The recipe's model or data cannot be used so.
     """
-    if not (parsed.graphs or parsed.mock_data):
-        return config
-    vision = None if parsed.graphs else False
-    return with_graphs(config, gpu=parsed.graphs or next(iter(GPUS)), vision=vision, mock_data=parsed.mock_data)
+    if parsed.graphs:
+        return with_graphs(config, gpu=parsed.graphs, mock_data=parsed.mock_data)
+    if parsed.mock_data:
+        config.dataset = mock_dataset(config.dataset)
+    return config
 
 
 def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:

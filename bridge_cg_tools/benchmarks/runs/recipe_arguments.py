@@ -26,7 +26,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     run = parser.add_argument_group("run")
     run.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
     run.add_argument(
-        "--graphs", choices=tuple(GPUS), help="vision graphs within the limits of this GPU, on any recipe of Bridge"
+        "--graphs", choices=tuple(GPUS), help="graphs within the limits of this GPU, on any recipe of Bridge"
     )
     run.add_argument("--mock_data", "--mock-data", action="store_true", help="train on Bridge's mock images")
     run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")

@@ -4,7 +4,7 @@ Sizes and special tokens are the published ones, the tokenizer spells every word
 wanted, are random. With it Bridge's recipes and mock data work on a machine without a network.
 """
 
-import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,11 +18,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from .seams.qwen_configs import write_configs
+from bridge_cg_tools.benchmarks.models.hub_folders import MODELS, REVISION, snapshot_in, variables_of
+from bridge_cg_tools.benchmarks.models.qwen_configs import write_configs
 
-# Names on the hub, by the model as Bridge's recipe names spell it.
-MODELS = {"qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct", "qwen35_vl_9b": "Qwen/Qwen3.5-9B"}
-REVISION = "0" * 40
 SPECIAL = [
     f"<|{name}|>"
     for name in (
@@ -51,11 +49,6 @@ def tokenizer(image_token_id: int) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def snapshot_in(folder: Path, name: str) -> Path:
-    """Return the folder of the files of a model, by its name on the hub, in a cache."""
-    return folder / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / REVISION
-
-
 def write_weights(snapshot: Path) -> None:
     """Write random bf16 weights of the configuration in a folder; with a GPU they are drawn there."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -63,12 +56,16 @@ def write_weights(snapshot: Path) -> None:
         AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(snapshot)
 
 
-def write_hub(folder: Path) -> dict[str, str]:
-    """Write the cache of all models; returns the environment variables that make Hugging Face's libraries use it."""
+def write_hub(folder: Path, names: Iterable[str] = MODELS.values()) -> dict[str, str]:
+    """Write the cache of models, by their names on the hub.
+
+    Returns:
+        The environment variables that make Hugging Face's libraries use it; see `variables_of`.
+    """
     configs = write_configs(folder / "configs")
-    for name in MODELS.values():
+    for name in names:
         write_model(snapshot_in(folder, name), configs[name] / "config.json")
-    return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"} | {"HF_HUB_CACHE": os.path.join(folder, "hub")}
+    return variables_of(folder)
 
 
 def write_model(snapshot: Path, config: Path) -> None:
@@ -85,3 +82,16 @@ def write_model(snapshot: Path, config: Path) -> None:
         chat_template=TEMPLATE,
     )
     processor.save_pretrained(snapshot)
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """Write what Bridge takes for a checkpoint of a model, without weights; returns its folder.
+
+    Args:
+        folder: Where it goes.
+    """
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "model.safetensors").touch()
+    return checkpoint

@@ -1,0 +1,97 @@
+"""Optimizer steps of a full-size recipe on one GPU, eager and with encoder and language model on graphs.
+
+    python scripts/performance/bench_recipe.py
+    python scripts/performance/bench_recipe.py --image 512x512 --eager-runs 1 --modes plugin,plugin_fastest
+
+Weights are random and images are Bridge's mock ones, of one size. The model's configuration and a processor like its
+own are written to a temporary folder: nothing is read from a network or a checkpoint. Each run is a process of its own;
+all import at once and train one after the other. Other flags and overrides are those of `bridge-cg train`.
+
+Records go to docs/benchmarks/recipes.jsonl. Exit status: 1 where a run failed or did not begin in time; 2 for refused
+input.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_tools.benchmarks.records.results import output_path, put_cases
+from bridge_cg_tools.benchmarks.runs import recipe_bench
+from bridge_cg_tools.benchmarks.runs.recipe_bench import GRAPHS, PLUGIN, Bench
+
+RECIPE = "qwen3_vl_8b_vision_graphs_h200_peft_config"
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return this command's arguments and the others, which go to `bridge-cg train`.
+
+    Raises:
+        OptionError: A value cannot work.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--recipe", default=RECIPE, metavar="NAME", help="a recipe or preset that fits one GPU")
+    parser.add_argument("--image", type=_size, default=(1024, 768), metavar="WxH", help="pixels of every image")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run; the first 6 do not count")
+    parser.add_argument("--global-batch", type=int, default=8, metavar="N", help="images, one a sample, of a step")
+    parser.add_argument("--eager-runs", type=int, default=2, metavar="N", help="eager runs; 2 or more have a spread")
+    parser.add_argument("--modes", default=PLUGIN, metavar="LIST", help=f"comma-separated; all: {', '.join(GRAPHS)}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="runs that have not ended then are ended")
+    parser.add_argument("--out", type=Path, help="records; docs/benchmarks/recipes.jsonl on a GPU")
+    args, rest = parser.parse_known_args(arguments)
+    if unknown := [mode for mode in args.modes.split(",") if mode not in GRAPHS]:
+        raise OptionError("modes", unknown[0], f"any of {', '.join(GRAPHS)}, comma-separated", "Correct the name.")
+    recipe_bench.check(args, rest)
+    return args, rest
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be WIDTHxHEIGHT in pixels, as 1024x768")
+    return int(found[1]), int(found[2])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train all runs and write their records."""
+    try:
+        args, rest = parse(arguments)
+        out = output_path(args.out, "recipes.jsonl")
+    except ValueError as error:
+        print(f"bench_recipe.py: {error}", file=sys.stderr)
+        return 2
+    modes = recipe_bench.modes_of(args.eager_runs, args.modes.split(","))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        if refused := recipe_bench.refusal(args, rest, folder):
+            print(refused, file=sys.stderr)
+            return 2
+        bench = Bench(args, rest, folder, folder / "checkpoint")
+        bench.start(modes, stack)
+        _write_files(args.recipe, folder)
+        runs = {mode: bench.run(mode) for mode in modes}
+    records = recipe_bench.records_of(recipe_bench.case_of(args), runs, args.steps)
+    put_cases(out, records)
+    print("\n".join(map(recipe_bench.in_words, records)))
+    return 1 if any("error" in record for record in records) else 0
+
+
+def _write_files(recipe: str, folder: Path) -> None:
+    """Write the model's files and what stands for a checkpoint, while the runs' processes import."""
+    from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint, write_hub
+
+    write_hub(folder, [recipe_bench.model_of(recipe)])
+    write_checkpoint(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

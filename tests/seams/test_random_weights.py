@@ -1,0 +1,79 @@
+"""Recipes trained on the weights that they begin with, as bench_recipe.py has them: built, validated, not loaded."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
+from bridge_cg_tools.benchmarks.runs import random_weights, recipe_bench
+from bridge_cg_tools.benchmarks.runs.recipe import prepare
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
+from scripts.performance import bench_recipe
+
+from .test_mock_presets import cache, offline  # noqa: F401
+from .test_recipes import launched
+
+pytestmark = pytest.mark.skipif(
+    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    reason="the recipes are those of a later megatron-bridge",
+)
+WIDTH, HEIGHT = 1024, 768
+
+
+@pytest.fixture
+def prepared(offline, tmp_path):  # noqa: F811
+    args, rest = bench_recipe.parse(["--image", f"{WIDTH}x{HEIGHT}"])
+
+    def build(mode):
+        words = recipe_bench.words(args, rest, mode, Path(checkpoint))
+        return prepare(*read(words))
+
+    checkpoint = write_checkpoint(tmp_path)
+    return build
+
+
+def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
+    runs = {mode: prepared(mode).config for mode in ("eager1", "plugin")}
+    for config in runs.values():
+        launched(config, 1)
+        assert config.train.global_batch_size == 8 and config.rng.te_rng_tracker and config.peft is not None
+    assert not read_options(runs["eager1"]).enabled
+    options = read_options(runs["plugin"])
+    assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
+
+
+def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):
+    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
+
+    config = prepared("plugin").config
+    context = SimpleNamespace(train_samples=2, valid_samples=0, test_samples=0)
+    data = MockVLMSFTDatasetBuilder(config.dataset).build(context)[0]
+    visual = data.collate_fn([data[i] for i in range(config.train.micro_batch_size)])["visual_inputs"]
+    assert visual.image_grid_thw.tolist() == [[1, HEIGHT // 16, WIDTH // 16]] * 2
+    assert len(visual.pixel_values) <= read_options(config).vision.max_seq_length
+
+
+def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):
+    setup = importlib.import_module(random_weights.SETUP)
+    monkeypatch.setattr(setup, random_weights.LOADER, getattr(setup, random_weights.LOADER))
+    random_weights.keep_initial_weights()
+    config = prepared("plugin").config
+    model, adapted = object(), []
+    config.peft = SimpleNamespace()
+    monkeypatch.setattr(setup, "_apply_peft_transformation", lambda peft, given: adapted.append(given) or given)
+    timer = SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+    timers = type("Timers", (), {"__call__": lambda self, *_, **__: timer, "log": lambda self, names: None})()
+    hook = setup._create_peft_pre_wrap_hook(config, SimpleNamespace(timers=timers))
+    assert hook([model]) == [model] and adapted == [[model]]
+
+
+def test_another_way_of_loading_is_refused(monkeypatch, active):
+    setup = importlib.import_module(random_weights.SETUP)
+    monkeypatch.delattr(setup, random_weights.LOADER)
+    with pytest.raises(RuntimeError, match="base weights would be loaded in a way that is not known here"):
+        random_weights.keep_initial_weights()
