@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
-from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
 from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
@@ -21,7 +21,7 @@ from bridge_cg_tools.planner.errors import PlanError
 from bridge_cg_tools.planner.images import Image, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
 from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
-from bridge_cg_tools.planner.plan import expect, percentiles, plan_packs
+from bridge_cg_tools.planner.plan import BUCKET_COUNTS, expect, percentiles, plan_packs
 
 COST = DEFAULTS["packed"]
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -416,6 +416,39 @@ def test_a_histogram_of_any_size_takes_seconds(tmp_path):
     assert len(images) <= 200_001 and set(images) == {Image(640, 480), Image(64, 64)}
     lengths = read_documents(write(tmp_path / "l.json", '{"300": 300000000000, "100": 100000000000, "7": 0}')).lengths
     assert Counter(lengths) == {300: 150_000, 100: 50_000}
+
+
+def test_a_count_may_be_written_as_a_float(tmp_path):
+    assert read_images(write(tmp_path / "i.json", '{"640x480": 3e0}')) == [Image(640, 480)] * 3
+    assert read_documents(write(tmp_path / "l.json", '{"300": 2e0}')).lengths == (300, 300)
+    for file, text in (
+        ("i.json", '{"640x480": 2.5}'),
+        ("j.json", '{"640x480": 1e999}'),
+        ("k.json", '{"640x480": NaN}'),
+    ):
+        with pytest.raises(PlanError, match="whole number"):
+            read_images(write(tmp_path / file, text))
+    for file, text in (("l.json", '{"300": 2.5}'), ("m.json", '{"300": 1e999}'), ("n.json", '{"300": true}')):
+        with pytest.raises(PlanError, match="whole number"):
+            read_documents(write(tmp_path / file, text))
+
+
+def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
+    file = str(write(tmp_path / "a.jsonl", '{"n_tokens": 3, "text": "a"}'))
+    assert main(["plan", "packed", file, "--pack-size", "64", "--field", "ntokens"]) == 2
+    said = capsys.readouterr().err
+    assert "row 0: there is no field 'ntokens'. Did you mean n_tokens?" in said
+    assert main(["plan", "packed", file, "--pack-size", "64", "--field", "foo"]) == 2
+    assert "there is no field 'foo'; the row has n_tokens, text" in capsys.readouterr().err
+
+
+def test_many_equal_microbatches_cost_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "bridge_cg_tools.planner.images.choose", lambda *args: asked.append(args) or Bucket(1200, (1, 1200))
+    )
+    plan = plan_images([Image(480, 640)] * 1000, DEFAULTS["vision"])
+    assert plan.microbatches == 1000 and plan.on_graphs == 1 and len(asked) <= 2 * len(BUCKET_COUNTS)
 
 
 def test_too_little_memory_names_the_least_that_works(tmp_path, capsys):
