@@ -18,6 +18,7 @@ SIZES = (784, 2304, 8192)
 FILLED = 0.8
 # Fields of the model and options of vision graphs that figures depend on, by the values that were measured.
 _MODEL = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "freeze_vision_model": False}
+_PRECISION = "bf16_mixed"
 _OPTIONS = {
     "offload": (None, ()),
     "recompute": (None, ()),
@@ -148,7 +149,17 @@ def _other_model(config: Any) -> list[str]:
     held = {name: getattr(config.model, name, None) for name in _MODEL}
     found = [f"model.{name}={value}" for name, value in held.items() if value not in (None, _MODEL[name])]
     adapters = getattr(config, "peft", None)
-    return [*found, *([] if adapters is None else [f"peft={getattr(adapters, '__name__', type(adapters).__name__)}"])]
+    if adapters is not None:
+        found.append(f"peft={type(adapters).__name__}")
+    return [*found, *_other_precision(getattr(config, "mixed_precision", None))]
+
+
+def _other_precision(precision: Any) -> list[str]:
+    """Return a precision that is not bf16: of Bridge's, a name or an object."""
+    if isinstance(precision, str):
+        return [] if precision == _PRECISION else [f"mixed_precision={precision}"]
+    held = {name: getattr(precision, name, None) for name in ("fp32", "fp16", "fp8", "fp4")}
+    return [f"mixed_precision.{name}={value}" for name, value in held.items() if value]
 
 
 def _other_options(options: VisionGraphOptions, measured: Measured) -> list[str]:

@@ -21,7 +21,7 @@ class Family:
         provider: Module and class of Bridge's provider, below its models.
         sizes: Fields that follow from the model's configuration and decide whether graph options can work.
         deepstack: Layers of the vision encoder whose features the language model takes.
-        encoder: Layers and width of the vision encoder; empty where models of the family differ in them.
+        encoder: Layers and width of the vision encoder, as its configuration names them; empty where models differ.
     """
 
     names: str
@@ -47,7 +47,7 @@ FAMILIES = (
         encoder=_LARGE,
     ),
     Family(
-        names=r"Qwen/Qwen3-VL-(8|32)B",
+        names=r"Qwen/Qwen3-VL-8B",
         provider=f"{_QWEN3_VL}ModelProvider",
         sizes=_DENSE,
         deepstack=(8, 16, 24),
@@ -66,7 +66,7 @@ FAMILIES = (
         sizes=_EXPERTS[256],
         encoder=_LARGE,
     ),
-    Family(names=r"Qwen/Qwen3\.[56]-(9|27)B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
+    Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
     Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
     Family(
         names=r"Qwen/Qwen2\.5-VL-[37]B",

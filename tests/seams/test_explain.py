@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain import command
+from bridge_cg_tools.explain.encoders import encoder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a process without PyTorch, hub and GPU makes of recipes: its CPU time for the first, facts, and what is on.
@@ -22,6 +23,7 @@ def refuse(*args, **kwargs):
 socket.getaddrinfo = socket.socket.connect = refuse
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_tools.explain import command
+from bridge_cg_tools.explain.encoders import encoder_of
 found = {}
 options = command.explain([sys.argv[1], "optimizer.lr=1e-5"])
 found["seconds"] = time.process_time()
@@ -29,7 +31,7 @@ found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.
 found["facts"] = {}
 for name in sys.argv[2:]:
     written = normalize(command.build_recipe(name))[1]
-    found["facts"][name] = repr(facts_of(written))
+    found["facts"][name] = repr(facts_of(written)), str(encoder_of(written.model))
 try:
     command.explain([sys.argv[1], "modle.x=4"])
 except OptionError as error:
@@ -163,7 +165,8 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     built = {}
     for name in names:
         with contextlib.suppress(KeyError):  # the tests have no configuration of its model
-            built[name] = repr(facts_of(normalize(getattr(bridge, name)())[1]))
+            written = normalize(getattr(bridge, name)())[1]
+            built[name] = [repr(facts_of(written)), str(encoder_of(written.model))]
     done = subprocess.run(
         [sys.executable, "-c", STANDS_IN, preset, *built],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -126,6 +126,20 @@ def test_adapters_were_not_measured():
     assert forecast(config(peft=LoRA()), on(), "h200").differs == ("peft=LoRA",)
 
 
+@pytest.mark.parametrize(
+    "precision, said",
+    [
+        (None, ()),
+        ("bf16_mixed", ()),
+        ("fp16_mixed", ("mixed_precision=fp16_mixed",)),
+        (SimpleNamespace(bf16=True, fp16=False, fp8=None), ()),
+        (SimpleNamespace(bf16=True, fp8="hybrid"), ("mixed_precision.fp8=hybrid",)),
+    ],
+)
+def test_other_precisions_were_not_measured(precision, said):
+    assert forecast(config(mixed_precision=precision), on(), "h200").differs == said
+
+
 def test_deterministic_algorithms_were_not_measured(monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     assert forecast(config(), on(), None).differs == ("deterministic algorithms",)
