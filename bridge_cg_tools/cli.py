@@ -63,12 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="WHEEL|FOLDER|installed",
         help="together one release (megatron-bridge and megatron-core); what is installed if left out",
     )
-    explain = commands.add_parser("explain", help="print the graph options that an input resolves to")
+    explain = commands.add_parser(
+        "explain", allow_abbrev=False, help="print what runs on graphs, why, and what to expect of it"
+    )
     explained.add_arguments(explain)
     report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
     reports.add_arguments(report)
     plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
-    for command in (doctor, audit, explain, report, listing):
+    for command in (doctor, audit, report, listing):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     args, rest = parser.parse_known_args(given)
     if rest and args.command != "explain":
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
     if args.command == "explain":
-        return explained.run(_words(given), args.json, tell, args.graphs)
+        return explained.run(given[given.index("explain") + 1 :], tell)
     if args.command == "report":
         return reports.run_report(args, tell)
     if args.command == "plan":
@@ -93,13 +95,6 @@ def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
     if args.command == "audit":
         return run_audit(args.sources, args.json, tell)
     return run_doctor(args.json, not args.no_gpu, args.details, tell)
-
-
-def _words(given: Sequence[str]) -> list[str]:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--graphs")
-    own.add_argument("--json", action="store_true")
-    return own.parse_known_args(given[given.index("explain") + 1 :])[1]
 
 
 def run_doctor(as_json: bool, wants_gpu: bool, details: bool, tell: Tell) -> int:

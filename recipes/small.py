@@ -11,7 +11,7 @@ VOCABULARY = 8192
 SEQUENCE = 2048
 WIDTH = 1024
 # Of the vision tower, whose layers are as wide as the 8B model's.
-LAYERS, DEEPSTACK = 8, (2, 4, 6)
+LAYERS, TOWER_WIDTH, DEEPSTACK = 8, 1152, (2, 4, 6)
 
 
 def qwen3_vl_small_vision_graphs_pretrain_mock_config() -> Any:
@@ -98,7 +98,7 @@ def _model(longest: int) -> Any:
         image_token_id=tokens.image,
         video_token_id=tokens.image + 1,
         vision_config=Qwen3VLVisionConfig(
-            depth=LAYERS, deepstack_visual_indexes=list(DEEPSTACK), out_hidden_size=WIDTH
+            depth=LAYERS, hidden_size=TOWER_WIDTH, deepstack_visual_indexes=list(DEEPSTACK), out_hidden_size=WIDTH
         ),
         out_hidden_size=WIDTH,
         gradient_accumulation_fusion=False,

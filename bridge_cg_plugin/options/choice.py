@@ -8,6 +8,8 @@ from .values import one_of
 
 SETTING = "cuda_graphs"
 SETTINGS = ("exact", "fastest", "off")
+# Names of parts.
+VISION_ENCODER, LANGUAGE_MODEL_PART, ALL_PARTS = "vision encoder", "language model", "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,5 +45,10 @@ class Part:
     graphs: str
     why: str = ""
 
+    @property
+    def what(self) -> str:
+        """What of it is on graphs, and why no more."""
+        return self.graphs + (f" ({self.why})" if self.why else "")
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.graphs}" + (f" ({self.why})" if self.why else "")
+        return f"{self.name}: {self.what}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .choice import CHOICE, SETTING, Part
+from .choice import ALL_PARTS, CHOICE, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, Part
 from .combinations import check_options
 from .errors import OptionError
 from .facts import Facts, facts_of
@@ -49,13 +49,13 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
         return written, ()
     if setting == "off":
         off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
-        return replace(written, fields={**written.fields, **off}), (Part("all", "eager", f"{SETTING}=off"),)
+        return replace(written, fields={**written.fields, **off}), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
     if VISION_IMPL in written.fields or written.model is None:
-        written = _taken(written, facts, "vision encoder", _vision(setting), (VISION_IMPL,), parts, make)
+        written = _taken(written, facts, VISION_ENCODER, _vision(setting), (VISION_IMPL,), parts, make)
     written = _taken(
-        written, facts, "language model", _language_model(facts, written.model), (IMPL, *SWITCHES), parts, make
+        written, facts, LANGUAGE_MODEL_PART, _language_model(facts, written.model), (IMPL, *SWITCHES), parts, make
     )
     settings = dict.fromkeys(TRACKERS, True)
     if written.fields.get(IMPL) == "full_iteration":

@@ -1,21 +1,22 @@
 """Graph options in words, as JSON, and the tables of docs/options.md."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from .choice import SETTING
+from .choice import ALL_PARTS, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
 from .combinations import COMBINATIONS
 from .declaration import Group, Option, plain
 from .graph_options import GraphOptions
 from .groups import GROUPS
-from .language_model import IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
+from .language_model import IMPL, IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
 from .migration import MIGRATIONS, module_names
 from .offload import CORE_FIELDS, OffloadOptions
 from .packed import PACKED, PackedOptions
 from .releases import RELEASES
-from .vision import VISION, WITHOUT_GRAPHS, VisionGraphOptions
+from .vision import PROVIDER_FIELDS, VISION, WITHOUT_GRAPHS, VisionGraphOptions
 
+VISION_IMPL = PROVIDER_FIELDS["impl"]
 _PARTS = {
     CudaGraphModule.attn: "attention",
     CudaGraphModule.mlp: "MLP",
@@ -55,12 +56,56 @@ def in_words(options: GraphOptions) -> str:
     lines = [
         *(f"{SETTING}={options.choice.setting}: {part}" for part in options.chosen),
         f"language model: {_language_model(options)}",
-        f"vision: {_vision(options.vision)}",
-        f"packed sequences: {_packed(options.packed)}",
+        f"vision: {'; '.join([*_vision(options.vision), *_further_of_vision(options.vision)])}",
+        f"packed sequences: {'; '.join([*_packed(options.packed), *_further_of_packs(options.packed)])}",
         f"offload: {_offload(options.offload)}",
         *(f"warning: {text}" for text in options.warnings),
     ]
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What options make of one part of a model.
+
+    Attributes:
+        name: The part.
+        runs: "graphs" or "eager"; of offloading, "on" or "off".
+        why: What is captured, or what keeps it eager.
+        options: Other options of it that are not their defaults, as `field=value`.
+    """
+
+    name: str
+    runs: str
+    why: str
+    options: tuple[str, ...] = ()
+
+
+def parts(options: GraphOptions) -> tuple[Part, ...]:
+    """Return the vision encoder, the language model, and offloading where it is on."""
+    vision, language = options.vision, options.language_model
+    packs = _packed(options.packed) if options.packed.enabled else []
+    of_vision, of_packs = _further_of_vision(vision), _further_of_packs(options.packed)
+    found = [
+        _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, _vision(vision), of_vision),
+        _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, [_language_model(options), *packs], of_packs),
+    ]
+    if options.offload.enabled or options.offload.parts:
+        found.append(Part("offloading", "on", _offload(options.offload)))
+    return tuple(found)
+
+
+def _part(
+    options: GraphOptions, name: str, field: str, impl: str, words: Sequence[str], further_options: Sequence[str]
+) -> Part:
+    setting = f"{SETTING}={options.choice.setting}"
+    chosen = [part for part in options.chosen if part.name == name]
+    if impl != "none":
+        reasons = [setting + (f" ({part.why})" if part.why else "") for part in chosen]
+        return Part(name, "graphs", "; ".join([*words, *reasons]), tuple(further_options))
+    off = [part.why for part in options.chosen if part.name == ALL_PARTS]
+    reasons = [f"{setting}: {part.what}" for part in chosen] or off or [f"{field}=none"]
+    return Part(name, "eager", "; ".join(reasons), tuple(further_options))
 
 
 def _language_model(every: GraphOptions) -> str:
@@ -80,15 +125,18 @@ def _language_model(every: GraphOptions) -> str:
     return f"per-layer graphs of {parts} by {by}; {inference[options.inference_scope.name]}"
 
 
-def _vision(options: VisionGraphOptions) -> str:
+def _vision(options: VisionGraphOptions) -> list[str]:
     if not options.enabled:
-        graph_options = [name for name in VISION.fields if name not in WITHOUT_GRAPHS]
-        return "; ".join(["no graphs", *further(options, VISION, graph_options)])
+        return ["no graphs"]
     region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
     buckets = _buckets(options.buckets, options.max_seq_length)
-    said = ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS)
-    graphs = f"one graph per bucket over {region}"
-    return "; ".join([graphs, buckets, *_activations(options), *further(options, VISION, said)])
+    return [f"one graph per bucket over {region}", buckets, *_activations(options)]
+
+
+def _further_of_vision(options: VisionGraphOptions) -> list[str]:
+    if not options.enabled:
+        return further(options, VISION, [name for name in VISION.fields if name not in WITHOUT_GRAPHS])
+    return further(options, VISION, ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS))
 
 
 def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]:
@@ -112,14 +160,16 @@ def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *again))]
 
 
-def _packed(options: PackedOptions) -> str:
+def _packed(options: PackedOptions) -> list[str]:
     if not options.enabled:
-        return "no graphs"
-    said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
+        return ["no graphs"]
     most = options.max_packed_seqs
-    documents = "documents as warm-up steps show" if most == "auto" else f"{most} documents"
-    graphs = f"graphs of up to {documents}"
-    return "; ".join([graphs, _buckets(options.buckets), *_activations(options), *further(options, PACKED, said)])
+    documents = "as many documents as warm-up steps show" if most == "auto" else f"up to {most} documents"
+    return [f"graphs of {documents}", _buckets(options.buckets), *_activations(options)]
+
+
+def _further_of_packs(options: PackedOptions) -> list[str]:
+    return further(options, PACKED, ("max_packed_seqs", "buckets", *_ACTIVATIONS)) if options.enabled else []
 
 
 def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> str:

@@ -10,12 +10,19 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, facts_of, normalize
-from bridge_cg_plugin.options import explain as wording
+from bridge_cg_plugin.options import (
+    GraphOptions,
+    OptionError,
+    VisionGraphOptions,
+    check_options,
+    facts_of,
+    normalize,
+)
 from bridge_cg_plugin.options.flags import FLAGS, take_flags, unknown_flag
 from bridge_cg_plugin.options.groups import split_name, tuning_of
 from bridge_cg_plugin.options.sources import (
@@ -26,12 +33,16 @@ from bridge_cg_plugin.options.sources import (
     SETTINGS,
     is_word,
 )
-from bridge_cg_plugin.recipes import GPUS, with_graphs
+from bridge_cg_plugin.recipes import GPUS, Gpu, with_graphs
 from bridge_cg_plugin.upstream.hooks.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 
 from ..answers import Tell
+from ..gpus import LAYOUTS, add_counts, check_gpus, divided, layout_in_words
 from . import models, standins
+from .answer import Answer, as_json
+from .forecast import forecast, largest_bucket
+from .table import render
 from .words import set_words
 
 SECTIONS = frozenset(
@@ -44,51 +55,113 @@ SECTIONS = frozenset(
 )
 _FLAGS = tuple(spelling for flag in FLAGS for spelling in flag.spellings)
 _TRACKER = "rng.te_rng_tracker"
+_NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
+_LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
+_OWN_FLAGS = ("--graphs", "--gpu", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
+    _add_place(parser)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
+    parser.add_argument("--gpu", choices=tuple(GPUS), help="the GPU: its records, and its limits where there are none")
+    add_counts(parser, "machines; the layout and the batch must fit all GPUs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def run(words: Sequence[str], as_object: bool, tell: Tell, gpu: str | None = None) -> int:
-    """Print the options that words of a command line resolve to; returns 2 if they are refused, else 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a recipe would train.
+
+    Attributes:
+        graphs: The GPU of graphs that are switched on in the recipe; None leaves the recipe as it is.
+        gpu: The GPU that it runs on; None is not known.
+        nodes: Machines; None is not known.
+        gpus_per_node: GPUs of each; None is not known.
+    """
+
+    graphs: str | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of all machines; None where nothing was said of them."""
+        if self.nodes is None and self.gpus_per_node is None:
+            return None
+        return (self.nodes or 1) * (self.gpus_per_node or 1)
+
+    @property
+    def kind(self) -> str | None:
+        """The GPU, which `graphs` names too."""
+        return self.gpu or self.graphs
+
+    def check(self, has_recipe: bool) -> None:
+        """Refuse what contradicts itself, or has no effect without a recipe.
+
+        Raises:
+            OptionError: Names the flag.
+        """
+        given = [flag for flag, value in asdict(self).items() if value is not None]
+        if given and not has_recipe:
+            name = given[0]
+            raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
+        if None not in (self.gpu, self.graphs) and self.gpu != self.graphs:
+            raise OptionError("gpu", self.gpu, f"what --graphs {self.graphs} says", "Keep one.")
+
+
+def run(given: Sequence[str], tell: Tell) -> int:
+    """Print what a command line resolves to; returns 2 if it is refused, else 0.
 
     Args:
-        words: A recipe's name, and what is written beside it.
-        as_object: Whether to print JSON.
+        given: A recipe's name, what is written beside it, and the command's own flags.
         tell: Prints the answer.
-        gpu: The GPU of graphs that are switched on in the recipe; None leaves the recipe as it is.
     """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_place(own)
+    parsed, words = own.parse_known_args(given)
+    place = Place(**{one.name: getattr(parsed, one.name) for one in fields(Place)})
     try:
-        options = explain(words, gpu)
+        answer = look(words, place)
     except (OptionError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
-    tell(json.dumps(wording.as_json(options)) if as_object else wording.in_words(options))
+    tell(json.dumps(as_json(answer)) if parsed.json else render(answer))
     return 0
 
 
-def explain(words: Sequence[str], gpu: str | None = None) -> GraphOptions:
-    """Return what words resolve to, checked as training does.
+def explain(words: Sequence[str], place: Place | None = None) -> GraphOptions:
+    """Return the options that words resolve to; see `look`.
+
+    Raises:
+        OptionError: Training would refuse them, or a word means nothing.
+    """
+    return look(words, place or Place()).options
+
+
+def look(words: Sequence[str], place: Place) -> Answer:
+    """Return what words resolve to, checked as training does, and what to expect of it.
 
     Args:
-        words: See `run`.
-        gpu: See `run`.
+        words: A recipe's name, and what is written beside it.
+        place: Where it would train.
 
     Raises:
         OptionError: Training would refuse it, or a word means nothing.
     """
     recipe = [word for word in words[:1] if not is_word(word)]
-    if gpu is not None and not recipe:
-        raise OptionError.because("graphs", "Cannot use --graphs without a recipe. Write a recipe's name first.")
+    place.check(bool(recipe))
     flags, others = take_flags(_in_pairs(words[len(recipe) :]))
     if not recipe:
         return _of_words(flags, others)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _of_recipe(recipe[0], flags, others, gpu)
+        return _of_recipe(recipe[0], flags, others, place)
 
 
 def _in_pairs(words: Sequence[str]) -> list[str]:
@@ -115,7 +188,7 @@ def _in_pairs(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> GraphOptions:
+def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     """Resolve words beside no recipe; what only a recipe would tell is said."""
     for word in words:
         _check_name(word)
@@ -128,24 +201,67 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> GraphOptions:
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
         missing = f"{_TRACKER}=true is missing: training refuses graphs without it. run_recipe.py and presets set it"
         options = replace(options, warnings=(*options.warnings, missing))
-    return options
+    return Answer(options=options, notes=(_NO_FIGURES,) if options.vision.enabled else ())
 
 
-def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: str | None) -> GraphOptions:
+def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: Place) -> Answer:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         why = "megatron-bridge is not installed. Install it (docs/getting_started.md), or write options alone."
         raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}")
     asked = without_imports()
-    config = _built(name, asked is not None)
-    if gpu is not None:
-        config = with_graphs(config, gpu=gpu)
-    options = resolved(config, flags, words, asked is not None)
-    notes = [
+    apply = partial(_configured, name, flags, [_of_the_model(word) for word in words], asked is not None)
+    config, options = apply(place.graphs)
+    notes = []
+    if place.gpu is not None and options.vision.enabled:
+        if _is_unlimited(options.vision):
+            config, options = apply(place.gpu)
+            notes.append(f"Limits are those of --gpu {place.gpu}: training sets them with --graphs {place.gpu}.")
+        elif _is_too_large(options.vision, GPUS[place.gpu]):
+            notes.append(f"The largest bucket is larger than those of --graphs {place.gpu}.")
+    layout = None
+    if place.gpus is not None:
+        check_gpus(config, place.gpus)
+        layout = divided(config.model, place.gpus)
+        notes.append(layout_in_words(layout))
+    unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"
         for model in models.unknown(asked or ())
     ]
-    return replace(options, warnings=(*options.warnings, *notes))
+    return Answer(
+        options=replace(options, warnings=(*options.warnings, *unknown)),
+        forecast=forecast(config, options.vision, place.kind),
+        has_model=hasattr(config, "model"),
+        layout=layout,
+        notes=tuple(notes),
+    )
+
+
+def _configured(
+    name: str, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool, graphs: str | None
+) -> tuple[Any, GraphOptions]:
+    """Return a recipe's configuration with everything applied, and its graph options."""
+    config = _built(name, stands_in)
+    if graphs is not None:
+        config = with_graphs(config, gpu=graphs)
+    options = resolved(config, flags, words, stands_in)
+    return config, options
+
+
+def _is_unlimited(options: VisionGraphOptions) -> bool:
+    limits = (options.max_seq_length, options.buckets_max_gb, options.offload_above_gb)
+    return options.buckets == "auto" and set(limits) == {None}
+
+
+def _is_too_large(options: VisionGraphOptions, gpu: Gpu) -> bool:
+    """Return whether buckets have more tokens than a GPU is meant for, with all activations on the device."""
+    stays = not (options.offload or options.recompute) and options.offload_above_gb is None
+    return stays and (largest_bucket(options, None) or 0) > gpu.max_seq_length
+
+
+def _of_the_model(word: str) -> str:
+    """Return a word whose field of the layout is one of the model, however it was written."""
+    return f"model.{word}" if word.partition("=")[0] in _LAYOUT else word
 
 
 def resolved(config: Any, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool) -> GraphOptions:
@@ -195,7 +311,7 @@ def _check_flag(name: str) -> None:
         OptionError: Names the nearest.
     """
     if name not in _FLAGS and not _means_something(name.removeprefix("--").replace("-", "_")):
-        raise unknown_flag(name, _FLAGS)
+        raise unknown_flag(name, (*_FLAGS, *_OWN_FLAGS))
 
 
 def _check_name(word: str) -> None:
@@ -217,5 +333,5 @@ def _check_name(word: str) -> None:
 
 def _means_something(name: str) -> bool:
     sections, field = split_name(name)
-    known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS) or bool(tuning_of(field))
+    known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS, *_LAYOUT) or bool(tuning_of(field))
     return known if not sections else sections[0] in SECTIONS

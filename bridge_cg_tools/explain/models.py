@@ -21,17 +21,21 @@ class Family:
         provider: Module and class of Bridge's provider, below its models.
         sizes: Fields that follow from the model's configuration and decide whether graph options can work.
         deepstack: Layers of the vision encoder whose features the language model takes.
+        encoder: Layers and width of the vision encoder, as its configuration names them; empty where models differ.
     """
 
     names: str
     provider: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
     deepstack: tuple[int, ...] = ()
+    encoder: Mapping[str, int] = field(default_factory=dict)
 
 
 _QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_provider.Qwen35VL"
+_QWEN25_VL = "qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
 _COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": 151936}
 _DENSE = {**_COMMON, "num_moe_experts": None}
+_LARGE = {"depth": 27, "hidden_size": 1152}
 _EXPERTS = {count: {**_COMMON, "num_moe_experts": count} for count in (128, 256, 512)}
 # The first that matches counts.
 FAMILIES = (
@@ -40,20 +44,42 @@ FAMILIES = (
         provider=f"{_QWEN3_VL}MoEModelProvider",
         sizes=_EXPERTS[128],
         deepstack=(8, 16, 24),
+        encoder=_LARGE,
+    ),
+    Family(
+        names=r"Qwen/Qwen3-VL-8B",
+        provider=f"{_QWEN3_VL}ModelProvider",
+        sizes=_DENSE,
+        deepstack=(8, 16, 24),
+        encoder=_LARGE,
     ),
     Family(names=r"Qwen/Qwen3-VL-\d+B", provider=f"{_QWEN3_VL}ModelProvider", sizes=_DENSE, deepstack=(8, 16, 24)),
-    Family(names=r"Qwen/Qwen3\.[56]-397B", provider=f"{_QWEN35_VL}MoEModelProvider", sizes=_EXPERTS[512]),
+    Family(
+        names=r"Qwen/Qwen3\.[56]-397B",
+        provider=f"{_QWEN35_VL}MoEModelProvider",
+        sizes=_EXPERTS[512],
+        encoder=_LARGE,
+    ),
     Family(
         names=r"Qwen/Qwen3\.[56]-\d+B-A\d+B",
         provider=f"{_QWEN35_VL}MoEModelProvider",
         sizes=_EXPERTS[256],
+        encoder=_LARGE,
     ),
+    Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
     Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
-    Family(names=r"Qwen/Qwen2\.5-VL-", provider="qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider", sizes=_DENSE),
+    Family(
+        names=r"Qwen/Qwen2\.5-VL-[37]B",
+        provider=_QWEN25_VL,
+        sizes=_DENSE,
+        encoder={"depth": 32, "hidden_size": 1280},
+    ),
+    Family(names=r"Qwen/Qwen2\.5-VL-", provider=_QWEN25_VL, sizes=_DENSE),
     Family(
         names=r"google/gemma-3-(4|12|27)b",
         provider="gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
         sizes=_DENSE,
+        encoder=_LARGE,
     ),
     Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_EXPERTS[128]),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
@@ -129,7 +155,7 @@ def _provider(kind: type, family: Family) -> Any:
         setattr(made, name, value)
     if hasattr(made, "vision_config"):
         known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
-        made.vision_config = SimpleNamespace(**known)
+        made.vision_config = SimpleNamespace(**known, **family.encoder)
     return made
 
 

@@ -71,6 +71,10 @@ class CostModel:
         """Return the memory of graphs whose largest bucket has this capacity, in GiB."""
         return slots * (self.memory_fixed_mb + self.memory_per_token_mb * capacity) / 1024
 
+    def tokens_within(self, gigabytes: float) -> int:
+        """Return the largest capacity whose graphs take at most this much memory, in GiB; 0 if none does."""
+        return max(int((gigabytes * 1024 - self.memory_fixed_mb) / self.memory_per_token_mb), 0)
+
 
 # Fitted to the project's own runs on an H200. The scan's price is that of cuDNN's backward in the vision tower (27
 # layers, 16 heads of 72: 4.3 ms for 32 x 4096 rows, 17 ms for 512 x 1024), for the language model by layers and width.
@@ -106,6 +110,40 @@ DEFAULTS = {
         memory_per_token_mb=1.08,
     ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The records that a default cost model was fitted to, and how far it is from them at most.
+
+    Attributes:
+        file: The records.
+        date: Of the newest of them.
+        gpu: That they were measured on.
+        tokens: The smallest and the largest microbatch.
+        eager, graphs, ratio, memory: Largest relative error of the times, of one over the other, and of the memory.
+    """
+
+    file: str
+    date: str
+    gpu: str
+    tokens: tuple[int, int]
+    eager: float
+    graphs: float
+    ratio: float
+    memory: float
+
+
+VISION_FIT = Fit(
+    file="docs/benchmarks/vision_bench.jsonl",
+    date="2026-11-22",
+    gpu="NVIDIA H200",
+    tokens=(784, 32768),
+    eager=0.15,
+    graphs=0.03,
+    ratio=0.15,
+    memory=0.1,
+)
 
 
 def load_cost_model(path: Path, name: str) -> CostModel:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.vision.fit import refuse_images
 
 from .cost import CostModel
-from .counts import drawn
+from .counts import drawn, whole_count
 from .errors import PlanError
 from .plan import BUCKET_COUNTS, Percentiles, percentiles, rounded_up
 
@@ -122,9 +123,10 @@ def _named(size: str, path: Path) -> Image:
 
 
 def _count(value: Any, size: str, path: Path) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    count = whole_count(value)
+    if count is None:
         raise PlanError(f"{path}: {size!r}: {value!r}: it must be a whole number of at least 0")
-    return value
+    return count
 
 
 def _image(row: Any, where: str) -> Image:
@@ -181,7 +183,8 @@ def plan_images(
             "for a graph of the largest microbatch"
         )
     fitting = (buckets for buckets in plans if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb)
-    found = [_expect(batches, cost, bound, buckets) for buckets in fitting]
+    alike = Counter(batches)
+    found = [_expect(alike, cost, bound, buckets) for buckets in fitting]
     step_ms, on_graphs, padding, buckets = min(found, key=lambda plan: (plan[0], len(plan[3])))
     return VisionPlan(
         microbatches=len(batches),
@@ -191,7 +194,7 @@ def plan_images(
         buckets=buckets,
         max_frames=bound,
         step_ms=step_ms,
-        eager_ms=sum(map(cost.eager_ms, batches)) / len(batches),
+        eager_ms=sum(cost.eager_ms(batch) * count for batch, count in alike.items()) / len(batches),
         on_graphs=on_graphs,
         padding=padding,
         memory_gb=cost.memory_gb(buckets[-1]),
@@ -200,19 +203,19 @@ def plan_images(
 
 
 def _expect(
-    batches: Sequence[tuple[int, ...]], cost: CostModel, bound: int, buckets: tuple[int, ...]
+    batches: Counter[tuple[int, ...]], cost: CostModel, bound: int, buckets: tuple[int, ...]
 ) -> tuple[float, float, float, tuple[int, ...]]:
     """Return mean time, share on graphs, padding, and the buckets."""
     total = 0.0
     replayed = real = padded = 0
     recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
-    for batch in batches:
+    for batch, count in batches.items():
         tokens = sum(batch)
         found = choose(tokens, recorded, partial(refuse_images, tokens, len(batch), max(batch), EXACT_BELOW))
         if isinstance(found, Fallback):
-            total += cost.eager_ms(batch)
+            total += count * cost.eager_ms(batch)
             continue
-        replayed, real, padded = replayed + 1, real + tokens, padded + found.tokens
-        total += cost.graph_ms(found.tokens, batch, *found.limits)
-    share = replayed / len(batches)
-    return total / len(batches), share, 1 - real / padded if padded else 0.0, buckets
+        replayed, real, padded = replayed + count, real + count * tokens, padded + count * found.tokens
+        total += count * cost.graph_ms(found.tokens, batch, *found.limits)
+    share = replayed / batches.total()
+    return total / batches.total(), share, 1 - real / padded if padded else 0.0, buckets

@@ -1,5 +1,6 @@
 """Reading document lengths, or whole packs, from a dataset's files."""
 
+import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .counts import drawn
+from .counts import drawn, whole_count
 from .errors import PlanError
 from .packing import Pack
 
@@ -83,13 +84,10 @@ def _rows(path: Path, field: str | None) -> Iterable[Any]:
 
 def _histogram(found: Any, path: Path) -> list[int]:
     if isinstance(found, dict):
-        try:
-            counts = {int(length): int(count) for length, count in found.items()}
-        except (TypeError, ValueError):
-            raise PlanError(f'{path}: it must be {{"length": count}} in whole numbers') from None
-        if any(count < 0 for count in counts.values()):
-            raise PlanError(f"{path}: a count is below 0")
-        return drawn(sorted(counts.items()))
+        counts = {length: whole_count(count) for length, count in found.items()}
+        if any(count is None or not length.isdecimal() for length, count in counts.items()):
+            raise PlanError(f'{path}: it must be {{"length": count}} in whole numbers, no count below 0')
+        return drawn(sorted((int(length), count or 0) for length, count in counts.items()))
     if isinstance(found, list):
         return found
     raise PlanError(f'{path}: it must be a histogram {{"length": count}} or a list of lengths')
@@ -131,6 +129,10 @@ def _length(row: Any, field: str | None, where: str) -> int:
     if isinstance(row, dict):
         names = (field,) if field is not None else (*LENGTH_FIELDS, *TOKEN_FIELDS)
         name = next((n for n in names if n in row), None)
+        if name is None and field is not None:
+            near = difflib.get_close_matches(field, row, n=1)
+            there = f". Did you mean {near[0]}?" if near else f"; the row has {', '.join(row)}"
+            raise PlanError(f"{where}: there is no field {field!r}{there}")
         if name is None:
             raise PlanError(f"{where}: it must have a field of {', '.join(names)}, found {', '.join(row)}; use --field")
         value = row[name]

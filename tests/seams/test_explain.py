@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain import command
+from bridge_cg_tools.explain.encoders import encoder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a process without PyTorch, hub and GPU makes of recipes: its CPU time for the first, facts, and what is on.
@@ -22,6 +23,7 @@ def refuse(*args, **kwargs):
 socket.getaddrinfo = socket.socket.connect = refuse
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_tools.explain import command
+from bridge_cg_tools.explain.encoders import encoder_of
 found = {}
 options = command.explain([sys.argv[1], "optimizer.lr=1e-5"])
 found["seconds"] = time.process_time()
@@ -29,7 +31,7 @@ found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.
 found["facts"] = {}
 for name in sys.argv[2:]:
     written = normalize(command.build_recipe(name))[1]
-    found["facts"][name] = repr(facts_of(written))
+    found["facts"][name] = repr(facts_of(written)), str(encoder_of(written.model))
 try:
     command.explain([sys.argv[1], "modle.x=4"])
 except OptionError as error:
@@ -46,22 +48,36 @@ def explain(capsys, *words):
     return status, out, err
 
 
+def table(capsys, *words):
+    """Return the lines of the table by their parts."""
+    status, out, err = explain(capsys, "--json", *words)
+    assert status == 0, err
+    return {line["part"]: line for line in json.loads(out)["table"]}
+
+
 def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    assert list(found) == ["language_model", "vision", "packed", "offload", "chosen", "warnings"]
+    parts = ["language_model", "vision", "packed", "offload", "chosen", "warnings"]
+    assert list(found) == [*parts, "table", "forecast", "layout", "notes"]
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
 
 
 def test_in_words(capsys):
     words = ["--cuda-graph-impl", "transformer_engine", "--cuda_graph_modules", "attn", "mlp"]
-    status, out, _ = explain(capsys, *words, "model.vision_cuda_graph_impl=transformer_engine")
-    assert status == 0
-    assert "language model: per-layer graphs of attention and MLP by Transformer Engine; inference eager" in out
-    assert "vision: one graph per bucket over the whole encoder" in out
-    assert "packed sequences: no graphs" in out and "offload: off" in out
+    lines = table(capsys, *words, "model.vision_cuda_graph_impl=transformer_engine")
+    assert list(lines) == ["vision encoder", "language model"]
+    why = "per-layer graphs of attention and MLP by Transformer Engine; inference eager"
+    assert (lines["language model"]["runs"], lines["language model"]["why"]) == ("graphs", why)
+    assert lines["vision encoder"]["why"].startswith("one graph per bucket over the whole encoder; buckets chosen")
+    eager = table(capsys, "cuda_graph_impl=none", "activation_offload=mlp")
+    assert [(line["runs"], line["why"]) for line in eager.values()] == [
+        ("eager", "vision_cuda_graph_impl=none"),
+        ("eager", "cuda_graph_impl=none"),
+        ("on", "activations of mlp to host memory, by megatron-core expert_fc1 and moe_act"),
+    ]
 
 
 def test_what_else_was_set_is_said_too(capsys):
@@ -75,10 +91,13 @@ def test_what_else_was_set_is_said_too(capsys):
         "cuda_graph_max_packed_seqs=8",
         "cuda_graph_packed_tuning.max_seqlen=512",
     ]
-    status, out, err = explain(capsys, *words, *packed, "cuda_graph_packed_offload=mlp", "rng.te_rng_tracker=true")
-    assert status == 0, err
-    assert "warm-up steps show; vision_cuda_graph_tuning.slots=2; vision_cuda_graph_strict=True\n" in out
-    assert "; activations of mlp go to the host; cuda_graph_packed_tuning.max_seqlen=512\n" in out
+    words += [*packed, "cuda_graph_packed_offload=mlp", "rng.te_rng_tracker=true"]
+    encoder, language_model = table(capsys, *words).values()
+    assert encoder["options"] == ["vision_cuda_graph_tuning.slots=2", "vision_cuda_graph_strict=True"]
+    assert language_model["options"] == ["cuda_graph_packed_tuning.max_seqlen=512"]
+    assert language_model["why"].endswith("; activations of mlp go to the host")
+    said = " ".join([*encoder["options"], *language_model["options"]])
+    assert f"options: {said}" in " ".join(explain(capsys, *words)[1].split())
 
 
 @pytest.mark.parametrize(
@@ -131,11 +150,11 @@ def test_graphs_on_a_recipe(capsys, bridge):
     if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
         pytest.skip("the recipe comes with a later megatron-bridge")
     words = ["qwen3_vl_8b_sft_config", "--graphs", "h200", "--vision-cuda-graph-tuning", "slots=2,kernels=exact"]
-    status, out, err = explain(capsys, *words, "model.vision_cuda_graph_strict=true")
-    assert status == 0, err
-    assert "up to 16384 tokens; " in out and "; vision_cuda_graph_buckets_max_gb=26.0; " in out
+    line = table(capsys, *words, "model.vision_cuda_graph_strict=true")["vision encoder"]
+    assert line["why"].endswith("up to 16384 tokens")
+    limit, strict = "vision_cuda_graph_buckets_max_gb=26.0", "vision_cuda_graph_strict=True"
     tuned = ("vision_cuda_graph_tuning.slots=2", "vision_cuda_graph_tuning.kernels=exact")
-    assert all(f"; {said}; " in out for said in tuned)
+    assert set(line["options"]) == {limit, strict, *tuned}
 
 
 def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
@@ -146,7 +165,8 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     built = {}
     for name in names:
         with contextlib.suppress(KeyError):  # the tests have no configuration of its model
-            built[name] = repr(facts_of(normalize(getattr(bridge, name)())[1]))
+            written = normalize(getattr(bridge, name)())[1]
+            built[name] = [repr(facts_of(written)), str(encoder_of(written.model))]
     done = subprocess.run(
         [sys.executable, "-c", STANDS_IN, preset, *built],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -181,16 +201,17 @@ def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, wo
 def test_the_one_setting_is_told_once(capsys, bridge):
     if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
         pytest.skip("the recipe comes with a later megatron-bridge")
-    status, out, err = explain(capsys, "qwen3_vl_8b_sft_config", "--cuda_graphs", "fastest")
-    assert status == 0 and out.count("all layers as one region over packed sequences") == 1
-    assert "[bridge-cg]" not in err
+    words = ["qwen3_vl_8b_sft_config", "--cuda_graphs", "fastest"]
+    why = table(capsys, *words)["language model"]["why"]
+    assert why.startswith("all layers as one region by the plugin") and why.count("all layers") == 1
+    assert why.endswith("; cuda_graphs=fastest")
+    assert "[bridge-cg]" not in explain(capsys, *words)[2]
 
 
 def test_flags_are_those_of_run_recipe(capsys):
-    status, out, err = explain(capsys, "--max-packed-seqs", "64", "cuda_graph_impl=transformer_engine")
-    assert status == 0, err
-    assert "all layers as one region by the plugin, over packed sequences" in out
-    assert "graphs of up to 64 documents" in out
+    why = table(capsys, "--max-packed-seqs", "64", "cuda_graph_impl=transformer_engine")["language model"]["why"]
+    assert "all layers as one region by the plugin, over packed sequences" in why
+    assert "graphs of up to 64 documents" in why
 
 
 @pytest.mark.parametrize(
@@ -203,7 +224,7 @@ def test_flags_are_those_of_run_recipe(capsys):
 )
 def test_what_is_missing_or_has_no_effect_is_said(capsys, words, said):
     status, out, _ = explain(capsys, *words)
-    assert status == 0 and f"warning: {said}" in out.replace("cuda_graph_packed_strict=true: ", "")
+    assert status == 0 and f"warning: {said}" in " ".join(out.split()).replace("cuda_graph_packed_strict=true: ", "")
 
 
 def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
@@ -268,3 +289,121 @@ def test_recipes_of_bridge_are_found(active):
 def test_doctor_still_refuses_unknown_arguments():
     with pytest.raises(SystemExit):
         main(["doctor", "cuda_graph_impl=local"])
+
+
+PRESET = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
+
+
+@pytest.fixture
+def mixture(bridge):
+    """A preset whose vision encoder is on one GPU, as it was measured."""
+    if not hasattr(bridge, PRESET):
+        pytest.skip("the preset derives from a recipe of a later megatron-bridge")
+    return PRESET
+
+
+def found(capsys, *words):
+    status, out, err = explain(capsys, "--json", *words)
+    assert status == 0, err
+    return json.loads(out)
+
+
+def test_time_and_memory_of_a_preset(capsys, mixture):
+    for words in ([], ["--gpu", "h200"]):
+        answer = found(capsys, mixture, *words)
+        encoder, language_model = answer["table"]
+        assert (encoder["memory"], encoder["ratio"]) == ("17.4 GiB", "0.09-0.82")
+        assert (language_model["runs"], language_model["memory"], language_model["ratio"]) == ("eager", "-", "-")
+        forecast = answer["forecast"]
+        assert forecast["encoder"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
+        assert forecast["source"] == {
+            "file": "docs/benchmarks/vision_bench.jsonl",
+            "date": "2026-11-22",
+            "gpu": "NVIDIA H200",
+        }
+        assert forecast["largest_bucket"] == 16384 and set(forecast["errors"].values()) == {0.03, 0.1, 0.15}
+    text = explain(capsys, mixture)[1]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200"])
+def test_a_gpu_that_was_not_measured(capsys, mixture, gpu):
+    answer = found(capsys, mixture, "--gpu", gpu)
+    assert (answer["table"][0]["memory"], answer["table"][0]["ratio"]) == ("not measured", "not measured")
+    assert answer["forecast"]["not_measured"] == [f"--gpu {gpu}"]
+    assert answer["vision"]["max_seq_length"] == 16384  # the preset's own
+    assert bool(answer["notes"]) == (gpu == "h100")
+
+
+def test_graphs_of_a_gpu_name_the_gpu(capsys, bridge, mixture):
+    answer = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "b200")
+    assert answer["forecast"]["not_measured"] == ["--gpu b200"] and answer["vision"]["max_seq_length"] == 24576
+    status, out, err = explain(capsys, mixture, "--graphs", "h200", "--gpu", "h100")
+    assert (status, out) == (2, "") and "it must be what --graphs h200 says" in err
+
+
+def test_a_gpu_limits_graphs_without_limits(capsys, mixture):
+    words = ["qwen3_vl_30b_a3b_sft_config", "vision_cuda_graph_impl=transformer_engine", "--gpu", "h100"]
+    limited = found(capsys, *words)
+    assert (limited["vision"]["max_seq_length"], limited["vision"]["buckets_max_gb"]) == (8192, 14.0)
+    assert limited["notes"] == ["Limits are those of --gpu h100: training sets them with --graphs h100."]
+    same = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "h100")
+    assert limited["vision"] == same["vision"]
+    own = found(capsys, *words, "max_vision_cuda_graph_seq_length=4096")
+    assert (own["vision"]["max_seq_length"], own["notes"]) == (4096, [])
+    off = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--gpu", "h100")
+    assert (off["vision"]["impl"], off["vision"]["max_seq_length"], off["notes"]) == ("none", None, [])
+
+
+def test_nodes_and_layout(capsys, mixture):
+    words = [mixture, "--nodes", "2", "--gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
+    answer = found(capsys, *words)
+    layout = {"gpus": 16, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "replicas": 8}
+    assert answer["layout"] == layout
+    assert answer["forecast"]["not_measured"] == ["model.tensor_model_parallel_size=2"]
+    assert answer["notes"][-1] == (
+        "16 GPUs: model.tensor_model_parallel_size=2, model.expert_model_parallel_size=8, 8 data-parallel replicas."
+    )
+    assert found(capsys, mixture)["layout"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "3", "--gpus_per_node", "4"],
+        ["--nodes", "1"],
+        ["--nodes", "2", "--gpus_per_node", "8", "model.pipeline_model_parallel_size=3"],
+        ["--nodes", "3", "--gpus_per_node", "8"],
+    ],
+)
+def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixture, words, tmp_path):
+    from bridge_cg_tools.benchmarks.runs import train as run_recipe
+
+    status, out, err = explain(capsys, mixture, *words)
+    assert (status, out) == (2, "") and err.startswith("Cannot ")
+    if words == ["--nodes", "1"]:  # one process is what `train` starts without a launcher, of any layout
+        words = [*words, "--launcher", "torchrun"]
+    checkpoint = f"checkpoint.pretrained_checkpoint={tmp_path}"
+    assert run_recipe.main(["--recipe", mixture, *words, checkpoint, "--dry-run"]) == 2
+    assert capsys.readouterr().err == err
+
+
+@pytest.mark.parametrize("flag", [["--gpu", "h200"], ["--nodes", "2"], ["--gpus-per-node", "8"]])
+def test_a_place_needs_a_recipe(capsys, flag):
+    status, out, err = explain(capsys, *flag, "cuda_graph_impl=local")
+    assert (status, out) == (2, "") and "without a recipe" in err
+
+
+def test_flags_of_a_place_are_checked(capsys):
+    for words in (["--nodes", "0"], ["--gpus_per_node", "1e3"], ["--nodes", "-1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "some_config", *words])
+        assert ended.value.code == 2 and "whole number of at least 1" in capsys.readouterr().err
+    status, _, err = explain(capsys, "some_config", "--node", "2")
+    assert status == 2 and "Did you mean --nodes?" in err
+
+
+def test_without_a_recipe_figures_need_one(capsys):
+    answer = found(capsys, "vision_cuda_graph_impl=transformer_engine")
+    assert answer["forecast"] is None and answer["notes"] == [command._NO_FIGURES]
+    assert found(capsys, "cuda_graph_impl=none")["notes"] == []

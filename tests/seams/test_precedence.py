@@ -18,6 +18,7 @@ from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_tools.cli import main as bridge_cg
+from bridge_cg_tools.explain import command
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
 
@@ -175,11 +176,13 @@ def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
     word = f"{name}=full_iteration"
     words = [word, "rng.te_rng_tracker=true", "rerun_state_machine.check_for_nan_in_loss=false"]
     assert bridge_cg(["explain", "some_config", *words]) == 0
-    explained = capsys.readouterr().out
-    assert explained == in_words(apply_overrides(with_modules, {}, [word])) + "\n"
-    assert (
-        "one graph of forward and backward of the whole step" in explained and "of the recipe is dropped" in explained
-    )
+    explained = " ".join(capsys.readouterr().out.split())
+    resolved = in_words(command.explain(["some_config", *words]))
+    options = apply_overrides(with_modules, {}, [word])
+    assert resolved == in_words(options)
+    assert all(f"warning: {text}" in explained for text in options.warnings)
+    assert "one graph of forward and backward of the whole step" in in_words(options)
+    assert "of the recipe is dropped" in explained
 
 
 def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_path):

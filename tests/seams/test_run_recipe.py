@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks import recipes, steps
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
@@ -18,7 +19,7 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
 from bridge_cg_tools.benchmarks.runs.startable import check_start
-from bridge_cg_tools.cli import main as bridge_cg
+from bridge_cg_tools.explain.command import explain
 
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
@@ -61,12 +62,11 @@ def test_flags_then_words_reach_training(trained, capsys):
     assert "buckets of 1024 and 2304 tokens" in capsys.readouterr().out
 
 
-def test_a_dry_run_prints_what_explain_prints_and_trains_nothing(trained, capsys):
+def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, capsys):
     assert run("--dry-run", *VISION, CHECKPOINT) == 0
     out = capsys.readouterr().out
-    assert bridge_cg(["explain", RECIPE, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]) == 0
-    explained = capsys.readouterr().out
-    assert out == f"{RECIPE}: finetune() with qwen3_vl_step\n{explained}"
+    explained = in_words(explain([RECIPE, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]))
+    assert out == f"{RECIPE}: finetune() with qwen3_vl_step\n{explained}\n"
     assert trained == []
 
 

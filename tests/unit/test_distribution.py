@@ -152,9 +152,11 @@ def test_the_path_of_a_newcomer(fresh, tmp_path):
     found = json.loads(said("doctor", "--no-gpu", "--json"))
     assert found["problems"] == [] and found["active"] and found["known_release"]
     assert f"  {SMALL}\n" in said("recipes", "small")
-    explained = said("explain", SMALL)
-    assert "vision: one graph per bucket over the whole encoder" in explained
-    assert said("train", "--recipe", SMALL, "--dry-run") == f"{SMALL}: pretrain() with qwen3_vl_step\n{explained}"
+    explained = json.loads(said("explain", SMALL, "--json"))
+    why = explained["table"][0]["why"]
+    dry = said("train", "--recipe", SMALL, "--dry-run")
+    assert f"\nvision: {why}\n" in dry and dry.startswith(f"{SMALL}: pretrain() with qwen3_vl_step\n")
+    assert why.startswith("one graph per bucket over the whole encoder") and explained["vision"]["impl"] != "none"
 
 
 def test_the_metadata_is_complete(metadata):

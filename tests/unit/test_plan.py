@@ -9,18 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
-from bridge_cg_tools.benchmarks.models.workloads import CASES
+from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
+from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.cli import main
-from bridge_cg_tools.planner.cost import DEFAULTS, load_cost_model, save_cost_model
+from bridge_cg_tools.planner.cost import DEFAULTS, VISION_FIT, load_cost_model, save_cost_model
 from bridge_cg_tools.planner.errors import PlanError
 from bridge_cg_tools.planner.images import Image, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
 from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
-from bridge_cg_tools.planner.plan import expect, percentiles, plan_packs
+from bridge_cg_tools.planner.plan import BUCKET_COUNTS, expect, percentiles, plan_packs
 
 COST = DEFAULTS["packed"]
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -135,20 +136,39 @@ def test_defaults_are_what_was_measured_eager():
         assert COST.busy_ms(tokens, lengths, 5, max(lengths)) == pytest.approx(busy, rel=0.1)
 
 
+def vision_records():
+    """Yield (frames, eager, on graphs) of all records with default options: the cases, and larger single images."""
+    records = read_records(ROOT / VISION_FIT.file)
+    cases = [r for r in records if r["case"] in CASES]
+    sweep = [r for r in records if r["case"].startswith("tokens_") and r["tokens"] > SIDE_STREAM_UP_TO]
+    for found, graphs in ((cases, by_default(cases)), (sweep, by_case(sweep, "plugin_fast").values())):
+        eager = by_case(found, "eager")
+        for r in graphs:
+            grid = CASES.get(r["case"]) or one_image(r["tokens"])
+            yield [h * w for count, h, w in grid for _ in range(count)], eager[r["case"]], r
+
+
 def test_the_vision_defaults_are_the_benchmarks():
+    cost, records = DEFAULTS["vision"], list(vision_records())
+    for frames, eager, graphs in records:
+        tokens, case = sum(frames), graphs["case"]
+        eager_ms, graphs_ms = cost.eager_ms(frames), cost.graph_ms(tokens, frames, len(frames), max(frames))
+        assert eager_ms == pytest.approx(eager["ms"], rel=VISION_FIT.eager), case
+        assert graphs_ms == pytest.approx(graphs["ms"], rel=VISION_FIT.graphs), case
+        assert graphs_ms / eager_ms == pytest.approx(graphs["ms"] / eager["ms"], rel=VISION_FIT.ratio), case
+        assert cost.memory_gb(tokens) == pytest.approx(graphs["memory_gb"], rel=VISION_FIT.memory), case
+        assert tokens == graphs["tokens"] and {eager["gpu"], graphs["gpu"]} == {VISION_FIT.gpu}
+    assert len(records) == 8
+    sizes = [r["tokens"] for _, _, r in records]
+    assert VISION_FIT.tokens == (min(sizes), max(sizes))
+    assert VISION_FIT.date == max(r["date"] for pair in records for r in pair[1:])
+
+
+def test_a_limit_of_memory_holds_the_tokens_that_fit_it():
     cost = DEFAULTS["vision"]
-    records = [r for r in read_records(ROOT / "docs/benchmarks/vision_bench.jsonl") if r["case"] in CASES]
-    forecasts = {
-        "eager": ("ms", 0.15, lambda frames: cost.eager_ms(frames)),
-        "graphs": ("ms", 0.03, lambda frames: cost.graph_ms(sum(frames), frames, len(frames), max(frames))),
-        "memory": ("memory_gb", 0.1, lambda frames: cost.memory_gb(sum(frames))),
-    }
-    eager, graphs = by_case(records, "eager").values(), by_default(records)
-    for name, measured in (("eager", eager), ("graphs", graphs), ("memory", graphs)):
-        field, within, forecast = forecasts[name]
-        for r in measured:
-            frames = [h * w for count, h, w in CASES[r["case"]] for _ in range(count)]
-            assert forecast(frames) == pytest.approx(r[field], rel=within), (name, r["case"])
+    tokens = cost.tokens_within(8.0)
+    assert cost.memory_gb(tokens) <= 8.0 < cost.memory_gb(tokens + 1)
+    assert cost.tokens_within(0.01) == 0
 
 
 def write(path, text):
@@ -396,6 +416,39 @@ def test_a_histogram_of_any_size_takes_seconds(tmp_path):
     assert len(images) <= 200_001 and set(images) == {Image(640, 480), Image(64, 64)}
     lengths = read_documents(write(tmp_path / "l.json", '{"300": 300000000000, "100": 100000000000, "7": 0}')).lengths
     assert Counter(lengths) == {300: 150_000, 100: 50_000}
+
+
+def test_a_count_may_be_written_as_a_float(tmp_path):
+    assert read_images(write(tmp_path / "i.json", '{"640x480": 3e0}')) == [Image(640, 480)] * 3
+    assert read_documents(write(tmp_path / "l.json", '{"300": 2e0}')).lengths == (300, 300)
+    for file, text in (
+        ("i.json", '{"640x480": 2.5}'),
+        ("j.json", '{"640x480": 1e999}'),
+        ("k.json", '{"640x480": NaN}'),
+    ):
+        with pytest.raises(PlanError, match="whole number"):
+            read_images(write(tmp_path / file, text))
+    for file, text in (("l.json", '{"300": 2.5}'), ("m.json", '{"300": 1e999}'), ("n.json", '{"300": true}')):
+        with pytest.raises(PlanError, match="whole number"):
+            read_documents(write(tmp_path / file, text))
+
+
+def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
+    file = str(write(tmp_path / "a.jsonl", '{"n_tokens": 3, "text": "a"}'))
+    assert main(["plan", "packed", file, "--pack-size", "64", "--field", "ntokens"]) == 2
+    said = capsys.readouterr().err
+    assert "row 0: there is no field 'ntokens'. Did you mean n_tokens?" in said
+    assert main(["plan", "packed", file, "--pack-size", "64", "--field", "foo"]) == 2
+    assert "there is no field 'foo'; the row has n_tokens, text" in capsys.readouterr().err
+
+
+def test_many_equal_microbatches_cost_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "bridge_cg_tools.planner.images.choose", lambda *args: asked.append(args) or Bucket(1200, (1, 1200))
+    )
+    plan = plan_images([Image(480, 640)] * 1000, DEFAULTS["vision"])
+    assert plan.microbatches == 1000 and plan.on_graphs == 1 and len(asked) <= 2 * len(BUCKET_COUNTS)
 
 
 def test_too_little_memory_names_the_least_that_works(tmp_path, capsys):

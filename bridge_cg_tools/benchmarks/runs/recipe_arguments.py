@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
 from bridge_cg_plugin.recipes import GPUS
+from bridge_cg_tools.gpus import add_counts
 from bridge_cg_tools.launch import LAUNCHERS, Job
 
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
@@ -41,8 +42,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="none: this process is the worker (alone, or under torchrun or srun); torchrun: start workers here; "
         "slurm: submit through NeMo-Run",
     )
-    start.add_argument("--nodes", type=int, default=1, metavar="N", help="machines, with slurm")
-    start.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=1, metavar="N", help="workers on each")
+    add_counts(start, "machines, with slurm", default=1)
     start.add_argument("--account", metavar="NAME", help="SLURM account")
     start.add_argument("--partition", metavar="NAME", help="SLURM partition")
     start.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="SLURM time limit")

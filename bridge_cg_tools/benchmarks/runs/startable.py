@@ -1,23 +1,15 @@
 """What keeps a run from starting that Bridge or megatron-core finds out only while they start."""
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.steps import Mode
+from bridge_cg_tools.gpus import check_gpus
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
-# Layouts, each of which divides the GPUs: of all layers, of experts.
-_LAYOUTS = tuple(
-    tuple(f"{kind}_parallel_size" for kind in kinds)
-    for kinds in (
-        ("tensor_model", "pipeline_model", "context"),
-        ("expert_tensor", "expert_model", "pipeline_model"),
-    )
-)
 
 
 def gpus_of(parsed: argparse.Namespace) -> int | None:
@@ -54,10 +46,7 @@ def check_start(config: Any, mode: Mode, gpus: int | None, elsewhere: bool = Fal
         _check_resumed(checkpoint.load, elsewhere)
     if (config.train.train_iters or 0) < 0:
         raise OptionError("train.train_iters", config.train.train_iters, "at least 0", "Correct it.")
-    if gpus is not None:
-        _check_layouts(config.model, gpus)
-    if config.train.rampup_batch_size is None:
-        _check_batch(config, gpus)
+    check_gpus(config, gpus)
 
 
 def _exists(folder: str) -> bool:
@@ -72,46 +61,3 @@ def _check_resumed(folder: str | None, elsewhere: bool) -> None:
             "checkpoint.pretrained_checkpoint",
             f"Cannot fine-tune without a checkpoint{absent}. Set checkpoint.pretrained_checkpoint=PATH.",
         )
-
-
-def _check_batch(config: Any, gpus: int | None) -> None:
-    """Refuse a global batch that replicas cannot share in whole microbatches."""
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if batch is None or micro is None:
-        return
-    for name, size in {"train.global_batch_size": batch, "train.micro_batch_size": micro}.items():
-        if size < 1:
-            raise OptionError(name, size, "at least 1", "Raise it.")
-    replicas = 1 if gpus is None or _has_gpus_of_parts(config.model) else gpus // _product(config.model, _LAYOUTS[0])
-    if batch % (micro * replicas):
-        shared = f" times {replicas} data-parallel replicas" if replicas > 1 else ""
-        raise OptionError(
-            "train.global_batch_size",
-            batch,
-            f"a multiple of train.micro_batch_size={micro}{shared}",
-            f"Write a multiple of {micro * replicas}.",
-        )
-
-
-def _product(model: Any, fields: tuple[str, ...]) -> int:
-    return math.prod(getattr(model, field, None) or 1 for field in fields)
-
-
-def _has_gpus_of_parts(model: Any) -> bool:
-    """Return whether parts of the model have GPUs of their own."""
-    return bool(getattr(getattr(model, "dist_train", None), "use_dist_train", False))
-
-
-def _check_layouts(model: Any, gpus: int) -> None:
-    if _has_gpus_of_parts(model):
-        return
-    for fields in _LAYOUTS:
-        sizes = {field: size for field in fields if (size := getattr(model, field, None) or 1) > 1}
-        multiple = _product(model, fields)
-        if gpus % multiple:
-            said = " and ".join(f"model.{field}={size}" for field, size in sizes.items())
-            needs = "need" if len(sizes) > 1 else "needs"
-            here = f"{gpus} GPUs" if gpus > 1 else "one GPU"
-            raise OptionError.because(
-                "gpus", f"Cannot train on {here}: {said} {needs} a multiple of {multiple}. Change either."
-            )

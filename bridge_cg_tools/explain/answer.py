@@ -1,0 +1,98 @@
+"""What `bridge-cg explain` found: the options, what they mean for each part, and what to expect."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bridge_cg_plugin.options import GraphOptions
+from bridge_cg_plugin.options import explain as wording
+from bridge_cg_plugin.options.choice import VISION_ENCODER
+
+from .forecast import Forecast
+from .forecast import as_json as forecast_as_json
+
+NOT_MEASURED = "not measured"
+NONE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One part of a model.
+
+    Attributes:
+        part: Its name.
+        runs: "graphs" or "eager"; of offloading, "on".
+        why: What is captured, or what keeps it eager.
+        memory: Of one slot with the largest bucket.
+        ratio: Time on graphs over time eager, forward and backward.
+        options: Other options of it, as `field=value`.
+    """
+
+    part: str
+    runs: str
+    why: str
+    memory: str = NONE
+    ratio: str = NONE
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer.
+
+    Attributes:
+        options: What the words resolve to, checked as training does.
+        forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
+        has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
+        layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
+        notes: Sentences for a person.
+    """
+
+    options: GraphOptions
+    forecast: Forecast | None = None
+    has_model: bool = False
+    layout: dict[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines of the table."""
+        return tuple(self._line(part) for part in wording.parts(self.options))
+
+    def _line(self, part: wording.Part) -> Line:
+        encoder = part.name == VISION_ENCODER
+        if encoder and self.has_model and self.forecast is None:
+            return Line(part.name, "none", "the model has none that graphs support", options=part.options)
+        if part.runs != "graphs":
+            return Line(part.name, part.runs, part.why, options=part.options)
+        memory, ratio = self._figures() if encoder else (NOT_MEASURED, NOT_MEASURED)
+        return Line(part.name, part.runs, part.why, memory, ratio, part.options)
+
+    def _figures(self) -> tuple[str, str]:
+        found = self.forecast
+        if found is None:
+            return NONE, NONE
+        if not found.holds:
+            return NOT_MEASURED, NOT_MEASURED
+        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
+        if found.largest is None:
+            memory = "by size"
+        return memory, _between(found.ratios)
+
+
+def _between(ratios: tuple[float, float] | None) -> str:
+    if ratios is None:
+        return NOT_MEASURED
+    least, greatest = (f"{ratio:.2f}" for ratio in ratios)
+    return least if least == greatest else f"{least}-{greatest}"
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain values."""
+    found = answer.forecast
+    return {
+        **wording.as_json(answer.options),
+        "table": [asdict(line) for line in answer.lines],
+        "forecast": None if found is None else forecast_as_json(found),
+        "layout": answer.layout,
+        "notes": list(answer.notes),
+    }

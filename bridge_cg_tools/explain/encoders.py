@@ -1,0 +1,147 @@
+"""Which vision encoder a model has, and what was measured of it. Tests hold every figure to the records."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_tools.planner.cost import DEFAULTS, VISION_FIT, CostModel, Fit
+
+QWEN3_VL, QWEN35_VL, QWEN25_VL, SIGLIP = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL", "SigLIP"
+_OF_PROVIDERS = {
+    "Qwen3VLModelProvider": QWEN3_VL,
+    "Qwen3VLMoEModelProvider": QWEN3_VL,
+    "Qwen35VLModelProvider": QWEN35_VL,
+    "Qwen35VLMoEModelProvider": QWEN35_VL,
+    "Qwen25VLModelProvider": QWEN25_VL,
+    "Gemma3VLModelProvider": SIGLIP,
+}
+_DEPTHS = ("depth", "num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A vision encoder.
+
+    Attributes:
+        family: Its kind; empty for one that no record is of.
+        layers, width: Its sizes; None where nobody knows them here.
+    """
+
+    family: str
+    layers: int | None = None
+    width: int | None = None
+
+    def __str__(self) -> str:
+        sizes = "of unknown size" if self.layers is None else f"of {self.layers} layers"
+        return f"{self.family} encoder {sizes}".lstrip() + (f" of {self.width}" if self.width else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One microbatch, forward and backward.
+
+    Attributes:
+        tokens: Patches.
+        images: Images and videos.
+        eager_ms, graphs_ms: Times in ms; None where they were not measured and cannot be forecast.
+        memory_gb: GiB of a slot whose largest bucket has these tokens; None likewise.
+        note: Why there are no figures.
+    """
+
+    tokens: int
+    images: int = 1
+    eager_ms: float | None = None
+    graphs_ms: float | None = None
+    memory_gb: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Time on graphs over time eager."""
+        return None if self.eager_ms is None or self.graphs_ms is None else self.graphs_ms / self.eager_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What records have of an encoder, trained whole on one GPU.
+
+    Attributes:
+        encoder: Which one.
+        file, date, gpu: Of the records.
+        cost: The cost model that was fitted to them; None where there are `rows` only.
+        fit: How well it fits.
+        rows: The records themselves.
+        kernels: Values of `vision_cuda_graph_tuning.kernels` that they hold for.
+        remark: What else to know of them.
+    """
+
+    encoder: Encoder
+    file: str
+    date: str
+    gpu: str
+    cost: CostModel | None = None
+    fit: Fit | None = None
+    rows: tuple[Row, ...] = ()
+    kernels: tuple[str, ...] = ("auto", "fast")
+    remark: str = ""
+
+
+def _records(encoder: Encoder, rows: tuple[Row, ...], kernels: tuple[str, ...] = ("exact",)) -> Measured:
+    return Measured(
+        encoder=encoder,
+        file="docs/benchmarks/encoders.jsonl",
+        date="2026-11-21",
+        gpu="NVIDIA H200",
+        rows=rows,
+        kernels=kernels,
+        remark="Other work ran on that machine: times are rough, by how much is not known.",
+    )
+
+
+MEASURED = (
+    Measured(
+        encoder=Encoder(QWEN3_VL, 27, 1152),
+        file=VISION_FIT.file,
+        date=VISION_FIT.date,
+        gpu=VISION_FIT.gpu,
+        cost=DEFAULTS["vision"],
+        fit=VISION_FIT,
+        remark="Eager waits for the host: a busier one took 180 ms for 1024 tokens.",
+    ),
+    _records(Encoder(QWEN35_VL, 27, 1152), (Row(784, 1, 98.1, 13.9, 1.0), Row(6720, 8, 150.8, 105.8, 8.4))),
+    _records(
+        Encoder(QWEN25_VL, 32, 1280),
+        (
+            Row(784, 1, 176.8, 35.5, 1.8),
+            Row(2304, 1, 290.0, 98.2, 5.1),
+            Row(6400, 1, 592.6, 269.9, 13.4),
+            Row(6720, 8, 667.8, 175.8, 14.1),
+        ),
+    ),
+    _records(
+        Encoder(SIGLIP, 27, 1152),
+        (Row(4096, 1, 75.4, 69.7, 4.2), Row(8192, 2, 135.4, 136.2, 7.9), Row(16384, 4, 260.1, 273.9, 15.5)),
+        kernels=("auto", "exact", "fast"),  # there are no others
+    ),
+)
+
+
+def encoder_of(model: Any) -> Encoder | None:
+    """Return the vision encoder of a Bridge model provider; None for a model that has none for graphs."""
+    if not hasattr(model, PROVIDER_FIELDS["impl"]):
+        return None
+    names = (base.__name__ for base in type(model).__mro__)
+    family = next((_OF_PROVIDERS[name] for name in names if name in _OF_PROVIDERS), "")
+    config = getattr(model, "vision_config", None)
+    depth = next((value for name in _DEPTHS if (value := _whole(config, name)) is not None), None)
+    return Encoder(family, depth, _whole(config, "hidden_size"))
+
+
+def measured_of(encoder: Encoder) -> Measured | None:
+    """Return what was measured of an encoder; None where nothing was."""
+    return next((found for found in MEASURED if found.encoder == encoder), None)
+
+
+def _whole(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None

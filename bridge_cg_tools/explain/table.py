@@ -1,0 +1,102 @@
+"""The answer of `bridge-cg explain` as text of at most 80 columns."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+
+from .answer import Answer, Line
+from .encoders import Measured, Row
+from .forecast import Forecast
+
+WIDTH = 80
+KERNELS = PROVIDER_FIELDS["kernels"]
+_HEAD = ("part", "runs", "memory a slot", "time/eager", "why")
+_COLUMNS = (14, 6, 8, 10, 34)
+_FIGURES = (8, 8, 11, 11, 7, 12)
+# Where names that are longer than a cell are divided.
+_JOINTS = re.compile(r"(?<=[_.=,:/])")
+
+
+def render(answer: Answer) -> str:
+    """Return an answer as lines for a person."""
+    blocks = [_parts(answer.lines), _options(answer.lines)]
+    if answer.forecast is not None:
+        blocks.append(_forecast(answer.forecast))
+    blocks.append([*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)])
+    return "\n".join(line for block in blocks for text in block for line in _wrapped(text))
+
+
+def _parts(lines: Sequence[Line]) -> list[str]:
+    rows = [_HEAD, *((line.part, line.runs, line.memory, line.ratio, line.why) for line in lines)]
+    return [text for row in rows for text in _table_row(row)]
+
+
+def _table_row(cells: Sequence[str]) -> Iterator[str]:
+    columns = [_cell(text, width) for text, width in zip(cells, _COLUMNS, strict=True)]
+    for texts in zip_longest(*columns, fillvalue=""):
+        yield "  ".join(text.ljust(width) for text, width in zip(texts, _COLUMNS, strict=True)).rstrip()
+
+
+def _cell(text: str, width: int) -> list[str]:
+    """Return the lines of a cell; names that do not fit into it are divided at their joints."""
+    lines = [""]
+    for word in text.split():
+        pieces = [word] if len(word) <= width else _JOINTS.split(word)
+        for number, piece in enumerate(pieces):
+            gap = " " if lines[-1] and not number else ""
+            if len(lines[-1] + gap + piece) > width:
+                lines.append("")
+                gap = ""
+            lines[-1] += gap + piece
+    return lines
+
+
+def _options(lines: Sequence[Line]) -> list[str]:
+    options = [option for line in lines for option in line.options]
+    return [f"options: {' '.join(options)}"] if options else []
+
+
+def _forecast(found: Forecast) -> list[str]:
+    measured = found.measured
+    if measured is None:
+        return ["", f"Nothing was measured of this {found.encoder}."]
+    head = ("tokens", "images", "eager ms", "graphs ms", "ratio", "GiB a slot")
+    rows = [head, *(_figures(row) for row in found.rows)]
+    table = ["".join(cell.rjust(width) for cell, width in zip(row, _FIGURES, strict=False)) for row in rows]
+    notes = [f"{row.tokens} tokens: {row.note}." for row in found.rows if row.note]
+    title = f"{found.encoder}, forward and backward of a microbatch:"
+    return ["", title, *table, *notes, _source(measured), *_differs(found)]
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    digits = ((row.eager_ms, 1), (row.graphs_ms, 1), (row.ratio, 2), (row.memory_gb, 1))
+    return (str(row.tokens), str(row.images), *("-" if n is None else f"{n:.{d}f}" for n, d in digits))
+
+
+def _source(measured: Measured) -> str:
+    where = f"{measured.file}, {measured.date}, {measured.gpu}"
+    if measured.fit is None:
+        return f"Records of {where}. {measured.remark}"
+    fit = measured.fit
+    return (
+        f"By a cost model that is within {fit.eager:.0%} (eager), {fit.graphs:.0%} (graphs), {fit.ratio:.0%} (ratio) "
+        f"and {fit.memory:.0%} (memory) of {where}. {measured.remark}"
+    )
+
+
+def _differs(found: Forecast) -> list[str]:
+    if not found.differs or found.measured is None:
+        return []
+    options = "default options" if found.measured.fit else f"{KERNELS}={found.measured.kernels[0]}"
+    figures = f"The figures are of one {found.measured.gpu}, an encoder trained whole, and {options}."
+    return [f"Not measured here: {', '.join(found.differs)}. {figures}"]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Return lines that fit, tables as they are; what goes on is indented."""
+    if len(text) <= WIDTH:
+        return [text]
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
