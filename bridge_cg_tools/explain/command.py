@@ -29,6 +29,7 @@ from bridge_cg_plugin.options.sources import (
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.hooks.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
+from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
 
 from ..answers import Tell
 from . import models, standins
@@ -62,11 +63,14 @@ def run(words: Sequence[str], as_object: bool, tell: Tell, gpu: str | None = Non
         gpu: The GPU of vision graphs that are switched on in the recipe; None leaves the recipe as it is.
     """
     try:
-        options = explain(words, gpu)
+        options, encoder = _answer(words, gpu)
     except (OptionError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
-    tell(json.dumps(wording.as_json(options)) if as_object else wording.in_words(options))
+    if as_object:
+        tell(json.dumps({"encoder": encoder, **wording.as_json(options)}))
+    else:
+        tell("\n".join([f"vision encoder: {encoder}"] * bool(encoder) + [wording.in_words(options)]))
     return 0
 
 
@@ -80,12 +84,17 @@ def explain(words: Sequence[str], gpu: str | None = None) -> GraphOptions:
     Raises:
         OptionError: Training would refuse it, or a word means nothing.
     """
+    return _answer(words, gpu)[0]
+
+
+def _answer(words: Sequence[str], gpu: str | None) -> tuple[GraphOptions, str]:
+    """Return what words resolve to, and the vision encoder of their recipe in words; empty without one."""
     recipe = [word for word in words[:1] if not is_word(word)]
     if gpu is not None and not recipe:
         raise OptionError.because("graphs", "Cannot use --graphs without a recipe. Write a recipe's name first.")
     flags, others = take_flags(_in_pairs(words[len(recipe) :]))
     if not recipe:
-        return _of_words(flags, others)
+        return _of_words(flags, others), ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _of_recipe(recipe[0], flags, others, gpu)
@@ -131,7 +140,7 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> GraphOptions:
     return options
 
 
-def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: str | None) -> GraphOptions:
+def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: str | None) -> tuple[GraphOptions, str]:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         why = "megatron-bridge is not installed. Install it (docs/getting_started.md), or write options alone."
         raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}")
@@ -145,7 +154,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], gpu: s
         "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"
         for model in models.unknown(asked or ())
     ]
-    return replace(options, warnings=(*options.warnings, *notes))
+    return replace(options, warnings=(*options.warnings, *notes)), encoder_of(getattr(config, "model", None))
 
 
 def resolved(config: Any, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool) -> GraphOptions:

@@ -55,6 +55,17 @@ FAMILIES = (
         provider="gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
         sizes=_DENSE,
     ),
+    Family(names=r"zai-org/GLM-4\.5V", provider="glm_vl.glm_45v_provider.GLM45VModelProvider", sizes=_EXPERTS[128]),
+    Family(
+        names=r"Qwen/Qwen2\.5-Omni-",
+        provider="qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
+        sizes=_DENSE,
+    ),
+    Family(
+        names=r"Qwen/Qwen3-Omni-\d+B-A\d+B",
+        provider="qwen_omni.qwen3_omni_provider.Qwen3OmniModelProvider",
+        sizes=_EXPERTS[128],
+    ),
     Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_EXPERTS[128]),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )
