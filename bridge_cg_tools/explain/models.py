@@ -57,6 +57,11 @@ FAMILIES = (
     ),
     Family(names=r"zai-org/GLM-4\.5V", provider="glm_vl.glm_45v_provider.GLM45VModelProvider", sizes=_EXPERTS[128]),
     Family(
+        names=r"mistralai/Ministral-3-\d+B",
+        provider="ministral3.ministral3_provider.Ministral3ModelProvider",
+        sizes=_DENSE,
+    ),
+    Family(
         names=r"Qwen/Qwen2\.5-Omni-",
         provider="qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
         sizes=_DENSE,

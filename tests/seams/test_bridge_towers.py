@@ -10,6 +10,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
+from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
@@ -31,6 +32,8 @@ QWEN = (towers.build_qwen25_vl, towers.qwen25_sample, IMAGES, QWEN25_VL, "visual
 GLM = (towers.build_glm45v, towers.glm45v_sample, IMAGES, GLM45V, "visual")
 OMNI_25 = (towers.build_qwen25_omni, towers.qwen25_omni_sample, IMAGES, QWEN25_OMNI, "thinker.visual")
 OMNI_3 = (towers.build_qwen3_omni, towers.qwen3_omni_sample, IMAGES, QWEN3_OMNI, "thinker.visual")
+# Upstream cannot divide the features of a single embedding.
+MINISTRAL = (towers.build_ministral3, towers.ministral3_sample, [*IMAGES[:3], [(2, 4)]], PIXTRAL, "vision_tower")
 GEMMA = (towers.build_gemma3_vl, towers.gemma3_sample, [1, 2, 0, 3], SIGLIP, "vision_tower")
 BUCKETS = (64, 128, 192)
 
@@ -38,6 +41,7 @@ MODELS = [
     pytest.param(*QWEN, id="qwen2.5-vl"),
     pytest.param(*GEMMA, id="gemma3-vl"),
     pytest.param(*GLM, id="glm-4.5v"),
+    pytest.param(*MINISTRAL, id="ministral-3"),
     pytest.param(*OMNI_25, id="qwen2.5-omni"),
     pytest.param(
         *OMNI_3,

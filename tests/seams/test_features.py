@@ -37,10 +37,11 @@ MODULES = {
     "GLM45VModelProvider": "glm_vl.glm_45v_provider",
     "Qwen25OmniModelProvider": "qwen_omni.qwen25_omni_provider",
     "Qwen3OmniModelProvider": "qwen_omni.qwen3_omni_provider",
+    "Ministral3ModelProvider": "ministral3.ministral3_provider",
     "GPTModelProvider": "gpt_provider",
     "MambaModelProvider": "mamba.mamba_provider",
 }
-QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, GPT, MAMBA = MODULES
+QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, MINISTRAL3, GPT, MAMBA = MODULES
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact", "streams": 1}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
@@ -81,6 +82,7 @@ CONFIGURATIONS = {
     "vision graphs of Gemma 3": (GEMMA3, VISION, {F.OPTIONS, F.VISION, F.VISION_GEMMA3}),
     "vision graphs of GLM-4.5V": (GLM45V, VISION, {F.OPTIONS, F.VISION, F.VISION_GLM45V}),
     "vision graphs of Qwen2.5-Omni": (QWEN25_OMNI, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN25_OMNI}),
+    "vision graphs of Ministral 3": (MINISTRAL3, VISION, {F.OPTIONS, F.VISION, F.VISION_MINISTRAL3}),
     "vision graphs of Qwen3-Omni": (QWEN3_OMNI, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI}),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
     "language-model graphs of MLPs": (

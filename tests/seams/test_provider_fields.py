@@ -22,6 +22,7 @@ CLASSES = [
     (f"{MODULES}.qwen25_vl_provider", "Qwen25VLModelProvider"),
     ("megatron.bridge.models.gemma_vl.gemma3_vl_provider", "Gemma3VLModelProvider"),
     ("megatron.bridge.models.glm_vl.glm_45v_provider", "GLM45VModelProvider"),
+    ("megatron.bridge.models.ministral3.ministral3_provider", "Ministral3ModelProvider"),
     ("megatron.bridge.models.qwen_omni.qwen25_omni_provider", "Qwen25OmniModelProvider"),
     ("megatron.bridge.models.qwen_omni.qwen3_omni_provider", "Qwen3OmniModelProvider"),
 ]

@@ -13,19 +13,23 @@ from megatron.bridge.models.gemma import gemma3_provider
 from megatron.bridge.models.gemma_vl import modeling_gemma3_vl
 from megatron.bridge.models.gemma_vl.gemma3_vl_provider import Gemma3VLModelProvider
 from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
+from megatron.bridge.models.ministral3.ministral3_provider import Ministral3ModelProvider
 from megatron.bridge.models.qwen_omni import qwen25_omni_provider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
-from transformers import SiglipVisionConfig
+from transformers import Mistral3Config, SiglipVisionConfig
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
 from .hugging_face_towers import (
     OMNI_PATCH,
+    PIXTRAL_PATCH,
     WINDOW_PATCH,
+    draw_padded,
     glm45v_config,
+    pixtral_config,
     qwen3_omni_config,
     qwen25_config,
     qwen25_omni_config,
@@ -90,6 +94,15 @@ def qwen3_omni_sample(images, seed: int = 0) -> Sample:
     """Return a sample as `qwen25_sample` does; the model finds positions itself."""
     sample = qwen25_sample(images, seed, OMNI_PATCH)
     return Sample(sample.tokens, {**sample.visual, "position_ids": None})
+
+
+def ministral3_sample(images, seed: int = 0) -> Sample:
+    """Return a sample of images given as (height, width) in patches, 2 x 2 of which are an embedding."""
+    tokens = _text([h * w // 4 for h, w in images], seed)
+    if not images:
+        return Sample(tokens)
+    pixels, sizes = draw_padded([(1, *size) for size in images], seed)
+    return Sample(tokens, {"pixel_values": pixels, "image_sizes": sizes})
 
 
 def gemma3_sample(images: int, seed: int = 0) -> Sample:
@@ -322,3 +335,16 @@ def build_qwen3_omni(seed: int = 0, **changes) -> nn.Module:
         **changes,
     )
     return _provided(provider, seed)
+
+
+def build_ministral3(seed: int = 0, **changes) -> nn.Module:
+    """Build Bridge's Ministral 3 as a recipe's provider does."""
+    sizes = _sizes()
+    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    text = {"model_type": "ministral3", "hidden_size": sizes["hidden_size"], "num_attention_heads": 2}
+    config = Mistral3Config(
+        vision_config=pixtral_config(hidden_size=64, num_attention_heads=4, image_size=32 * PIXTRAL_PATCH).to_dict(),
+        text_config={**text, "rope_parameters": {**rope, "original_max_position_embeddings": 256}},
+    )
+    return _provided(Ministral3ModelProvider(**sizes, **local, **DENSE, hf_config=config, **changes), seed)

@@ -1,9 +1,10 @@
 """Hugging Face's towers as Bridge's models build them, small, in fp32 on a CPU."""
 
 import torch
-from transformers import SiglipVisionConfig
+from transformers import PixtralVisionConfig, SiglipVisionConfig
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -17,6 +18,7 @@ from .towers import loss_of
 WINDOW_PATCH = 3 * 2 * 14 * 14
 OMNI_PATCH = 3 * 2 * 16 * 16
 SIDE, SIGLIP_PATCH = 28, 14
+PIXTRAL_PATCH = 14
 SMALL = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
 
 
@@ -45,6 +47,15 @@ def qwen3_omni_config(**changes) -> Qwen3OmniMoeVisionEncoderConfig:
     """Return the configuration of a small tower, two layers of which feed deepstack mergers."""
     settings = {"depth": 3, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
     return Qwen3OmniMoeVisionEncoderConfig(**{**SMALL, **settings, **changes})
+
+
+def pixtral_config(**changes) -> PixtralVisionConfig:
+    """Return the configuration of a small tower for images of up to 18 x 18 patches."""
+    settings = {
+        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 16},
+        **{"intermediate_size": 48, "image_size": 18 * PIXTRAL_PATCH, "patch_size": PIXTRAL_PATCH},
+    }
+    return PixtralVisionConfig(**{**settings, **changes})
 
 
 def _new(tower, config, seed: int, attention: str, peaked=("qkv.weight",)):
@@ -81,6 +92,11 @@ def new_qwen3_omni(seed: int = 0, attention: str = "sdpa", **changes):
     return _new(Qwen3OmniMoeVisionEncoder, qwen3_omni_config(**changes), seed, attention, peaked)
 
 
+def new_pixtral(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build Ministral 3's tower."""
+    return _new(PixtralVisionModel, pixtral_config(**changes), seed, attention, ("q_proj.weight", "k_proj.weight"))
+
+
 def new_siglip(seed: int = 0, head: bool = False, **changes):
     """Build the tower in training mode; images are of 2 x 2 patches. Bridge's model has no pooling head."""
     torch.manual_seed(seed)
@@ -103,6 +119,13 @@ def draw_windows(rows, seed: int = 0, width: int = WINDOW_PATCH):
     return torch.randn(int(grid.prod(1).sum()), width, generator=generator), grid
 
 
+def draw_padded(rows, seed: int = 0):
+    """Return random images for rows (1, height, width) in patches, padded to one size, and their sizes in pixels."""
+    sizes = torch.tensor([[height, width] for _, height, width in rows]) * PIXTRAL_PATCH
+    shape = len(rows), 3, *sizes.amax(0).tolist()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)), sizes
+
+
 def draw_images(count: int, seed: int = 0):
     """Return so many random images."""
     return torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
@@ -119,6 +142,12 @@ def run_qwen3_omni(model, rows, seed: int = 0):
     pixels, grid = draw_windows(rows, seed, OMNI_PATCH)
     returned = model(pixels, grid_thw=grid)
     return [returned.pooler_output, *returned.deepstack_features]
+
+
+def run_pixtral(model, rows, seed: int = 0):
+    """Return the last layer's hidden states, called as Bridge's model calls the tower."""
+    pixels, sizes = draw_padded(rows, seed)
+    return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
 
 
 def run_siglip(model, count, seed: int = 0):

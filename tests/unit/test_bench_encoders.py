@@ -12,7 +12,7 @@ from scripts.performance import bench_encoders
 TWO = [(1, 8, 12), (1, 4, 6)]
 TINY = {
     "qwen35_vl": [(1, 8, 8)],
-    **dict.fromkeys(("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni"), TWO),
+    **dict.fromkeys(("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni", "ministral3"), TWO),
     "siglip": 2,
 }
 

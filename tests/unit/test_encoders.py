@@ -8,6 +8,7 @@ from torch import nn
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
+from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
@@ -21,13 +22,16 @@ from .hugging_face_towers import (
     SIDE,
     WINDOW_PATCH,
     draw_images,
+    draw_padded,
     draw_windows,
     new_glm45v,
+    new_pixtral,
     new_qwen3_omni,
     new_qwen25,
     new_qwen25_omni,
     new_siglip,
     results,
+    run_pixtral,
     run_qwen3_omni,
     run_qwen25,
     run_siglip,
@@ -47,7 +51,7 @@ WINDOWED = [
     [[1, 2, 2]] * 12,
     [[12, 2, 4]],
 ]
-# GLM-4.5V's encoder gets the frames of a video as images.
+# Encoders that know no video: GLM-4.5V's gets its frames as images.
 FRAMES = [[[1, h, w] for t, h, w in rows for _ in range(t)] for rows in WINDOWED]
 BUCKETS = (32, 64, 128, 256)
 PATCHES = (SIDE // 14) ** 2
@@ -77,7 +81,11 @@ GLM = patches_case(new_glm45v, sizes=FRAMES)
 OMNI_WINDOWS = patches_case(new_qwen25_omni)
 OMNI = patches_case(new_qwen3_omni, run_qwen3_omni, width=OMNI_PATCH)
 IMAGES = Case(new_siglip, run_siglip, COUNTS, {"buckets": IMAGE_BUCKETS}, 9, lambda count: (draw_images(count),))
-OF_ANY_SIZE = {"qwen2.5-vl": WINDOWS, "glm-4.5v": GLM, "qwen2.5-omni": OMNI_WINDOWS, "qwen3-omni": OMNI}
+PIXTRALS = Case(
+    new_pixtral, run_pixtral, FRAMES, {"buckets": BUCKETS}, [[1, 16, 16], [1, 2, 2]], lambda rows: draw_padded(rows)
+)
+WITH_GRIDS = {"qwen2.5-vl": WINDOWS, "glm-4.5v": GLM, "qwen2.5-omni": OMNI_WINDOWS, "qwen3-omni": OMNI}
+OF_ANY_SIZE = {**WITH_GRIDS, "ministral-3": PIXTRALS}
 
 
 def cases(found):
@@ -86,6 +94,7 @@ def cases(found):
 
 every_encoder = cases({**OF_ANY_SIZE, "siglip": IMAGES})
 every_size = cases(OF_ANY_SIZE)
+with_grids = cases(WITH_GRIDS)
 
 
 def assert_equal_results(found, expected):
@@ -153,7 +162,7 @@ batch = st.lists(st.tuples(st.integers(1, 3), side, side).map(list), min_size=1,
 @settings(max_examples=15)
 @given(sequence=st.lists(batch, min_size=1, max_size=3))
 def test_any_sequence_of_microbatches_equals_eager(case, sequence):
-    if case is GLM:
+    if case.sizes is FRAMES:
         sequence = [[[1, h, w] for t, h, w in rows for _ in range(t)] for rows in sequence]
     model = case.new()
     expected = [case.results(model, rows, seed) for seed, rows in enumerate(sequence)]
@@ -288,7 +297,7 @@ def test_the_run_time_check_passes(case):
         assert len(graphs.workload.checks) == 3
 
 
-@every_encoder
+@cases({**WITH_GRIDS, "siglip": IMAGES})
 def test_a_call_for_more_than_the_usual_result_runs_eager(case):
     model = case.new()
     size = case.sizes[1]
@@ -319,7 +328,7 @@ def test_images_of_another_shape_are_refused(shape, capture):
         graphs.model(torch.zeros(shape))
 
 
-@every_size
+@with_grids
 @pytest.mark.parametrize("rows, match", [([[1, 3, 2]], "multiples"), ([[1, 0, 2]], "at least 1")])
 def test_impossible_grids_are_refused(case, rows, match):
     pixels, _ = case.draw([[1, 2, 2]])
@@ -335,10 +344,75 @@ def test_a_video_in_one_row_is_refused_where_eager_reads_out_of_bounds():
         run_qwen25(graphs.model, rows)
 
 
-def test_dropout_in_attention_is_refused():
-    model = new_glm45v(attention_dropout=0.1)
-    with pytest.raises(OptionError, match=r"attention_dropout=0\.1: it must be 0"), graphs_on(model, **GLM.options):
+@cases({"glm-4.5v": GLM, "ministral-3": PIXTRALS})
+def test_dropout_in_attention_is_refused(case):
+    model = case.new(attention_dropout=0.1)
+    with pytest.raises(OptionError, match=r"attention_dropout=0\.1: it must be 0"), graphs_on(model, **case.options):
         pass
+
+
+PADDED = [[1, 4, 6], [1, 8, 2]]
+
+
+def test_calls_of_pixtral_that_do_not_ask_for_hidden_states_run_eager():
+    """They come before a replay, and leave hooks on the layers."""
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        assert model(pixels, image_sizes=sizes).hidden_states is None
+        assert isinstance(model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=False), tuple)
+        assert graphs.statistics().fallbacks == {"call_arguments": 2}
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1
+
+
+def test_eager_calls_of_pixtral_before_and_after_a_capture_change_nothing():
+    """The first call that asks for hidden states leaves hooks on the layers."""
+    model = new_pixtral()
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        with graphs.paused():
+            expected = PIXTRALS.results(model, PADDED)
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1 and graphs.statistics().fallbacks == {}
+
+
+def test_of_a_replays_hidden_states_the_last_can_be_had():
+    pixels, sizes = draw_padded(PADDED)
+    with graphs_on(new_pixtral(), **PIXTRALS.options) as graphs:
+        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert returned.hidden_states[-1] is returned.last_hidden_state
+        with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
+            returned.hidden_states[-2]
+
+
+def test_sizes_may_be_left_out_where_images_fill_theirs():
+    model, pixels = new_pixtral(), draw_padded([[1, 4, 6]] * 2)[0]
+    call = lambda: model(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]  # noqa: E731
+    expected = call()
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        poison(graphs, float("nan"))
+        assert_close([call()], [expected], TOLERANCE)
+        assert graphs.statistics().replays == 1
+
+
+def test_what_lies_beside_smaller_images_is_not_read():
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    for image, (height, width) in enumerate(sizes.tolist()):
+        pixels[image, :, height:] = pixels[image, :, :, width:] = torch.nan
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        outputs = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert_close([outputs.hidden_states[-1]], expected[0], TOLERANCE)
+
+
+def test_an_image_behind_the_table_of_positions_is_refused():
+    rows = [[1, 20, 20]]
+    with pytest.raises(IndexError):
+        run_pixtral(new_pixtral(), rows)
+    with graphs_on(new_pixtral(), **PIXTRALS.options) as graphs, pytest.raises(BatchError, match="18 x 18"):
+        run_pixtral(graphs.model, rows)
 
 
 @every_encoder
@@ -387,6 +461,7 @@ def test_towers_are_found_where_bridges_models_hold_them():
     for attribute, model, family in (
         ("visual", windowed, QWEN25_VL),
         ("visual", new_glm45v(), GLM45V),
+        ("vision_tower", new_pixtral(), PIXTRAL),
         ("visual", new_qwen25_omni(), QWEN25_OMNI),
         ("visual", new_qwen3_omni(), QWEN3_OMNI),
         ("vision_tower", fixed, SIGLIP),

@@ -119,6 +119,7 @@ FIRST = {
             (F.VISION_QWEN3_OMNI, "qwen3_omni"),
         )
     },
+    F.VISION_MINISTRAL3: "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
     F.VISION_GEMMA3: "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip]",
     F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",

@@ -13,8 +13,10 @@ from .hugging_face_towers import (
     OMNI_PATCH,
     SIDE,
     draw_images,
+    draw_padded,
     draw_windows,
     new_glm45v,
+    new_pixtral,
     new_qwen3_omni,
     new_qwen25,
     new_qwen25_omni,
@@ -40,6 +42,10 @@ def run_omni(model, pixels, grid):
     return [returned.pooler_output, *returned.deepstack_features]
 
 
+def run_padded(model, pixels, sizes):
+    return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
+
+
 def run_siglip(model, pixels):
     return [model(pixels, return_dict=True).last_hidden_state]
 
@@ -51,6 +57,7 @@ FAMILIES = {
     "glm-4.5v": (new_glm45v, run_qwen25, lambda: draw_windows([[1, *size] for _, *size in IMAGES]), {}),
     "qwen2.5-omni": (new_qwen25_omni, run_qwen25, lambda: draw_windows(IMAGES), {}),
     "qwen3-omni": (new_qwen3_omni, run_omni, lambda: draw_windows(IMAGES, width=OMNI_PATCH), {}),
+    "ministral-3": (new_pixtral, run_padded, lambda: draw_padded(IMAGES), {}),
     "siglip": (new_siglip, run_siglip, lambda: (draw_images(2),), {"buckets": (2 * PATCHES, 4 * PATCHES)}),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)

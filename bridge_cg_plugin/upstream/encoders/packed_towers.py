@@ -126,7 +126,8 @@ def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-AttentionForward = Callable[[UpstreamModule, Tensor, PackedSegments, tuple[Tensor, Tensor]], Tensor]
+# Called with the module, hidden states, segments, and cosines and sines as upstream's layers hand them on.
+AttentionForward = Callable[..., Any]
 
 
 def attending(attention: str, forward: AttentionForward) -> RecordingKernels:

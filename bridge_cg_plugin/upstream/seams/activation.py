@@ -36,6 +36,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.glm_vl.glm_45v_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.ministral3.ministral3_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_omni.qwen25_omni_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_omni.qwen3_omni_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (

@@ -14,11 +14,16 @@ TOWERS = (
     (f"{MODELS}.glm_vl.glm_45v_provider", "GLM45VModelProvider", Feature.VISION_GLM45V),
     (f"{OMNI}.qwen25_omni_provider", "Qwen25OmniModelProvider", Feature.VISION_QWEN25_OMNI),
     (f"{OMNI}.qwen3_omni_provider", "Qwen3OmniModelProvider", Feature.VISION_QWEN3_OMNI),
+    (f"{MODELS}.ministral3.ministral3_provider", "Ministral3ModelProvider", Feature.VISION_MINISTRAL3),
 )
 TOWER_PROVIDERS = tuple((module, provider) for module, provider, _ in TOWERS)
 TOWER_FEATURES = tuple(feature for _, _, feature in TOWERS)
 # Providers that hold the tower's configuration in another field than `vision_config`.
-CONFIG_FIELDS = {"Qwen25OmniModelProvider": "thinker_config", "Qwen3OmniModelProvider": "thinker_config"}
+CONFIG_FIELDS = {
+    "Qwen25OmniModelProvider": "thinker_config",
+    "Qwen3OmniModelProvider": "thinker_config",
+    "Ministral3ModelProvider": "hf_config",
+}
 # Providers that came with a later release than the oldest.
 QWEN3_OMNI_SINCE = "0.5.1"
 SINCE = {"Qwen3OmniModelProvider": QWEN3_OMNI_SINCE}
@@ -27,6 +32,7 @@ SIGLIP = "transformers.models.siglip.modeling_siglip"
 GLM4V = "transformers.models.glm4v.modeling_glm4v"
 WINDOWED_OMNI = "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni"
 QWEN3_OMNI = "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe"
+PIXTRAL = "transformers.models.pixtral.modeling_pixtral"
 FORWARD_OFF = "the end of training and deactivate() take the instance's own forward off"
 BLOCK_CALL = ("hidden_states", "cu_seqlens", "position_embeddings")
 
@@ -295,5 +301,102 @@ SEAMS = (
         purpose="what the tower's forward returns, made from a region's outputs",
         features=(Feature.VISION_QWEN3_OMNI,),
         attributes=("pooler_output", "deepstack_features"),
+    ),
+    Seam(
+        name="ministral3_model",
+        module=f"{MODELS}.ministral3.modeling_ministral3",
+        target="Ministral3Model.__init__",
+        kind="function",
+        touch="read",
+        purpose="the tower is found as `vision_tower`",
+        features=(Feature.VISION_MINISTRAL3,),
+        uses=("self.vision_tower =", "self.get_image_features ="),
+    ),
+    Seam(
+        name="ministral3_features",
+        module="transformers.models.mistral3.modeling_mistral3",
+        target="Mistral3Model.get_image_features",
+        kind="function",
+        touch="read",
+        purpose="the tower is asked for all hidden states, of which the last are read",
+        features=(Feature.VISION_MINISTRAL3,),
+        uses=(
+            "image_sizes=image_sizes",
+            "output_hidden_states=True",
+            "image_outputs.hidden_states[vision_feature_layer]",
+        ),
+    ),
+    Seam(
+        name="pixtral_forward",
+        module=PIXTRAL,
+        target="PixtralVisionModel.forward",
+        kind="function",
+        touch="instance",
+        purpose="a whole encoder's microbatch replays a graph, computed as here",
+        features=(Feature.VISION_MINISTRAL3,),
+        undo=FORWARD_OFF,
+        parameters=("pixel_values", "image_sizes"),
+        uses=(
+            *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "position_ids_in_meshgrid("),
+            *("self.patch_positional_embedding(patch_embeds, position_ids)", "self.transformer("),
+            *("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
+        ),
+    ),
+    Seam(
+        name="pixtral_parts",
+        module=PIXTRAL,
+        target="PixtralVisionModel",
+        kind="class",
+        touch="called",
+        purpose="the parts that a recorded region runs in place of the encoder's forward",
+        features=(Feature.VISION_MINISTRAL3,),
+        attributes=("patch_conv", "ln_pre", "transformer", "patch_positional_embedding"),
+    ),
+    Seam(
+        name="pixtral_places",
+        module=PIXTRAL,
+        target="position_ids_in_meshgrid",
+        kind="function",
+        touch="read",
+        purpose="a patch's place in the table of frequencies follows from its row and column",
+        features=(Feature.VISION_MINISTRAL3,),
+        parameters=("patch_embeds_list", "max_width"),
+        uses=("h_grid * max_width + v_grid",),
+    ),
+    Seam(
+        name="pixtral_layer",
+        module=PIXTRAL,
+        target="PixtralAttentionLayer.forward",
+        kind="function",
+        touch="called",
+        purpose="the layers, which hand `attention_mask` on to attention as they get it",
+        features=(Feature.VISION_MINISTRAL3,),
+        parameters=("hidden_states", "attention_mask", "position_embeddings"),
+        uses=("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
+    ),
+    Seam(
+        name="pixtral_attention",
+        module=PIXTRAL,
+        target="PixtralAttention.forward",
+        kind="function",
+        touch="instance",
+        purpose="attention takes segments as a tensor while work is recorded; upstream makes a mask on the host",
+        features=(Feature.VISION_MINISTRAL3,),
+        undo="put back when the recording ends",
+        parameters=("hidden_states", "attention_mask", "position_embeddings"),
+        uses=(
+            *("self.q_proj(", "self.k_proj(", "self.v_proj(", "apply_rotary_pos_emb(", "scaling=self.scaling"),
+            "self.o_proj(",
+        ),
+    ),
+    Seam(
+        name="hidden_state_hooks",
+        module="transformers.utils.output_capturing",
+        target="install_output_capuring_hook",
+        kind="function",
+        touch="read",
+        purpose="the hooks that it leaves on layers collect outputs only in calls that ask for them",
+        features=(Feature.VISION_MINISTRAL3,),
+        uses=("_active_collector.get()", "module.register_forward_hook(output_capturing_hook)"),
     ),
 )
