@@ -20,6 +20,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.config": ("hooks.training_config",),
     "megatron.bridge.training.gpt_step": ("hooks.batches",),
     "megatron.bridge.training.vlm_step": ("hooks.batches",),
+    "megatron.bridge.models.qwen_omni.qwen3_omni_step": ("hooks.batches",),
     "megatron.bridge.training.utils.visual_inputs": ("hooks.batch_copies",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
         *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
