@@ -393,6 +393,7 @@ SEAMS = (
         name="hidden_state_hooks",
         module="transformers.utils.output_capturing",
         target="install_output_capuring_hook",
+        formerly=("install_output_capturing_hook",),
         kind="function",
         touch="read",
         purpose="the hooks that it leaves on layers collect outputs only in calls that ask for them",
