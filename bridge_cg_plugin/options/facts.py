@@ -14,7 +14,10 @@ OFFLINE_PACKING = "enable_offline_packing"
 # The release that waits for copies inside graphs brought this field.
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
 # Bridge's providers of models whose vision tower is Hugging Face's module.
-HUGGING_FACE_TOWERS = ("Qwen25VLModelProvider", "Gemma3VLModelProvider")
+HUGGING_FACE_TOWERS = (
+    *("Qwen25VLModelProvider", "Gemma3VLModelProvider", "GLM45VModelProvider"),
+    *("Qwen25OmniModelProvider", "Qwen3OmniModelProvider", "Ministral3ModelProvider"),
+)
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
 # wildcards may mean those of the language model alone.
 ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

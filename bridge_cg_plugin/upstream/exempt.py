@@ -7,13 +7,15 @@ from ..graphs.changes.model_watch import Exempt
 
 # A schedule tells layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor.
 BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor"))
-# Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait.
+# Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
+# collect outputs in those calls alone that ask for them.
 OWN_HOOKS = (
     "megatron.bridge.peft.lora_layers",
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.extensions.transformer_engine",
     "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.moe.shared_experts",
+    "transformers.utils.output_capturing",
 )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 
 WRAPPER_DEPTH = 8
+# Where a model holds the model that has parts of its own.
+INNER_MODELS = ("model", "thinker")
 
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
@@ -21,13 +23,12 @@ def unwrapped(model: nn.Module) -> list[nn.Module]:
 
 
 def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield what may be a model with parts of its own: every module under wrappers, and its `model`."""
+    """Yield what may be a model with parts of its own: every module under wrappers, and its `INNER_MODELS`."""
     for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
         for module in unwrapped(chunk):
             yield module
-            inner = getattr(module, "model", None)
-            if isinstance(inner, nn.Module):
-                yield inner
+            inner = (getattr(module, name, None) for name in INNER_MODELS)
+            yield from (model for model in inner if isinstance(model, nn.Module))
 
 
 def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:

@@ -89,6 +89,51 @@ class ImageBatch:
         return ImageBatch(self.pixels.detach().clone(), self.patches)
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedImages:
+    """A microbatch of images of any size, padded to one size.
+
+    Attributes:
+        pixels: `[images, channels, height, width]`, any floating-point dtype; a row may be smaller than its image.
+        sizes: `[images, 2]` tensor of (height, width) in pixels; None where images fill theirs.
+        rows: (1, height, width) of every image in patches, on the host.
+        patch: Pixels along a patch's side.
+    """
+
+    pixels: Tensor
+    sizes: Tensor | None
+    rows: Grid
+    patch: int
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+        return token_count(self.rows)
+
+    @property
+    def frames(self) -> int:
+        """Images."""
+        return len(self.rows)
+
+    @property
+    def largest_frame(self) -> int:
+        """Patches of the largest image."""
+        return largest_frame(self.rows)
+
+    def patches(self, image: int) -> Tensor:
+        """Return the patches of one image row by row, `[patches, values]`; the host copies nothing."""
+        _, height, width = self.rows[image]
+        side = self.patch
+        cut = self.pixels[image, :, : height * side, : width * side]
+        tiles = cut.reshape(-1, height, side, width, side).permute(1, 3, 0, 2, 4)
+        return tiles.reshape(height * width, -1)
+
+    def copied(self) -> "PaddedImages":
+        """Return a batch with tensors of its own."""
+        sizes = None if self.sizes is None else self.sizes.clone()
+        return PaddedImages(self.pixels.detach().clone(), sizes, self.rows, self.patch)
+
+
 def patch_shape(config: Any) -> tuple[int, int, int, int]:
     """Return channels, frames, height and width of a patch, as a vision configuration says."""
     return config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size

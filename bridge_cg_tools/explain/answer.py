@@ -41,6 +41,7 @@ class Answer:
 
     Attributes:
         options: What the words resolve to, checked as training does.
+        encoder: The vision encoder of the recipe's model in words; empty without one.
         forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
         has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
@@ -48,6 +49,7 @@ class Answer:
     """
 
     options: GraphOptions
+    encoder: str = ""
     forecast: Forecast | None = None
     has_model: bool = False
     layout: dict[str, int] | None = None
@@ -90,6 +92,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     found = answer.forecast
     return {
+        "encoder": answer.encoder,
         **wording.as_json(answer.options),
         "table": [asdict(line) for line in answer.lines],
         "forecast": None if found is None else forecast_as_json(found),

@@ -81,6 +81,22 @@ FAMILIES = (
         sizes=_DENSE,
         encoder=_LARGE,
     ),
+    Family(names=r"zai-org/GLM-4\.5V", provider="glm_vl.glm_45v_provider.GLM45VModelProvider", sizes=_EXPERTS[128]),
+    Family(
+        names=r"mistralai/Ministral-3-\d+B",
+        provider="ministral3.ministral3_provider.Ministral3ModelProvider",
+        sizes=_DENSE,
+    ),
+    Family(
+        names=r"Qwen/Qwen2\.5-Omni-",
+        provider="qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
+        sizes=_DENSE,
+    ),
+    Family(
+        names=r"Qwen/Qwen3-Omni-\d+B-A\d+B",
+        provider="qwen_omni.qwen3_omni_provider.Qwen3OmniModelProvider",
+        sizes=_EXPERTS[128],
+    ),
     Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_EXPERTS[128]),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )

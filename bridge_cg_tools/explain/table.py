@@ -22,7 +22,8 @@ _JOINTS = re.compile(r"(?<=[_.=,:/])")
 
 def render(answer: Answer) -> str:
     """Return an answer as lines for a person."""
-    blocks = [_parts(answer.lines), _options(answer.lines)]
+    encoder = [f"vision encoder: {answer.encoder}"] if answer.encoder else []
+    blocks = [_parts(answer.lines), _options(answer.lines), encoder]
     if answer.forecast is not None:
         blocks.append(_forecast(answer.forecast))
     blocks.append([*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)])

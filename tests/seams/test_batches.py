@@ -68,6 +68,14 @@ def test_the_wrapped_step_remembers_what_it_moved(patch):
     assert step.__doc__ == "Get a batch." and step.__name__ == "get_batch_from_iterator"
 
 
+def test_sizes_of_padded_images_are_remembered():
+    sizes = torch.tensor([[56, 84], [28, 56]])
+    found = PATCHES[0].make(fake_step())(iter([batch(image_sizes=sizes)]), is_first_pp_stage=1, is_last_pp_stage=2)
+    moved, before = found["visual_inputs"].normalized_for_model()["image_sizes"], GRIDS.device_reads
+    assert moved.device.type == "meta"
+    assert GRIDS.values(moved) == (56, 84, 28, 56) and GRIDS.device_reads == before
+
+
 @pytest.mark.parametrize("item", [{"visual_inputs": None}, {"visual_inputs": GenericVisualInputs()}])
 def test_steps_without_images_pass(item):
     assert PATCHES[0].make(fake_step())(iter([item]), is_first_pp_stage=True, is_last_pp_stage=True)["said"]

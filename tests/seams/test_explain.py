@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks import recipes
@@ -59,8 +60,9 @@ def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    parts = ["language_model", "vision", "packed", "offload", "chosen", "warnings"]
+    parts = ["encoder", "language_model", "vision", "packed", "offload", "chosen", "warnings"]
     assert list(found) == [*parts, "table", "forecast", "layout", "notes"]
+    assert found["encoder"] == ""
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
 
@@ -144,6 +146,35 @@ def test_a_recipe_and_overrides(capsys, one_recipe):
     words = ["cuda_graph_impl=transformer_engine", "cuda_graph_modules=attn"]
     status, out, _ = explain(capsys, "--json", "some_recipe_config", *words)
     assert status == 0 and json.loads(out)["language_model"]["modules"] == ["attn"]
+
+
+class PaintingModelProvider:
+    vision_config = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Qwen25VLModelProvider, "Qwen2.5-VL's, with an adapter for vision graphs"),
+        (type("OwnProvider", (Qwen25VLModelProvider,), {}), "Qwen2.5-VL's, with an adapter for vision graphs"),
+        (PaintingModelProvider, "of PaintingModelProvider, without an adapter for vision graphs: it runs eager; docs/"),
+        (type("Unknown", (), {"freeze_vision_model": True}), "of a kind that only the hub tells; docs/"),
+    ],
+)
+def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind, said):
+    model = object.__new__(kind)
+    model.cuda_graph_impl = "none"
+    module = SimpleNamespace(seen_config=lambda: SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True)))
+    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
+    status, out, err = explain(capsys, "seen_config")
+    assert status == 0, err
+    assert out.startswith(f"vision encoder: {said}")
+    status, out, _ = explain(capsys, "--json", "seen_config")
+    assert json.loads(out)["encoder"].startswith(said)
+
+
+def test_a_model_without_images_has_no_encoder(capsys, one_recipe):
+    assert "encoder" not in explain(capsys, "some_recipe_config")[1]
 
 
 def test_graphs_on_a_recipe(capsys, bridge):

@@ -1,27 +1,44 @@
 """Bridge's own models around Hugging Face's towers, small, on a CPU in fp32 or on a GPU in bf16."""
 
 import copy
+import importlib.util
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
 from megatron.bridge.models.gemma import gemma3_provider
 from megatron.bridge.models.gemma_vl import modeling_gemma3_vl
 from megatron.bridge.models.gemma_vl.gemma3_vl_provider import Gemma3VLModelProvider
+from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
+from megatron.bridge.models.ministral3.ministral3_provider import Ministral3ModelProvider
+from megatron.bridge.models.qwen_omni import qwen25_omni_provider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
-from transformers import SiglipVisionConfig
+from transformers import Mistral3Config, SiglipVisionConfig
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
-from .hugging_face_towers import qwen25_config
+from .hugging_face_towers import (
+    OMNI_PATCH,
+    PIXTRAL_PATCH,
+    WINDOW_PATCH,
+    draw_padded,
+    glm45v_config,
+    pixtral_config,
+    qwen3_omni_config,
+    qwen25_config,
+    qwen25_omni_config,
+)
 from .vlm import language_layers, on_cpu
 
 VOCABULARY, IMAGE, VIDEO, START = 128, 120, 121, 122
 LENGTHS = 64
-QWEN_PATCH = 3 * 2 * 14 * 14
+OMNI = "megatron.bridge.models.qwen_omni"
 # An image of Gemma's: 8 x 8 patches, pooled to 2 x 2 embeddings.
 GEMMA_SIDE, GEMMA_EMBEDDINGS = 112, 4
 
@@ -32,11 +49,11 @@ class Sample:
 
     Attributes:
         tokens: `[1, length]` with a placeholder for every embedding.
-        visual: What the model's forward gets besides tokens and labels.
+        visual: What the model's forward gets besides tokens and labels, or in place of positions.
     """
 
     tokens: Tensor
-    visual: dict[str, Tensor] = field(default_factory=dict)
+    visual: dict[str, Tensor | None] = field(default_factory=dict)
 
 
 def _text(embeddings: list[int], seed: int) -> Tensor:
@@ -50,14 +67,42 @@ def _text(embeddings: list[int], seed: int) -> Tensor:
     return torch.cat((tokens, rest))[None]
 
 
-def qwen25_sample(images, seed: int = 0) -> Sample:
+def qwen25_sample(images, seed: int = 0, width: int = WINDOW_PATCH) -> Sample:
     """Return a sample of images given as (height, width) in patches."""
     tokens = _text([h * w // 4 for h, w in images], seed)
     if not images:
         return Sample(tokens)
     grid = torch.tensor([(1, h, w) for h, w in images])
-    pixels = torch.randn(int(grid.prod(1).sum()), QWEN_PATCH, generator=torch.Generator().manual_seed(seed))
+    pixels = torch.randn(int(grid.prod(1).sum()), width, generator=torch.Generator().manual_seed(seed))
     return Sample(tokens, {"pixel_values": pixels, "image_grid_thw": grid})
+
+
+def glm45v_sample(images, seed: int = 0) -> Sample:
+    """Return a sample as `qwen25_sample` does, with the kinds of tokens that the model takes positions from."""
+    sample = qwen25_sample(images, seed)
+    kinds = (sample.tokens == IMAGE).long()
+    return Sample(sample.tokens, {**sample.visual, "mm_token_type_ids": kinds})
+
+
+def qwen25_omni_sample(images, seed: int = 0) -> Sample:
+    """Return a sample as `qwen25_sample` does; the model finds positions itself."""
+    sample = qwen25_sample(images, seed)
+    return Sample(sample.tokens, {**sample.visual, "position_ids": None})
+
+
+def qwen3_omni_sample(images, seed: int = 0) -> Sample:
+    """Return a sample as `qwen25_sample` does; the model finds positions itself."""
+    sample = qwen25_sample(images, seed, OMNI_PATCH)
+    return Sample(sample.tokens, {**sample.visual, "position_ids": None})
+
+
+def ministral3_sample(images, seed: int = 0) -> Sample:
+    """Return a sample of images given as (height, width) in patches, 2 x 2 of which are an embedding."""
+    tokens = _text([h * w // 4 for h, w in images], seed)
+    if not images:
+        return Sample(tokens)
+    pixels, sizes = draw_padded([(1, *size) for size in images], seed)
+    return Sample(tokens, {"pixel_values": pixels, "image_sizes": sizes})
 
 
 def gemma3_sample(images: int, seed: int = 0) -> Sample:
@@ -72,15 +117,16 @@ def gemma3_sample(images: int, seed: int = 0) -> Sample:
 def loss_of(model: nn.Module, sample: Sample) -> Tensor:
     """Run a model as Bridge's step does; returns the mean loss."""
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    visual = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in sample.visual.items()}
+    there = {name: value for name, value in sample.visual.items() if value is not None}
+    visual = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in there.items()}
     tokens = sample.tokens.to(device)
+    positions = {"position_ids": torch.arange(tokens.shape[1], device=device)[None]}
     with everywhere():
         returned = model(
             input_ids=tokens,
-            position_ids=torch.arange(tokens.shape[1], device=device)[None],
             attention_mask=None,
             labels=tokens.roll(-1, 1),
-            **visual,
+            **{**positions, **dict.fromkeys(sample.visual), **visual},
         )
     return (returned[0] if isinstance(returned, tuple) else returned).float().mean()
 
@@ -94,7 +140,29 @@ def everywhere():
     with ExitStack() as stack:
         stack.enter_context(on_cpu())
         stack.enter_context(mock.patch.object(modeling_gemma3_vl, "TENorm", WrappedTorchNorm))
+        for module in _omni_providers():
+            made = mock.patch.object(module, "get_gpt_layer_with_transformer_engine_spec", _local_layers)
+            stack.enter_context(made)
         yield
+
+
+def _omni_providers() -> list[Any]:
+    """Return the modules of the omni models' providers that this release has."""
+    return [qwen25_omni_provider, *([qwen3_omni_provider()] if has_qwen3_omni() else [])]
+
+
+def has_qwen3_omni() -> bool:
+    """Whether this release has the model."""
+    return importlib.util.find_spec(f"{OMNI}.qwen3_omni_provider") is not None
+
+
+def qwen3_omni_provider() -> Any:
+    """Return the module of Qwen3-Omni's provider."""
+    return importlib.import_module(f"{OMNI}.qwen3_omni_provider")
+
+
+def _local_layers(*args: Any, **kwargs: Any) -> Any:
+    return language_layers()
 
 
 def _sizes(width: int = 64) -> dict:
@@ -138,6 +206,23 @@ def _provided(provider, seed: int) -> nn.Module:
     return model.train()
 
 
+DENSE = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+# What a provider of a model with experts asks for besides them.
+WITHOUT_EXPERTS = {
+    "num_moe_experts": None,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_load_balancing_type": "none",
+}
+
+
 def build_qwen25_vl(seed: int = 0, **changes) -> nn.Module:
     """Build Bridge's Qwen2.5-VL as a recipe's provider does."""
     sizes = _sizes()
@@ -145,12 +230,7 @@ def build_qwen25_vl(seed: int = 0, **changes) -> nn.Module:
     provider = Qwen25VLModelProvider(
         **sizes,
         **local,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **DENSE,
         mrope_section=[8, 4, 4],
         video_token_id=VIDEO,
         vision_start_token_id=START,
@@ -189,3 +269,82 @@ def build_gemma3_vl(seed: int = 0, **changes) -> nn.Module:
         **sizes, **local, vision_config=vision, vision_projector_config=projector, **changes
     )
     return _provided(provider, seed)
+
+
+def build_glm45v(seed: int = 0, **changes) -> nn.Module:
+    """Build Bridge's GLM-4.5V as a recipe's provider does, without experts."""
+    sizes = _sizes()
+    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
+    shared = {
+        "moe_shared_expert_overlap": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_ffn_hidden_size": None,
+    }
+    provider = GLM45VModelProvider(
+        **sizes,
+        **local,
+        **DENSE,
+        **WITHOUT_EXPERTS,
+        **shared,
+        moe_router_enable_expert_bias=False,
+        moe_layer_freq=[0, 0],
+        mtp_num_layers=None,
+        mrope_section=[2, 3, 3],
+        video_token_id=VIDEO,
+        image_start_token_id=START,
+        vision_config=glm45v_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"]),
+        **changes,
+    )
+    return _provided(provider, seed)
+
+
+AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32, "output_dim": 64}
+OMNI_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "audio_token_id": 123}
+
+
+def build_qwen25_omni(seed: int = 0, **changes) -> nn.Module:
+    """Build Bridge's Qwen2.5-Omni as a recipe's provider does."""
+    sizes = _sizes()
+    vision = qwen25_omni_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"])
+    provider = qwen25_omni_provider.Qwen25OmniModelProvider(
+        **sizes,
+        **DENSE,
+        **OMNI_TOKENS,
+        mrope_section=[8, 4, 4],
+        thinker_config=Qwen2_5OmniThinkerConfig(vision_config=vision.to_dict(), audio_config=AUDIO),
+        **changes,
+    )
+    return _provided(provider, seed)
+
+
+def build_qwen3_omni(seed: int = 0, **changes) -> nn.Module:
+    """Build Bridge's Qwen3-Omni as a recipe's provider does, without experts."""
+    sizes = _sizes()
+    vision = qwen3_omni_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"])
+    norms = {} if torch.cuda.is_available() else {"qk_layernorm": False}
+    provider = qwen3_omni_provider().Qwen3OmniModelProvider(
+        **sizes,
+        **DENSE,
+        **WITHOUT_EXPERTS,
+        **OMNI_TOKENS,
+        **norms,
+        mrope_section=[8, 4, 4],
+        thinker_config=Qwen3OmniMoeThinkerConfig(
+            vision_config=vision.to_dict(), audio_config={**AUDIO, "downsample_hidden_size": 16}
+        ),
+        **changes,
+    )
+    return _provided(provider, seed)
+
+
+def build_ministral3(seed: int = 0, **changes) -> nn.Module:
+    """Build Bridge's Ministral 3 as a recipe's provider does."""
+    sizes = _sizes()
+    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    text = {"model_type": "ministral3", "hidden_size": sizes["hidden_size"], "num_attention_heads": 2}
+    config = Mistral3Config(
+        vision_config=pixtral_config(hidden_size=64, num_attention_heads=4, image_size=32 * PIXTRAL_PATCH).to_dict(),
+        text_config={**text, "rope_parameters": {**rope, "original_max_position_embeddings": 256}},
+    )
+    return _provided(Ministral3ModelProvider(**sizes, **local, **DENSE, hf_config=config, **changes), seed)

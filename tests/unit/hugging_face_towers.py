@@ -1,41 +1,100 @@
 """Hugging Face's towers as Bridge's models build them, small, in fp32 on a CPU."""
 
 import torch
-from transformers import SiglipVisionConfig
+from transformers import PixtralVisionConfig, SiglipVisionConfig
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from .towers import loss_of
 
 WINDOW_PATCH = 3 * 2 * 14 * 14
+OMNI_PATCH = 3 * 2 * 16 * 16
 SIDE, SIGLIP_PATCH = 28, 14
+PIXTRAL_PATCH = 14
+SMALL = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
 
 
-def qwen25_config(layers: int = 4, **changes) -> Qwen2_5_VLVisionConfig:
-    """Return a configuration whose second and last layer attend inside frames, the others inside windows."""
+def windowed(layers: int = 4, **changes) -> dict:
+    """Return settings by which the second and last layer attend inside frames, the others inside windows."""
+    settings = {**SMALL, "depth": layers, "fullatt_block_indexes": [1, layers - 1], "window_size": 112}
+    return {**settings, **changes}
+
+
+def qwen25_config(**changes) -> Qwen2_5_VLVisionConfig:
+    """Return the configuration of a small tower with `windowed` layers."""
+    return Qwen2_5_VLVisionConfig(**windowed(**changes))
+
+
+def qwen25_omni_config(**changes) -> Qwen2_5OmniVisionEncoderConfig:
+    """Return the configuration of a small tower with `windowed` layers."""
+    return Qwen2_5OmniVisionEncoderConfig(**windowed(**changes))
+
+
+def glm45v_config(**changes) -> Glm4vVisionConfig:
+    """Return the configuration of a small tower with 4 x 4 position embeddings."""
+    return Glm4vVisionConfig(**{**SMALL, "depth": 3, "image_size": 56, **changes})
+
+
+def qwen3_omni_config(**changes) -> Qwen3OmniMoeVisionEncoderConfig:
+    """Return the configuration of a small tower, two layers of which feed deepstack mergers."""
+    settings = {"depth": 3, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
+    return Qwen3OmniMoeVisionEncoderConfig(**{**SMALL, **settings, **changes})
+
+
+def pixtral_config(**changes) -> PixtralVisionConfig:
+    """Return the configuration of a small tower for images of up to 18 x 18 patches."""
     settings = {
-        "depth": layers,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 48,
-        "out_hidden_size": 24,
-        "fullatt_block_indexes": [1, layers - 1],
-        "window_size": 112,
+        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 16},
+        **{"intermediate_size": 48, "image_size": 18 * PIXTRAL_PATCH, "patch_size": PIXTRAL_PATCH},
     }
-    return Qwen2_5_VLVisionConfig(**{**settings, **changes})
+    return PixtralVisionConfig(**{**settings, **changes})
+
+
+def _new(tower, config, seed: int, attention: str, peaked=("qkv.weight",)):
+    """Build a tower in training mode, with attention peaked as in a trained model."""
+    torch.manual_seed(seed)
+    model = tower._from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(peaked):
+                parameter.normal_(std=0.3)
+    return model.train()
 
 
 def new_qwen25(seed: int = 0, attention: str = "sdpa", **changes):
-    """Build the tower in training mode, with attention peaked as in a trained model."""
-    torch.manual_seed(seed)
-    config = qwen25_config(**changes)
-    model = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation=attention)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "qkv.weight" in name:
-                parameter.normal_(std=0.3)
-    return model.train()
+    """Build Qwen2.5-VL's tower."""
+    return _new(Qwen2_5_VisionTransformerPretrainedModel, qwen25_config(**changes), seed, attention)
+
+
+def new_qwen25_omni(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build Qwen2.5-Omni's tower."""
+    peaked = ("attn.q.weight", "attn.k.weight")
+    return _new(Qwen2_5OmniVisionEncoder, qwen25_omni_config(**changes), seed, attention, peaked)
+
+
+def new_glm45v(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build GLM-4.5V's tower; its position embeddings are drawn large enough to be seen."""
+    peaked = ("qkv.weight", "position_embedding.weight")
+    return _new(Glm4vVisionModel, glm45v_config(**changes), seed, attention, peaked)
+
+
+def new_qwen3_omni(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build Qwen3-Omni's tower; its position embeddings are drawn large enough to be seen."""
+    peaked = ("qkv.weight", "pos_embed.weight")
+    return _new(Qwen3OmniMoeVisionEncoder, qwen3_omni_config(**changes), seed, attention, peaked)
+
+
+def new_pixtral(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build Ministral 3's tower."""
+    return _new(PixtralVisionModel, pixtral_config(**changes), seed, attention, ("q_proj.weight", "k_proj.weight"))
 
 
 def new_siglip(seed: int = 0, head: bool = False, **changes):
@@ -53,11 +112,18 @@ def new_siglip(seed: int = 0, head: bool = False, **changes):
     return SiglipVisionModel._from_config(SiglipVisionConfig(**{**settings, **changes})).train()
 
 
-def draw_windows(rows, seed: int = 0):
+def draw_windows(rows, seed: int = 0, width: int = WINDOW_PATCH):
     """Return random patches and the grid for them."""
     grid = torch.tensor(rows)
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(int(grid.prod(1).sum()), WINDOW_PATCH, generator=generator), grid
+    return torch.randn(int(grid.prod(1).sum()), width, generator=generator), grid
+
+
+def draw_padded(rows, seed: int = 0):
+    """Return random images for rows (1, height, width) in patches, padded to one size, and their sizes in pixels."""
+    sizes = torch.tensor([[height, width] for _, height, width in rows]) * PIXTRAL_PATCH
+    shape = len(rows), 3, *sizes.amax(0).tolist()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)), sizes
 
 
 def draw_images(count: int, seed: int = 0):
@@ -69,6 +135,19 @@ def run_qwen25(model, rows, seed: int = 0):
     """Return the embeddings, called as Bridge's model calls the tower."""
     pixels, grid = draw_windows(rows, seed)
     return [model(pixels, grid_thw=grid, return_dict=True).pooler_output]
+
+
+def run_qwen3_omni(model, rows, seed: int = 0):
+    """Return embeddings and deepstack features, called as Bridge's model calls the tower."""
+    pixels, grid = draw_windows(rows, seed, OMNI_PATCH)
+    returned = model(pixels, grid_thw=grid)
+    return [returned.pooler_output, *returned.deepstack_features]
+
+
+def run_pixtral(model, rows, seed: int = 0):
+    """Return the last layer's hidden states, called as Bridge's model calls the tower."""
+    pixels, sizes = draw_padded(rows, seed)
+    return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
 
 
 def run_siglip(model, count, seed: int = 0):

@@ -9,7 +9,12 @@ from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_encoders
 
-TINY = {"qwen35_vl": [(1, 8, 8)], "qwen25_vl": [(1, 8, 12), (1, 4, 6)], "siglip": 2}
+TWO = [(1, 8, 12), (1, 4, 6)]
+TINY = {
+    "qwen35_vl": [(1, 8, 8)],
+    **dict.fromkeys(("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni", "ministral3"), TWO),
+    "siglip": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,10 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--encoders", "qwen2"], "--encoders qwen2: it must be any of qwen35_vl, qwen25_vl, siglip"),
+        (
+            ["--encoders", "qwen2"],
+            "--encoders qwen2: it must be any of qwen35_vl, qwen25_vl, glm45v, qwen25_omni, qwen3_omni,",
+        ),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),
     ],

@@ -184,7 +184,7 @@ REFUSED = {
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
     ),
-    "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)": (
+    "graphs of parts of layers of a vision tower from Hugging Face": (
         tower_of_hugging_face(vision_cuda_graph_modules=["attn"]),
         "vision_cuda_graph_modules",
     ),

@@ -7,6 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
+from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
+from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
+from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
@@ -14,12 +18,21 @@ from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 
 from .hugging_face_towers import (
+    OMNI_PATCH,
     SIDE,
+    WINDOW_PATCH,
     draw_images,
+    draw_padded,
     draw_windows,
+    new_glm45v,
+    new_pixtral,
+    new_qwen3_omni,
     new_qwen25,
+    new_qwen25_omni,
     new_siglip,
     results,
+    run_pixtral,
+    run_qwen3_omni,
     run_qwen25,
     run_siglip,
 )
@@ -38,6 +51,8 @@ WINDOWED = [
     [[1, 2, 2]] * 12,
     [[12, 2, 4]],
 ]
+# Encoders that know no video: GLM-4.5V's gets its frames as images.
+FRAMES = [[[1, h, w] for t, h, w in rows for _ in range(t)] for rows in WINDOWED]
 BUCKETS = (32, 64, 128, 256)
 PATCHES = (SIDE // 14) ** 2
 COUNTS = [1, 2, 3, 5, 8, 4]
@@ -47,17 +62,39 @@ IMAGE_BUCKETS = (PATCHES, 2 * PATCHES, 4 * PATCHES, 8 * PATCHES)
 class Case:
     """One encoder with the sizes that it is tried on."""
 
-    def __init__(self, new, run, sizes, options, too_large):
+    def __init__(self, new, run, sizes, options, too_large, draw):
         self.new, self.run, self.sizes, self.options, self.too_large = new, run, sizes, options, too_large
+        self.draw = draw
 
     def results(self, model, size, seed=0):
         return results(self.run, model, size, seed)
 
 
-WINDOWS = Case(new_qwen25, run_qwen25, WINDOWED, {"buckets": BUCKETS}, [[1, 16, 16], [1, 2, 2]])
-IMAGES = Case(new_siglip, run_siglip, COUNTS, {"buckets": IMAGE_BUCKETS}, 9)
-CASES = [pytest.param(WINDOWS, id="qwen2.5-vl"), pytest.param(IMAGES, id="siglip")]
-every_encoder = pytest.mark.parametrize("case", CASES)
+def patches_case(new, run=run_qwen25, sizes=WINDOWED, width=WINDOW_PATCH):
+    """Return a case of an encoder of images of any size."""
+    too_large = [[1, 16, 16], [1, 2, 2]]
+    return Case(new, run, sizes, {"buckets": BUCKETS}, too_large, lambda rows: draw_windows(rows, width=width))
+
+
+WINDOWS = patches_case(new_qwen25)
+GLM = patches_case(new_glm45v, sizes=FRAMES)
+OMNI_WINDOWS = patches_case(new_qwen25_omni)
+OMNI = patches_case(new_qwen3_omni, run_qwen3_omni, width=OMNI_PATCH)
+IMAGES = Case(new_siglip, run_siglip, COUNTS, {"buckets": IMAGE_BUCKETS}, 9, lambda count: (draw_images(count),))
+PIXTRALS = Case(
+    new_pixtral, run_pixtral, FRAMES, {"buckets": BUCKETS}, [[1, 16, 16], [1, 2, 2]], lambda rows: draw_padded(rows)
+)
+WITH_GRIDS = {"qwen2.5-vl": WINDOWS, "glm-4.5v": GLM, "qwen2.5-omni": OMNI_WINDOWS, "qwen3-omni": OMNI}
+OF_ANY_SIZE = {**WITH_GRIDS, "ministral-3": PIXTRALS}
+
+
+def cases(found):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in found.items()])
+
+
+every_encoder = cases({**OF_ANY_SIZE, "siglip": IMAGES})
+every_size = cases(OF_ANY_SIZE)
+with_grids = cases(WITH_GRIDS)
 
 
 def assert_equal_results(found, expected):
@@ -107,37 +144,55 @@ def test_an_aligned_backward_computes_what_is_asked_for():
     assert linear.weight.grad is None and torch.equal(linear.bias.grad, torch.full((13,), 4.0))
 
 
+@every_size
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_windows_equal_every_implementation_of_attention(attention):
-    model = new_qwen25(attention=attention)
-    expected = [WINDOWS.results(model, size) for size in WINDOWED]
-    with graphs_on(model, **WINDOWS.options):
-        for size, result in zip(WINDOWED, expected, strict=True):
-            assert_equal_results(WINDOWS.results(model, size), result)
+def test_segments_equal_every_implementation_of_attention(case, attention):
+    model = case.new(attention=attention)
+    expected = [case.results(model, size) for size in case.sizes]
+    with graphs_on(model, **case.options):
+        for size, result in zip(case.sizes, expected, strict=True):
+            assert_equal_results(case.results(model, size), result)
 
 
 side = st.integers(1, 9).map(lambda n: 2 * n)
 batch = st.lists(st.tuples(st.integers(1, 3), side, side).map(list), min_size=1, max_size=4)
 
 
+@every_size
 @settings(max_examples=15)
-@given(st.lists(batch, min_size=1, max_size=3))
-def test_any_sequence_of_windowed_microbatches_equals_eager(sequence):
-    model = new_qwen25()
-    expected = [WINDOWS.results(model, rows, seed) for seed, rows in enumerate(sequence)]
-    with graphs_on(model, **WINDOWS.options) as graphs:
+@given(sequence=st.lists(batch, min_size=1, max_size=3))
+def test_any_sequence_of_microbatches_equals_eager(case, sequence):
+    if case.sizes is FRAMES:
+        sequence = [[[1, h, w] for t, h, w in rows for _ in range(t)] for rows in sequence]
+    model = case.new()
+    expected = [case.results(model, rows, seed) for seed, rows in enumerate(sequence)]
+    with graphs_on(model, **case.options) as graphs:
         for seed, rows in enumerate(sequence):
             poison(graphs, float("nan"))
-            assert_equal_results(WINDOWS.results(model, rows, seed), expected[seed])
+            assert_equal_results(case.results(model, rows, seed), expected[seed])
 
 
-def test_windows_of_equal_counts_and_other_bounds_are_told_apart():
-    model, one, other = new_qwen25(), [[1, 8, 16]], [[1, 16, 8]]
-    expected = [WINDOWS.results(model, rows) for rows in (one, other)]
+@every_size
+def test_equal_counts_and_other_bounds_are_told_apart(case):
+    model, one, other = case.new(), [[1, 8, 16]], [[1, 16, 8]]
+    expected = [case.results(model, rows) for rows in (one, other)]
     assert not torch.allclose(expected[0][0][0], expected[1][0][0])
-    with graphs_on(model, **WINDOWS.options):
+    with graphs_on(model, **case.options):
         for rows, result in zip((one, other, one), (*expected, expected[0]), strict=True):
-            assert_equal_results(WINDOWS.results(model, rows), result)
+            assert_equal_results(case.results(model, rows), result)
+
+
+@every_size
+def test_padding_reaches_no_real_row(case):
+    """A bucket of exactly a batch's size and one of many times it give the same."""
+    model, size = case.new(), [[1, 4, 8]]
+    found = []
+    for bucket in (32, 256):
+        with graphs_on(model, buckets=(bucket,)) as graphs:
+            poison(graphs, float("nan"))
+            found.append(case.results(model, size))
+            assert graphs.statistics().replays == 1
+    assert_equal_results(found[1], found[0])
 
 
 @every_encoder
@@ -242,11 +297,11 @@ def test_the_run_time_check_passes(case):
         assert len(graphs.workload.checks) == 3
 
 
-@every_encoder
+@cases({**WITH_GRIDS, "siglip": IMAGES})
 def test_a_call_for_more_than_the_usual_result_runs_eager(case):
     model = case.new()
     size = case.sizes[1]
-    given = (draw_windows(size)[0], draw_windows(size)[1]) if case is WINDOWS else (draw_images(size),)
+    given = case.draw(size)
     with graphs_on(model, **case.options) as graphs:
         assert len(model(*given, output_hidden_states=True).hidden_states) > 1
         assert isinstance(model(*given, return_dict=False), tuple)
@@ -273,10 +328,91 @@ def test_images_of_another_shape_are_refused(shape, capture):
         graphs.model(torch.zeros(shape))
 
 
+@with_grids
 @pytest.mark.parametrize("rows, match", [([[1, 3, 2]], "multiples"), ([[1, 0, 2]], "at least 1")])
-def test_impossible_grids_are_refused(rows, match):
-    with graphs_on(new_qwen25(), **WINDOWS.options) as graphs, pytest.raises(BatchError, match=match):
-        graphs.model(torch.zeros(4, 1176), grid_thw=torch.tensor(rows))
+def test_impossible_grids_are_refused(case, rows, match):
+    pixels, _ = case.draw([[1, 2, 2]])
+    with graphs_on(case.new(), **case.options) as graphs, pytest.raises(BatchError, match=match):
+        graphs.model(pixels, grid_thw=torch.tensor(rows))
+
+
+def test_a_video_in_one_row_is_refused_where_eager_reads_out_of_bounds():
+    rows = [[1, 4, 4], [2, 4, 6]]
+    with pytest.raises(IndexError):
+        run_qwen25(new_glm45v(), rows)
+    with graphs_on(new_glm45v(), **GLM.options) as graphs, pytest.raises(BatchError, match=r"grid_thw\[1\].*1, height"):
+        run_qwen25(graphs.model, rows)
+
+
+@cases({"glm-4.5v": GLM, "ministral-3": PIXTRALS})
+def test_dropout_in_attention_is_refused(case):
+    model = case.new(attention_dropout=0.1)
+    with pytest.raises(OptionError, match=r"attention_dropout=0\.1: it must be 0"), graphs_on(model, **case.options):
+        pass
+
+
+PADDED = [[1, 4, 6], [1, 8, 2]]
+
+
+def test_calls_of_pixtral_that_do_not_ask_for_hidden_states_run_eager():
+    """They come before a replay, and leave hooks on the layers."""
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        assert model(pixels, image_sizes=sizes).hidden_states is None
+        assert isinstance(model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=False), tuple)
+        assert graphs.statistics().fallbacks == {"call_arguments": 2}
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1
+
+
+def test_eager_calls_of_pixtral_before_and_after_a_capture_change_nothing():
+    """The first call that asks for hidden states leaves hooks on the layers."""
+    model = new_pixtral()
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        with graphs.paused():
+            expected = PIXTRALS.results(model, PADDED)
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1 and graphs.statistics().fallbacks == {}
+
+
+def test_of_a_replays_hidden_states_the_last_can_be_had():
+    pixels, sizes = draw_padded(PADDED)
+    with graphs_on(new_pixtral(), **PIXTRALS.options) as graphs:
+        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert returned.hidden_states[-1] is returned.last_hidden_state
+        with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
+            returned.hidden_states[-2]
+
+
+def test_sizes_may_be_left_out_where_images_fill_theirs():
+    model, pixels = new_pixtral(), draw_padded([[1, 4, 6]] * 2)[0]
+    call = lambda: model(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]  # noqa: E731
+    expected = call()
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        poison(graphs, float("nan"))
+        assert_close([call()], [expected], TOLERANCE)
+        assert graphs.statistics().replays == 1
+
+
+def test_what_lies_beside_smaller_images_is_not_read():
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    for image, (height, width) in enumerate(sizes.tolist()):
+        pixels[image, :, height:] = pixels[image, :, :, width:] = torch.nan
+    with graphs_on(model, **PIXTRALS.options) as graphs:
+        outputs = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert_close([outputs.hidden_states[-1]], expected[0], TOLERANCE)
+
+
+def test_an_image_behind_the_table_of_positions_is_refused():
+    rows = [[1, 20, 20]]
+    with pytest.raises(IndexError):
+        run_pixtral(new_pixtral(), rows)
+    with graphs_on(new_pixtral(), **PIXTRALS.options) as graphs, pytest.raises(BatchError, match="18 x 18"):
+        run_pixtral(graphs.model, rows)
 
 
 @every_encoder
@@ -324,6 +460,10 @@ def test_towers_are_found_where_bridges_models_hold_them():
     windowed, fixed, bridges = new_qwen25(), new_siglip(), tower()
     for attribute, model, family in (
         ("visual", windowed, QWEN25_VL),
+        ("visual", new_glm45v(), GLM45V),
+        ("vision_tower", new_pixtral(), PIXTRAL),
+        ("visual", new_qwen25_omni(), QWEN25_OMNI),
+        ("visual", new_qwen3_omni(), QWEN3_OMNI),
         ("vision_tower", fixed, SIGLIP),
         ("vision_model", bridges, None),
     ):
@@ -332,5 +472,7 @@ def test_towers_are_found_where_bridges_models_hold_them():
         assert found.model is model and found.holder is holder
         assert family is None or found.family is family
         assert find_encoder(model).model is model
+        found = find_encoder(Holder("thinker", holder))
+        assert found.model is model and found.holder is holder
     assert find_encoder(Holder("visual", nn.Linear(2, 2))) is None
     assert find_encoder([]) is None

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from torch import nn
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 from bridge_cg_plugin.upstream.exempt import own_hook
 from bridge_cg_plugin.upstream.hooks.text_only import TextOnlyMicrobatches
@@ -14,7 +16,14 @@ def gathers():
     return DistributedDataParallel._make_forward_pre_hook(object.__new__(DistributedDataParallel))
 
 
-@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), TextOnlyMicrobatches._before_embedding])
+def collects():
+    """Return the hook that Hugging Face puts on layers when hidden states are asked for the first time."""
+    layer = nn.Linear(1, 1)
+    install_output_capuring_hook(layer, "hidden_states", 0)
+    return next(iter(layer._forward_hooks.values()))
+
+
+@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), TextOnlyMicrobatches._before_embedding, collects()])
 def test_hooks_of_upstream_and_of_the_plugin_are_their_own(hook):
     assert own_hook(hook)
 

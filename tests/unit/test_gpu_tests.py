@@ -110,7 +110,16 @@ FIRST = {
     F.OPTIONS: "test_pretrain.py::test_first_losses_equal_eager[offloaded]",
     F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
     F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
-    F.VISION_QWEN25_VL: "test_encoders.py::test_windows_equal_eager_on_the_same_kernels_to_the_bit[qwen25_vl]",
+    **{
+        feature: f"test_encoders.py::test_segments_equal_eager_on_the_same_kernels_to_the_bit[{name}]"
+        for feature, name in (
+            (F.VISION_QWEN25_VL, "qwen25_vl"),
+            (F.VISION_GLM45V, "glm45v"),
+            (F.VISION_QWEN25_OMNI, "qwen25_omni"),
+            (F.VISION_QWEN3_OMNI, "qwen3_omni"),
+        )
+    },
+    F.VISION_MINISTRAL3: "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
     F.VISION_GEMMA3: "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip]",
     F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",

@@ -208,6 +208,10 @@ def pack_graphs(model):
 CASES = {
     "Qwen3-VL": (towers.new_tower, lambda model: model.decoder.layers, vision_graphs, 1, 0),
     "Qwen2.5-VL": (hf.new_qwen25, lambda model: model.blocks, vision_graphs, 2, 0),
+    "GLM-4.5V": (hf.new_glm45v, lambda model: model.blocks, vision_graphs, 1, 0),
+    "Qwen2.5-Omni": (hf.new_qwen25_omni, lambda model: model.blocks, vision_graphs, 2, 0),
+    "Qwen3-Omni": (hf.new_qwen3_omni, lambda model: model.blocks, vision_graphs, 1, 0),
+    "Ministral 3": (hf.new_pixtral, lambda model: model.transformer.layers, vision_graphs, 1, 0),
     "SigLIP": (hf.new_siglip, lambda model: model.encoder.layers, image_graphs, 1, 0),
     "packs": (lambda: packs.new_model(layers=3), lambda model: model.decoder.layers, pack_graphs, 1, 1),
     "packs with experts": (lambda: packs.new_model(layers=3, **EXPERTS), lambda m: m.decoder.layers, pack_graphs, 1, 1),

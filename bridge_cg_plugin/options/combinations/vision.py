@@ -73,7 +73,7 @@ VISION = (
         ),
     ),
     Combination(
-        "graphs of parts of layers of a vision tower from Hugging Face (Qwen2.5-VL, Gemma 3)",
+        "graphs of parts of layers of a vision tower from Hugging Face",
         "Parts of layers can be captured in megatron-core's layers only",
         lambda o, f: o.vision.enabled and f.hugging_face_tower and not o.vision.whole_encoder,
         lambda o, f: (

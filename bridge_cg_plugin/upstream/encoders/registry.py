@@ -12,11 +12,15 @@ from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
 from ..seams.encoder_group import GROUP, points
 from ..wrappers import holders
+from .glm45v import GLM45V
+from .pixtral import PIXTRAL
+from .qwen3_omni import QWEN3_OMNI
 from .qwen3_vl import QWEN3_VL
+from .qwen25_omni import QWEN25_OMNI
 from .qwen25_vl import QWEN25_VL
 from .siglip import SIGLIP
 
-ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP)
+ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
 _failed: set[str] = set()
 
 

@@ -19,7 +19,7 @@ from .graph_helper import any_on_graphs
 from .packed_helper import PACK_OFFSETS
 from .vision_helper import GRIDS
 
-GRID_FIELDS = ("image_grid_thw", "video_grid_thw")
+GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
 TOKEN_FIELDS = ("tokens", "input_ids")
 # Today's names, then those of older batches.
 OFFSET_FIELDS = (*OFFSETS, *PADDED_OFFSETS, "cu_seqlens", "cu_seqlens_unpadded")

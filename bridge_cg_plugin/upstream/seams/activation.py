@@ -20,6 +20,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.config": ("hooks.training_config",),
     "megatron.bridge.training.gpt_step": ("hooks.batches",),
     "megatron.bridge.training.vlm_step": ("hooks.batches",),
+    "megatron.bridge.models.qwen_omni.qwen3_omni_step": ("hooks.batches",),
     "megatron.bridge.training.utils.visual_inputs": ("hooks.batch_copies",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
         *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
@@ -35,6 +36,10 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.glm_vl.glm_45v_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.ministral3.ministral3_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.qwen_omni.qwen25_omni_provider": ("hooks.provider_fields",),
+    "megatron.bridge.models.qwen_omni.qwen3_omni_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
         *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between"),
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ..adapter import RecordingKernels
 from ..batch import VisionBatch
 from ..fit import refuse_images
 from ..guard import guarded_shape, write_guarded
+from ..host_grids import Grid
 
 
 class GridProgram:
@@ -23,7 +25,7 @@ class GridProgram:
     A `forward` passes something that every output depends on through `guard.poisoned`.
 
     Args:
-        model: The vision model; has `patch_embed.proj` and `config`.
+        model: The vision model; has `patch_embed.proj` and `config`, unless `sizes` and `weight` take them elsewhere.
         exact_below: Batches of up to this many tokens must fill a bucket exactly.
         kernels: Entered around the recorded forward; swaps in kernels that compute the same.
     """
@@ -34,9 +36,18 @@ class GridProgram:
         self.model = model
         self._exact_below = exact_below
         self._kernels = kernels
-        config = model.config
-        self.merge: int = config.spatial_merge_size
-        self._patch_width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self.merge, self._patch_width = self.sizes(model.config)
+
+    @staticmethod
+    def sizes(config: Any) -> tuple[int, int]:
+        """Return the patches along the side of an embedding, and the values of a patch."""
+        width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return config.spatial_merge_size, width
+
+    def weight(self) -> Tensor:
+        """Return the weight that patches are multiplied with; they enter a graph in its type."""
+        weight: Tensor = self.model.patch_embed.proj.weight
+        return weight
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -44,9 +55,8 @@ class GridProgram:
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
-        dtype = self.model.patch_embed.proj.weight.dtype
         return {
-            "pixels": TensorSpec((bucket.tokens, self._patch_width), dtype),
+            "pixels": TensorSpec((bucket.tokens, self._patch_width), self.weight().dtype),
             "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
 
@@ -61,10 +71,13 @@ class GridProgram:
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
         write_rows(buffers["pixels"], batch.pixels.reshape(batch.tokens, -1))
-        grid = batch.grid.reshape(len(batch.rows), 3)
+        self.load_grid(buffers, batch.grid.reshape(len(batch.rows), 3), batch.rows)
+
+    def load_grid(self, buffers: Buffers, grid: Tensor, rows: Grid) -> None:
+        """Write a grid `[images, 3]` and what the host knows of it."""
         if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
             grid = grid.pin_memory()
-        write_guarded(buffers["grid"], grid, batch.rows)
+        write_guarded(buffers["grid"], grid, rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""

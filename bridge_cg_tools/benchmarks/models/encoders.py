@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 from bridge_cg_tools.benchmarks.models.reference import without_tf32
-from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid, tokens_of
+from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid, one_image, tokens_of
 
 # Query, key and value weights that make attention as peaked as in a trained model.
 PEAKED_STD = 0.05
@@ -127,16 +127,21 @@ def build_qwen25_vl(layers: int) -> nn.Module:
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     torch.manual_seed(0)
-    full = [index for index in (7, 15, 23, 31) if index < layers] or [1, layers - 1]
-    sizes = {"hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 3584}
-    if not on_gpu():
-        sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
-    config = Qwen2_5_VLVisionConfig(depth=layers, fullatt_block_indexes=full, **sizes)
+    config = Qwen2_5_VLVisionConfig(**_windowed(layers))
     # As Bridge's model makes it, which takes PyTorch's scaled_dot_product_attention.
     return _peaked(Qwen2_5_VisionTransformerPretrainedModel._from_config(config), ("qkv.weight",))
 
 
-def qwen25_vl_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
+def _windowed(layers: int) -> dict[str, Any]:
+    """Return the sizes of Qwen2.5-VL-7B's tower."""
+    full = [index for index in (7, 15, 23, 31) if index < layers] or [1, layers - 1]
+    sizes = {"hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 3584}
+    if not on_gpu():
+        sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
+    return {"depth": layers, "fullatt_block_indexes": full, **sizes}
+
+
+def patches_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random patches; the grid is announced to the plugin as Bridge's batch step does."""
     from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 
@@ -147,7 +152,82 @@ def qwen25_vl_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     arguments = {"hidden_states": _random((tokens, width), seed), "grid_thw": grid, "return_dict": True}
     shape = (tokens // config.spatial_merge_size**2, config.out_hidden_size)
-    return Batch(arguments, [_random(shape, seed + 1)], tokens, len(rows))
+    outputs = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+    gradients = [_random(shape, seed + number) for number in range(1, 1 + outputs)]
+    return Batch(arguments, gradients, tokens, len(rows))
+
+
+# GLM-4.5V: Hugging Face's tower, whose position embeddings are sampled.
+
+
+def build_glm45v(layers: int) -> nn.Module:
+    """Build the tower of GLM-4.5V in the sizes that Bridge's provider has by default (24 layers)."""
+    from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+    from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
+    config = Glm4vVisionConfig(depth=layers, **({} if on_gpu() else small))
+    return _peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",))
+
+
+# Qwen2.5-Omni: Hugging Face's tower, Qwen2.5-VL's with three projections in attention.
+
+
+def build_qwen25_omni(layers: int) -> nn.Module:
+    """Build the tower of Qwen2.5-Omni in the sizes of Qwen2.5-VL-7B's (32 layers)."""
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniVisionEncoderConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
+
+    torch.manual_seed(0)
+    config = Qwen2_5OmniVisionEncoderConfig(**_windowed(layers))
+    return _peaked(Qwen2_5OmniVisionEncoder._from_config(config), ("attn.q.weight", "attn.k.weight"))
+
+
+# Qwen3-Omni: Hugging Face's tower, which computes what Qwen3-VL's does.
+
+
+def build_qwen3_omni(layers: int) -> nn.Module:
+    """Build the tower of Qwen3-Omni in the sizes that Bridge's provider has by default (27 layers)."""
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+
+    torch.manual_seed(0)
+    indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
+    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
+    config = Qwen3OmniMoeVisionEncoderConfig(
+        depth=layers, deepstack_visual_indexes=indexes, **({} if on_gpu() else small)
+    )
+    return _peaked(Qwen3OmniMoeVisionEncoder._from_config(config), ("qkv.weight",))
+
+
+# Ministral 3: Hugging Face's Pixtral, images padded to one size.
+
+
+def build_ministral3(layers: int) -> nn.Module:
+    """Build the tower of Ministral 3 in the sizes of Mistral 3's default configuration (24 layers)."""
+    from transformers import Mistral3Config
+    from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
+
+    torch.manual_seed(0)
+    config = Mistral3Config().vision_config
+    config.num_hidden_layers = layers
+    if not on_gpu():
+        config.hidden_size, config.num_attention_heads, config.head_dim, config.intermediate_size = 32, 2, 16, 48
+    return _peaked(PixtralVisionModel._from_config(config), ("q_proj.weight", "k_proj.weight"))
+
+
+def padded_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
+    """Make random images padded to one size; their sizes are announced to the plugin as Bridge's batch step does."""
+    from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+
+    config, tokens = model.config, tokens_of(rows)
+    host = torch.tensor([row[1:] for row in rows]) * config.patch_size
+    sizes = host.to(_device(), copy=True)
+    GRIDS.remember(sizes, host)
+    pixels = _random((len(rows), config.num_channels, *host.amax(0).tolist()), seed)
+    arguments = {"pixel_values": pixels, "image_sizes": sizes, "output_hidden_states": True, "return_dict": True}
+    return Batch(arguments, [_random((1, tokens, config.hidden_size), seed + 1)], tokens, len(rows))
 
 
 # Gemma 3: Hugging Face's SigLIP, images of one size.
@@ -198,6 +278,8 @@ class Fp32Copy:
         return [o.detach() for o in outputs], list(gradients)
 
 
+# One image of 784, 2304 and 8192 patches, and a mix of 6720.
+IMAGES = {**{name: CASES[name] for name in ("1x448", "1x768", "8mix")}, "1x8192": one_image(8192)}
 ENCODERS = {
     "qwen35_vl": Encoder(
         27,
@@ -209,10 +291,27 @@ ENCODERS = {
     "qwen25_vl": Encoder(
         32,
         build_qwen25_vl,
-        qwen25_vl_batch,
+        patches_batch,
         lambda returned: [returned.pooler_output],
         {name: CASES[name] for name in ("1x448", "1x768", "8mix", "video16")},
     ),
+    "glm45v": Encoder(24, build_glm45v, patches_batch, lambda returned: [returned.pooler_output], IMAGES),
+    "qwen25_omni": Encoder(
+        32,
+        build_qwen25_omni,
+        patches_batch,
+        lambda returned: [returned.pooler_output],
+        IMAGES,
+        noise=("attn.k.bias",),  # softmax does not change with it
+    ),
+    "qwen3_omni": Encoder(
+        27,
+        build_qwen3_omni,
+        patches_batch,
+        lambda returned: [returned.pooler_output, *returned.deepstack_features],
+        IMAGES,
+    ),
+    "ministral3": Encoder(24, build_ministral3, padded_batch, lambda returned: [returned.hidden_states[-1]], IMAGES),
     "siglip": Encoder(
         27,
         build_siglip,

@@ -1,7 +1,8 @@
 """Seams of Bridge's vision-language models: providers, and Qwen3-VL's vision model."""
 
+from ..releases import RELEASES
 from ..seam import Feature, Seam
-from .hugging_face import QWEN_VL, TOWER_PROVIDERS
+from .hugging_face import CONFIG_FIELDS, QWEN_VL, SINCE, TOWER_PROVIDERS
 from .training import RESTORED, VISION_LOOP
 
 PROVIDERS = (
@@ -23,6 +24,7 @@ OPTIONS = "vision graph options can be set, overridden and saved with the model'
 
 def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
     """Return the seams where a provider gets the options as fields: its constructor and its dataclass fields."""
+    since = SINCE.get(provider, RELEASES[-1].bridge)
     return (
         Seam(
             name=f"{provider}.init",
@@ -34,6 +36,7 @@ def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
             features=(Feature.OPTIONS,),
             models=(provider,),
             undo=RESTORED,
+            since=since,
             patched_by="hooks.provider_fields",
         ),
         Seam(
@@ -46,6 +49,7 @@ def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
             features=(Feature.OPTIONS,),
             models=(provider,),
             undo=RESTORED,
+            since=since,
             patched_by="hooks.provider_fields",
         ),
     )
@@ -63,7 +67,11 @@ def _provider(module: str, provider: str) -> tuple[Seam, ...]:
             purpose="the vision encoder's configuration and what the check reads",
             features=(Feature.VISION,),
             models=(provider,),
-            attributes=("vision_config", "provide", "cuda_graph_warmup_steps", "use_te_rng_tracker"),
+            attributes=(
+                *(CONFIG_FIELDS.get(provider, "vision_config"), "provide"),
+                *("cuda_graph_warmup_steps", "use_te_rng_tracker"),
+            ),
+            since=SINCE.get(provider, RELEASES[-1].bridge),
         ),
     )
 

@@ -1,7 +1,8 @@
 """Seams of Bridge's train loop, configuration and batch steps."""
 
+from ..releases import RELEASES
 from ..seam import GRAPHS, Feature, Seam
-from .hugging_face import TOWER_FEATURES
+from .hugging_face import QWEN3_OMNI_SINCE, TOWER_FEATURES
 
 TRAIN = "megatron.bridge.training.train"
 CONFIG = "megatron.bridge.training.config"
@@ -9,7 +10,12 @@ CALLBACKS = "megatron.bridge.training.callbacks"
 INITIALIZE = "megatron.bridge.training.initialize"
 STATE = "megatron.bridge.training.state"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
-STEPS = ("megatron.bridge.models.qwen_vl.qwen3_vl_step", "megatron.bridge.training.vlm_step")
+# The first is Qwen3-VL's.
+STEPS = (
+    "megatron.bridge.models.qwen_vl.qwen3_vl_step",
+    "megatron.bridge.training.vlm_step",
+    "megatron.bridge.models.qwen_omni.qwen3_omni_step",
+)
 RESTORED = "deactivate() puts the same object back"
 # What a configuration is checked for. Graphs that upstream runs itself train without the check.
 CHECKED = (*GRAPHS, Feature.CORE_OFFLOAD)
@@ -179,14 +185,17 @@ SEAMS = (
             features=features,
             undo=RESTORED,
             parameters=("data_iterator",),
+            since=since,
             patched_by="hooks.batches",
         )
-        for module, features in zip(
+        for module, features, since in zip(
             STEPS,
             (
                 (Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
                 TOWER_FEATURES,
+                (Feature.VISION_QWEN3_OMNI,),
             ),
+            (RELEASES[-1].bridge, RELEASES[-1].bridge, QWEN3_OMNI_SINCE),
             strict=True,
         )
     ),
@@ -198,7 +207,7 @@ SEAMS = (
         touch="read",
         purpose="a batch carries its grids in these fields",
         features=(Feature.VISION,),
-        attributes=("image_grid_thw", "video_grid_thw"),
+        attributes=("image_grid_thw", "video_grid_thw", "image_sizes"),
     ),
     Seam(
         name="page_locked_images",

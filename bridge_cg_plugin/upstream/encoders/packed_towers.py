@@ -1,0 +1,190 @@
+"""What Hugging Face's encoders of images of any size have in common: calls, attention in packed segments."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...attention_bounds import scanned_limits
+from ...graphs.buckets import Bucket
+from ...graphs.modules import every_module
+from ...graphs.program import RegionProgram
+from ...graphs.workload import Call
+from ...options import OptionError
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import RecordingKernels, encoder_call
+from ...vision.batch import BatchError, VisionBatch, patch_shape, patches_misfit, read_patches
+from ...vision.encoders.layout import segment_offsets
+from ...vision.host_grids import HostGrids, token_count
+from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
+from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
+from ..attributes import overridden
+from .hugging_face import refuse_checkpointing, result, returns_an_object
+from .patch_gradients import patch_gradients
+
+
+class PackedTowerAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Hugging Face's encoder; has `patch_embed.proj`, and is called with pixels and `grid_thw`.
+
+    Attributes:
+        encoder: The encoder's name, for messages.
+        region: Its program.
+
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+    """
+
+    encoder: ClassVar[str]
+    region: ClassVar[Callable[..., RegionProgram]]
+    unit_of = "one embedding"
+    deterministic_tokens = math.inf
+
+    def __init__(self, model: UpstreamModule) -> None:
+        refuse_checkpointing(model)
+        refuse_precision(model.patch_embed.proj.weight, self.encoder)
+        self._model = model
+        self._patch = patch_shape(model.config)
+        self._merge: int = model.config.spatial_merge_size
+        self.unit = self._merge**2
+
+    def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> Call:
+        """See `EncoderAdapter`."""
+        batch = read_patches(grids, hidden_states, grid_thw, self._patch, self._model.patch_embed.proj.weight.device)
+        misfit = patches_misfit(batch, self._merge)
+        out_of_bounds = self.out_of_bounds(batch, misfit)
+        if out_of_bounds is not None:
+            raise BatchError(out_of_bounds)
+        return encoder_call(batch, returns_an_object(others), misfit)
+
+    def out_of_bounds(self, batch: VisionBatch, misfit: str | None) -> str | None:
+        """Return why eager would read out of bounds on the device, None where it does not.
+
+        Args:
+            batch: The microbatch.
+            misfit: What is wrong with it, None where nothing is.
+        """
+        return None
+
+    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, grid_thw=batch.grid, return_dict=True)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`."""
+        return (returned.pooler_output,)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `EncoderAdapter`."""
+        return result(pooler_output=outputs[0])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`: kernels look at every frame as if it were the largest, and leave where it is not."""
+        return [*scanned_limits(capacity, frames)]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
+        """See `EncoderAdapter`."""
+        return self.region(self._model, exact_below, kernels)
+
+
+def fewer_patches(batch: VisionBatch, misfit: str | None) -> str | None:
+    """Return what is wrong with a microbatch whose patches are not as many as its grid describes."""
+    return misfit if token_count(batch.rows) != batch.tokens else None
+
+
+def refuse_precision(weight: Tensor, encoder: str) -> None:
+    """Refuse an encoder on a GPU whose type packed attention does not take.
+
+    Raises:
+        OptionError: It is one.
+    """
+    if weight.device.type == "cuda" and weight.dtype not in DTYPES:
+        raise OptionError(
+            "model.params_dtype",
+            weight.dtype,
+            f"torch.bfloat16 or torch.float16 with vision graphs of {encoder}",
+            "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off.",
+        )
+
+
+def frame_segments(grid: Tensor, bucket: Bucket) -> PackedSegments:
+    """Return where a bucket's frames lie."""
+    frames, largest = bucket.limits
+    return PackedSegments(segment_offsets(grid, frames), largest)
+
+
+def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines `[tokens, 2 * width]` of angles `[tokens, width]`, twice side by side."""
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+# Called with the module, hidden states, segments, and cosines and sines as upstream's layers hand them on.
+AttentionForward = Callable[..., Any]
+
+
+def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
+    """Return kernels that let attention take `PackedSegments` while a region is recorded.
+
+    Hugging Face's own reads the offsets on the host and attends segment by segment, or hands the longest segment's
+    length over as a device tensor.
+
+    Args:
+        attention: Name of the class of attention.
+        forward: Called in its place, with the module first.
+    """
+
+    @contextmanager
+    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in every_module(modules):
+                if type(module).__name__ == attention:
+                    stack.enter_context(overridden(module, "forward", partial(forward, module)))
+            yield
+
+    return kernels
+
+
+def joint_attention(
+    attention: UpstreamModule,
+    hidden_states: Tensor,
+    cu_seqlens: PackedSegments,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attend by queries, keys and values of one projection; see `AttentionForward`."""
+    tokens = hidden_states.shape[0]
+    mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
+    query, key, value = mixed.unbind(1)
+    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
+    query, key = rotate(query, key, *position_embeddings)
+    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.proj(context.reshape(tokens, -1))
+    return projected
+
+
+@contextmanager
+def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let linear layers of odd widths multiply matrices of aligned ones in their backward, while work is recorded."""
+    with ExitStack() as stack:
+        for module in every_module(modules):
+            if type(module) is nn.Linear and is_misaligned(module):
+                stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
+        yield
+
+
+@contextmanager
+def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let an encoder's modules call kernels that round a gradient otherwise than eager does."""
+    with aligned_backward(modules), patch_gradients(modules):
+        yield
+
+
+def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    return aligned_linear(x, linear.weight, linear.bias)

@@ -1,0 +1,262 @@
+"""Ministral 3's vision encoder, Hugging Face's Pixtral, as a region: images of any size, padded to one."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention_bounds import scanned_limits
+from ...graphs.buckets import Bucket
+from ...graphs.program import Buffers, RegionProgram
+from ...graphs.workload import Call
+from ...options import OptionError
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
+from ...vision.batch import BatchError, PaddedImages, check_device
+from ...vision.encoders.grid_program import GridProgram
+from ...vision.encoders.layout import token_positions
+from ...vision.guard import images, poisoned
+from ...vision.host_grids import Grid, HostGrids
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ..kernels.saved_tensors import known_activations
+from .hugging_face import held_as, refuse_checkpointing
+from .packed_towers import attending, frame_segments, refuse_precision, reordering_kernels
+
+EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
+
+
+class PixtralEncoder(GridProgram):
+    """Everything from patches to the last layer's hidden states, in one region. The projector stays outside.
+
+    Args:
+        model: Hugging Face's `PixtralVisionModel`.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
+    """
+
+    @staticmethod
+    def sizes(config: Any) -> tuple[int, int]:
+        """See `GridProgram`: patches lie row by row."""
+        return 1, config.num_channels * config.patch_size**2
+
+    def weight(self) -> Tensor:
+        """See `GridProgram`."""
+        weight: Tensor = self.model.patch_conv.weight
+        return weight
+
+    def load(self, buffers: Buffers, batch: PaddedImages) -> None:  # type: ignore[override]  # padded, without a grid
+        """See `RegionProgram`: one kernel for each image."""
+        start, pixels = 0, buffers["pixels"]
+        for image, (_, height, width) in enumerate(batch.rows):
+            end = start + height * width
+            pixels[start:end].copy_(batch.patches(image), non_blocking=True)
+            start = end
+        pixels[start:].zero_()
+        self.load_grid(buffers, _grid(batch), batch.rows)
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Output: hidden states `[tokens, width]`."""
+        model, config, grid = self.model, self.model.config, images(buffers["grid"])
+        side = config.patch_size
+        positions = token_positions(grid, bucket.tokens, self.merge)
+        patches = buffers["pixels"].view(bucket.tokens, config.num_channels, side, side)
+        hidden = model.ln_pre(model.patch_conv(patches).view(1, bucket.tokens, -1))
+        most = config.image_size // side
+        # A grid that is not the host's may lie outside the table; the guard turns what comes of it into NaN.
+        place = (positions.row * most + positions.column).clamp(max=most**2 - 1)
+        cosines, sines = model.patch_positional_embedding(hidden, place)
+        returned = model.transformer(
+            hidden,
+            attention_mask=frame_segments(grid, bucket),
+            position_embeddings=(poisoned(cosines, buffers["grid"]), sines),
+        )
+        return (returned.last_hidden_state[0],)
+
+    def output_rows(self, batch: PaddedImages) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (batch.tokens,)
+
+
+def _grid(batch: PaddedImages) -> Tensor:
+    """Return (1, height, width) of every image in patches, `[images, 3]`, from where the sizes are."""
+    if batch.sizes is None:
+        return torch.tensor(batch.rows)
+    sizes = batch.sizes.to(torch.int64) // batch.patch
+    return torch.nn.functional.pad(sizes, (1, 0), value=1)
+
+
+class LastHiddenState(Sequence[Tensor]):
+    """Hidden states of all layers, of which a region returns the last alone.
+
+    Args:
+        last: `[1, tokens, width]`.
+    """
+
+    def __init__(self, last: Tensor) -> None:
+        self._last = last
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the last.
+
+        Raises:
+            OptionError: Another one is asked for.
+        """
+        if index != -1:
+            raise OptionError(
+                "vision_feature_layer",
+                index,
+                "-1 with vision graphs of Ministral 3",
+                "A graph returns the last layer's hidden states. Set it to -1, or switch vision graphs off.",
+            )
+        return self._last
+
+
+class PixtralAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Hugging Face's `PixtralVisionModel`.
+
+    Raises:
+        OptionError: The model checkpoints its layers, drops attention weights at random, or computes in a type that
+            packed attention does not take.
+    """
+
+    unit = EMBEDDING
+    unit_of = "one embedding"
+    deterministic_tokens = math.inf
+
+    def __init__(self, model: UpstreamModule) -> None:
+        refuse_checkpointing(model)
+        refuse_precision(model.patch_conv.weight, "Ministral 3")
+        if model.config.attention_dropout:
+            raise OptionError(
+                "vision_config.attention_dropout",
+                model.config.attention_dropout,
+                "0 with vision graphs of Ministral 3",
+                "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off.",
+            )
+        self._model = model
+
+    def read(self, grids: HostGrids, pixel_values: Tensor, image_sizes: Any = None, **others: Any) -> Call:
+        """See `EncoderAdapter`. Bridge's model asks for all hidden states, and reads the last."""
+        check_device(pixel_values, self._model.patch_conv.weight.device)
+        config = self._model.config
+        misfit = _misfit(pixel_values, image_sizes, config.num_channels)
+        rows: Grid = ()
+        if misfit is None:
+            rows = _rows(grids, pixel_values, image_sizes, config.patch_size)
+            misfit = _rows_misfit(rows, pixel_values, config.patch_size)
+            _refuse_large(rows, config.image_size // config.patch_size)
+        sizes = image_sizes if isinstance(image_sizes, Tensor) else None
+        batch = PaddedImages(pixel_values, sizes, rows, config.patch_size)
+        asked = {name for name, value in others.items() if value is not None and value is not False}
+        usual = asked <= {"return_dict", "output_hidden_states"} and others.get("output_hidden_states") is True
+        return encoder_call(batch, usual and others.get("return_dict") is not False, misfit)
+
+    def run(self, forward: Callable[..., Any], batch: PaddedImages) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, image_sizes=batch.sizes, output_hidden_states=True, return_dict=True)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`."""
+        return (returned.hidden_states[-1][0],)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `EncoderAdapter`."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        last = outputs[0][None]
+        kind: Any = BaseModelOutput
+        return kind(last_hidden_state=last, hidden_states=LastHiddenState(last))
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`: kernels look at every image as if it were the largest, and leave where it is not."""
+        return [*scanned_limits(capacity, frames)]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
+        """See `EncoderAdapter`."""
+        program: Any = PixtralEncoder(self._model, exact_below, kernels)
+        return program  # type: ignore[no-any-return]
+
+
+def _misfit(pixels: Tensor, sizes: Any, channels: int) -> str | None:
+    """Return how pixels or sizes differ from what a graph takes, None where they do not."""
+    if pixels.dim() != 4 or pixels.shape[1] != channels or not pixels.shape[0]:
+        shape = tuple(pixels.shape)
+        return f"pixel_values has shape {shape}, the encoder takes (images, {channels}, height, width)"
+    if sizes is None:
+        return None
+    if not isinstance(sizes, Tensor):
+        return f"image_sizes is {type(sizes).__name__}, graphs take a tensor (images, 2)"
+    if sizes.shape != (pixels.shape[0], 2) or sizes.is_floating_point() or sizes.dtype is torch.bool:
+        found = f"{sizes.dtype} {tuple(sizes.shape)}"
+        return f"image_sizes is {found}, graphs take a tensor ({pixels.shape[0]}, 2) of whole numbers"
+    return None
+
+
+def _rows(grids: HostGrids, pixels: Tensor, sizes: Tensor | None, patch: int) -> Grid:
+    if sizes is None:
+        return ((1, pixels.shape[2] // patch, pixels.shape[3] // patch),) * pixels.shape[0]
+    values = grids.values(sizes)
+    return tuple((1, height // patch, width // patch) for height, width in zip(values[::2], values[1::2], strict=True))
+
+
+def _rows_misfit(rows: Grid, pixels: Tensor, patch: int) -> str | None:
+    """Return what is wrong with the sizes of a microbatch, None where nothing is."""
+    most = pixels.shape[2] // patch, pixels.shape[3] // patch
+    for index, (_, height, width) in enumerate(rows):
+        if min(height, width) < 1 or height > most[0] or width > most[1]:
+            return (
+                f"image_sizes[{index}] is {height} x {width} patches, pixel_values has {most[0]} x {most[1]}: "
+                "they belong to different images"
+            )
+    return None
+
+
+def _refuse_large(rows: Grid, most: int) -> None:
+    """Refuse images whose patches lie behind the table of rotary frequencies, where eager reads out of bounds.
+
+    Raises:
+        BatchError: One does.
+    """
+    for index, (_, height, width) in enumerate(rows):
+        if min(height, width) > 0 and (height - 1) * most + width > most**2:
+            raise BatchError(
+                f"image_sizes[{index}] is {height} x {width} patches, the encoder has positions for {most} x {most}; "
+                "resize the image as the model's processor does"
+            )
+
+
+def _attention(
+    attention: UpstreamModule,
+    hidden_states: Tensor,
+    attention_mask: PackedSegments,
+    position_embeddings: tuple[Tensor, Tensor],
+    **others: Any,
+) -> tuple[Tensor, None]:
+    from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
+
+    tokens = hidden_states.shape[1]
+    query, key, value = (
+        project(hidden_states).view(tokens, attention.num_heads, attention.head_dim)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=1)
+    context = packed_attention(query, key, value, attention_mask, attention.scaling)
+    return attention.o_proj(context.reshape(1, tokens, -1)), None
+
+
+PIXTRAL = EncoderFamily(
+    name="Ministral 3",
+    find=held_as("vision_tower", "PixtralVisionModel"),
+    adapt=PixtralAdapter,
+    kernels=attending("PixtralAttention", _attention),
+    reordering_kernels=reordering_kernels,
+    known_activations=known_activations,
+)

@@ -1,0 +1,51 @@
+"""Qwen2.5-Omni's vision encoder, Hugging Face's module, as a region: Qwen2.5-VL's but for attention's projections."""
+
+from torch import Tensor
+
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import EncoderFamily
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ..kernels.saved_tensors import known_activations
+from .hugging_face import held_as
+from .packed_towers import attending, reordering_kernels
+from .qwen25_vl import Qwen25VLAdapter
+
+
+class Qwen25OmniAdapter(Qwen25VLAdapter):
+    """See `PackedTowerAdapter`: the forward differs from Qwen2.5-VL's in attention alone."""
+
+    encoder = "Qwen2.5-Omni"
+
+
+def separate_attention(
+    attention: UpstreamModule,
+    hidden_states: Tensor,
+    cu_seqlens: PackedSegments,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attend by queries, keys and values of a projection each; see `AttentionForward`.
+
+    Upstream takes cosines and sines of the angles anew in every layer. These are the same numbers, and so is what is
+    multiplied by them.
+    """
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    tokens = hidden_states.shape[0]
+    query, key, value = (
+        project(hidden_states).view(tokens, attention.num_heads, -1)
+        for project in (attention.q, attention.k, attention.v)
+    )
+    query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.proj(context.reshape(tokens, -1))
+    return projected
+
+
+QWEN25_OMNI = EncoderFamily(
+    name="Qwen2.5-Omni",
+    find=held_as("visual", "Qwen2_5OmniVisionEncoder"),
+    adapt=Qwen25OmniAdapter,
+    kernels=attending("Qwen2_5OmniVisionAttention", separate_attention),
+    reordering_kernels=reordering_kernels,
+    known_activations=known_activations,
+)

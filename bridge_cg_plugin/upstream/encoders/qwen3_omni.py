@@ -1,0 +1,91 @@
+"""Qwen3-Omni's vision encoder, Hugging Face's module, as a region: Qwen3-VL's encoder in layers of Hugging Face."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...graphs.buckets import Bucket
+from ...graphs.program import Buffers
+from ...vision.adapter import EncoderFamily
+from ...vision.batch import VisionBatch
+from ...vision.encoders.grid_program import GridProgram
+from ...vision.encoders.layout import TokenPositions, position_interpolation, token_positions
+from ...vision.guard import images, poisoned
+from ..kernels.saved_tensors import known_activations
+from .hugging_face import held_as
+from .packed_towers import (
+    PackedTowerAdapter,
+    attending,
+    frame_segments,
+    joint_attention,
+    reordering_kernels,
+    rotation,
+)
+
+
+class Qwen3OmniEncoder(GridProgram):
+    """Everything from patches to merged embeddings and deepstack features, in one region.
+
+    Args:
+        model: Hugging Face's `Qwen3OmniMoeVisionEncoder`.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
+    """
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
+        model, grid = self.model, images(buffers["grid"])
+        segments = frame_segments(grid, bucket)
+        positions = token_positions(grid, bucket.tokens, self.merge)
+        hidden = model.patch_embed(buffers["pixels"])
+        hidden = hidden + self._embeddings(positions).to(hidden.dtype)
+        angles = model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1))
+        rotated = rotation(poisoned(angles, buffers["grid"]))
+        deepstack, places = [], list(model.deepstack_visual_indexes)
+        for index, block in enumerate(model.blocks):
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
+            if index in places:
+                deepstack.append(model.deepstack_merger_list[places.index(index)](hidden))
+        return model.merger(hidden), *deepstack
+
+    def _embeddings(self, positions: TokenPositions) -> Tensor:
+        """Return every token's position embedding, `[capacity, width]` fp32; zero for padding."""
+        model = self.model
+        indices, weights = position_interpolation(positions, model.num_grid_per_side, torch.float32)
+        embeddings: Tensor = (model.pos_embed(indices) * weights[:, :, None]).sum(0)
+        return embeddings
+
+    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        features = {index for index in self.model.deepstack_visual_indexes if index < len(self.model.blocks)}
+        return (batch.tokens // self.merge**2,) * (1 + len(features))
+
+
+class Qwen3OmniAdapter(PackedTowerAdapter):
+    """See `PackedTowerAdapter`."""
+
+    encoder = "Qwen3-Omni"
+    region = Qwen3OmniEncoder
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`: embeddings, then deepstack features."""
+        return returned.pooler_output, *returned.deepstack_features
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `EncoderAdapter`."""
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import BaseModelOutputWithDeepstackFeatures
+
+        kind: Any = BaseModelOutputWithDeepstackFeatures
+        return kind(pooler_output=outputs[0], deepstack_features=list(outputs[1:]))
+
+
+QWEN3_OMNI = EncoderFamily(
+    name="Qwen3-Omni",
+    find=held_as("visual", "Qwen3OmniMoeVisionEncoder"),
+    adapt=Qwen3OmniAdapter,
+    kernels=attending("Qwen3OmniMoeVisionAttention", joint_attention),
+    reordering_kernels=reordering_kernels,
+    known_activations=known_activations,
+)

@@ -1,0 +1,37 @@
+"""Which vision encoder a model's provider brings, and whether vision graphs have an adapter for it.
+
+Imports neither torch nor Megatron: `bridge-cg explain` asks.
+"""
+
+from typing import Any
+
+from .encoder_group import other_providers
+from .registry.hugging_face import TOWERS
+from .registry.models import QWEN3_VL
+
+# Fields of providers whose model has a vision encoder.
+IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_vision_model")
+HOW_TO_ADD = "docs/adding_an_encoder.md shows how to write one"
+
+
+def encoder_of(model: Any) -> str:
+    """Return the vision encoder of a model's provider in words; empty where it has none, or nothing is known of it."""
+    bases = [base.__name__ for base in type(model).__mro__]
+    others = {provider for _, provider in other_providers()}
+    mine = _adapters()
+    for name in bases:
+        if name in others:
+            return f"of {name}, with an adapter of another package for vision graphs"
+        if name in mine:
+            return f"{mine[name]}'s, with an adapter for vision graphs"
+    if not any(hasattr(model, field) for field in IMAGE_FIELDS):
+        return ""
+    if not bases[0].endswith("Provider"):  # `bridge-cg explain` does without the hub
+        return "of a kind that only the hub tells; docs/vision_graphs.md lists those that vision graphs take"
+    return f"of {bases[0]}, without an adapter for vision graphs: it runs eager; {HOW_TO_ADD}"
+
+
+def _adapters() -> dict[str, str]:
+    """Return provider -> encoder, for those that this package has an adapter for."""
+    towers = {provider: feature.value.removeprefix("vision graphs of ") for _, provider, feature in TOWERS}
+    return dict.fromkeys(QWEN3_VL, "Qwen3-VL") | towers
