@@ -71,7 +71,7 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
         gpu: A key of `recipes.GPUS`; None takes the GPU that there are records of.
     """
     encoder = encoder_of(getattr(config, "model", None))
-    measured = None if encoder is None else measured_of(encoder)
+    measured = None if encoder is None else measured_of(encoder, options.kernels)
     if encoder is None or measured is None:
         return None if encoder is None else Forecast(encoder, None)
     differs = (*_other_gpu(measured, gpu), *_other_model(config), *_other_options(options, measured))

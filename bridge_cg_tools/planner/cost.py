@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from bridge_cg_plugin.attention_bounds import scan_cost
@@ -144,6 +144,19 @@ VISION_FIT = Fit(
     ratio=0.15,
     memory=0.1,
 )
+
+
+# With kernels="exact", whose records are of one stream.
+VISION_EXACT = replace(
+    DEFAULTS["vision"],
+    origin="the same with kernels that round as eager's do, on one stream",
+    fixed_ms=7.66,
+    per_token_ms=0.00631,
+    per_square_ms=1.34,
+    memory_fixed_mb=43.7,
+    memory_per_token_mb=1.055,
+)
+VISION_EXACT_FIT = replace(VISION_FIT, graphs=0.04)
 
 
 def load_cost_model(path: Path, name: str) -> CostModel:

@@ -168,13 +168,14 @@ def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind,
     monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
     status, out, err = explain(capsys, "seen_config")
     assert status == 0, err
-    assert out.startswith(f"vision encoder: {said}")
+    assert f"vision encoder: {said}" in " ".join(out.split())
     status, out, _ = explain(capsys, "--json", "seen_config")
     assert json.loads(out)["encoder"].startswith(said)
 
 
 def test_a_model_without_images_has_no_encoder(capsys, one_recipe):
-    assert "encoder" not in explain(capsys, "some_recipe_config")[1]
+    assert "encoder:" not in explain(capsys, "some_recipe_config")[1]
+    assert json.loads(explain(capsys, "--json", "some_recipe_config")[1])["encoder"] == ""
 
 
 def test_graphs_on_a_recipe(capsys, bridge):
@@ -339,16 +340,13 @@ def found(capsys, *words):
     return json.loads(out)
 
 
-MEASURED = "vision_cuda_graph_tuning.kernels=auto"  # records are of these; "exact" chooses others
-EXACT = "vision_cuda_graph_tuning.kernels=exact"
-
-
 def test_time_and_memory_of_a_preset(capsys, mixture):
-    assert found(capsys, mixture)["forecast"]["not_measured"] == [EXACT]
-    for words in ([], ["--gpu", "h200"]):
-        answer = found(capsys, mixture, MEASURED, *words)
+    default = "vision_cuda_graph_tuning.kernels=auto"
+    for words in ([], ["--gpu", "h200"], [default]):
+        answer = found(capsys, mixture, *words)
         encoder, language_model = answer["table"]
-        assert (encoder["memory"], encoder["ratio"]) == ("17.4 GiB", "0.09-0.82")
+        figures = ("17.4 GiB", "0.09-0.82") if default in words else ("16.9 GiB", "0.11-0.82")
+        assert (encoder["memory"], encoder["ratio"]) == figures
         assert {language_model["memory"], language_model["ratio"]} == {"not measured"}
         forecast = answer["forecast"]
         assert forecast["encoder"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
@@ -357,14 +355,14 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
             "date": "2026-11-22",
             "gpu": "NVIDIA H200",
         }
-        assert forecast["largest_bucket"] == 16384 and set(forecast["errors"].values()) == {0.03, 0.1, 0.15}
+        assert forecast["largest_bucket"] == 16384 and forecast["errors"]["graphs_ms"] in (0.03, 0.04)
     text = explain(capsys, mixture)[1]
     assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("gpu", ["h100", "b200"])
 def test_a_gpu_that_was_not_measured(capsys, mixture, gpu):
-    answer = found(capsys, mixture, MEASURED, "--gpu", gpu)
+    answer = found(capsys, mixture, "--gpu", gpu)
     assert (answer["table"][0]["memory"], answer["table"][0]["ratio"]) == ("not measured", "not measured")
     assert answer["forecast"]["not_measured"] == [f"--gpu {gpu}"]
     assert answer["vision"]["max_seq_length"] == 16384  # the preset's own
@@ -372,7 +370,7 @@ def test_a_gpu_that_was_not_measured(capsys, mixture, gpu):
 
 
 def test_graphs_of_a_gpu_name_the_gpu(capsys, bridge, mixture):
-    answer = found(capsys, "qwen3_vl_30b_a3b_sft_config", MEASURED, "--graphs", "b200")
+    answer = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "b200")
     assert answer["forecast"]["not_measured"] == ["--gpu b200"] and answer["vision"]["max_seq_length"] == 24576
     status, out, err = explain(capsys, mixture, "--graphs", "h200", "--gpu", "h100")
     assert (status, out) == (2, "") and "it must be what --graphs h200 says" in err
@@ -392,7 +390,7 @@ def test_a_gpu_limits_graphs_without_limits(capsys, mixture):
 
 
 def test_nodes_and_layout(capsys, mixture):
-    words = [mixture, MEASURED, "--nodes", "2", "--gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
+    words = [mixture, "--nodes", "2", "--gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
     answer = found(capsys, *words)
     layout = {"gpus": 16, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "replicas": 8}
     assert answer["layout"] == layout
