@@ -12,7 +12,7 @@ from .errors import PlanError
 from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
 from .lengths import Documents, read_documents
 from .output import as_json, plot_packs, print_plan
-from .packing import ALGORITHMS, Pack, in_batch, padded_packs
+from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
 from .plan import PackedPlan, plan_packs
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
@@ -29,6 +29,10 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     packed.add_argument(
         "--micro-batch-size", type=int, help=f"documents of a microbatch, for in_batch; {MICRO_BATCH} if left out"
     )
+    padded = (
+        "documents are padded to a multiple of this: Bridge's pad_seq_to_mult, twice the ranks of context parallelism"
+    )
+    packed.add_argument("--pad-seq-to-mult", type=int, metavar="N", help=padded)
     packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
@@ -87,13 +91,20 @@ def _packed(lengths: tuple[int, ...], arguments: argparse.Namespace) -> list[Pac
     size, packing = arguments.pack_size, arguments.packing or PACKING
     if size is None and packing != IN_BATCH:
         raise PlanError("--pack-size is missing: write the tokens of a pack")
+    multiple = 1 if arguments.pad_seq_to_mult is None else _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
     if size is not None:
         _at_least_one("--pack-size", size)
+        if size % multiple:
+            raise PlanError(f"--pack-size {size}: it must be a multiple of --pad-seq-to-mult {multiple}")
         if arguments.truncate:
             lengths = tuple(min(length, size) for length in lengths)
+    lengths = padded_documents(lengths, multiple)
     if packing == IN_BATCH:
         return in_batch(lengths, MICRO_BATCH if arguments.micro_batch_size is None else arguments.micro_batch_size)
     return ALGORITHMS[packing](lengths, size)
+
+
+_OF_DOCUMENTS = ("pack_size", "packing", "micro_batch_size", "truncate", "field", "pad_seq_to_mult")
 
 
 def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
@@ -102,7 +113,7 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
     Raises:
         PlanError: Names the argument and why.
     """
-    given = {name: vars(arguments)[name] for name in ("pack_size", "packing", "micro_batch_size", "truncate", "field")}
+    given = {name: vars(arguments)[name] for name in _OF_DOCUMENTS}
     in_batch_packing = arguments.packing == IN_BATCH
     reasons = {name: "the file holds packs" for name in given} if found.packs else {}
     if not in_batch_packing:

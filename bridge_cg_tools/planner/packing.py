@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
+from bridge_cg_plugin.graphs.buckets import round_up
+
 from .errors import PlanError
 
 Pack = tuple[int, ...]
@@ -73,6 +75,11 @@ ALGORITHMS: dict[str, Callable[[Sequence[int], int], list[Pack]]] = {
     "first_fit": first_fit,
     "in_batch": in_batch,
 }
+
+
+def padded_documents(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
+    """Return lengths rounded up to a multiple of `multiple` tokens, so that ranks can share every document."""
+    return tuple(round_up(length, multiple) for length in lengths)
 
 
 def padded_packs(packs: Sequence[Pack], multiple: int) -> list[Pack]:

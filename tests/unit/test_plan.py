@@ -27,7 +27,14 @@ from bridge_cg_tools.planner.cost import (
 from bridge_cg_tools.planner.errors import PlanError
 from bridge_cg_tools.planner.images import Image, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
-from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
+from bridge_cg_tools.planner.packing import (
+    first_fit,
+    first_fit_decreasing,
+    first_fit_shuffle,
+    in_batch,
+    padded_documents,
+    padded_packs,
+)
 from bridge_cg_tools.planner.plan import BUCKET_COUNTS, expect, percentiles, plan_packs
 
 COST = DEFAULTS["packed"]
@@ -350,6 +357,57 @@ def test_what_the_command_recommends_is_accepted(histogram, capsys):
     assert options.max_packed_seqs == found["best"]["max_packed_seqs"] and all(b % 64 == 0 for b in options.buckets)
 
 
+def test_documents_are_padded_where_ranks_share_them(histogram, capsys):
+    """As Bridge pads them for context parallelism: every document, not the pack alone."""
+    words = ["plan", "packed", histogram, "--packing", "in_batch", "--micro-batch-size", "5", "--json"]
+    tokens = []
+    for more in ([], ["--pad-seq-to-mult", "64"]):
+        assert main([*words, *more]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert all(value % 64 == 0 for value in tokens[1].values())
+    assert all(plain <= tokens[1][name] <= plain + 5 * 63 for name, plain in tokens[0].items())
+
+
+@given(documents, st.integers(1, 64))
+def test_padded_documents_are_the_next_multiple(lengths, multiple):
+    for length, padded in zip(lengths, padded_documents(lengths, multiple), strict=True):
+        assert padded % multiple == 0 and length <= padded < length + multiple
+
+
+# Share of packs in the field -> documents that they have at most.
+KNOWN = ((0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
+
+
+def known_packs(tokens, count=2000, seed=0):
+    """Return packs whose numbers of documents follow the known distribution, geometrically between its points."""
+    rng, packs = random.Random(seed), []
+    for index in range(count):
+        share = (index + 0.5) / count
+        (low, least), (high, most) = next(
+            pair for pair in zip([(0.0, 1), *KNOWN], KNOWN, strict=False) if share <= pair[1][0]
+        )
+        number = round(least * (most / least) ** ((share - low) / (high - low)))
+        cuts = sorted(rng.sample(range(1, tokens), number - 1))
+        packs.append(tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)))
+    return packs
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_the_known_distribution(tokens):
+    packs = known_packs(tokens)
+    plan = plan_packs(packs, COST)
+    assert plan.documents == percentiles(len(pack) for pack in packs)
+    found = (plan.documents.p50, plan.documents.p90, plan.documents.p99)
+    assert found == tuple(pytest.approx(dict(KNOWN)[share], rel=0.02) for share in (0.5, 0.9, 0.99))
+    shares = {choice.max_packed_seqs: choice.on_graphs for choice in plan.choices}
+    assert shares[64] == pytest.approx(0.96, abs=0.002) and shares[plan.documents.p99] == pytest.approx(0.99, abs=0.002)
+    for choice in plan.choices:
+        beyond = sum(len(pack) > choice.max_packed_seqs for pack in packs) / len(packs)
+        assert choice.on_graphs == pytest.approx(1 - beyond)
+        assert plan.best.step_ms <= choice.step_ms * 1.02
+    assert plan.best.step_ms < plan.eager_ms
+
+
 def test_the_command_plans_vision(tmp_path, capsys):
     from bridge_cg_plugin.options import graph_options
 
@@ -370,6 +428,11 @@ def test_the_command_plans_vision(tmp_path, capsys):
         (["--pack-size", "100"], "raise it, or cut with --truncate"),
         (["--pack-size", "2048", "--cost-model", "none.json"], "cost model none.json"),
         (["--pack-size", "2048", "--pad-to-multiple", "0"], "--pad-to-multiple 0"),
+        (["--pack-size", "2048", "--pad-seq-to-mult", "0"], "--pad-seq-to-mult 0"),
+        (
+            ["--pack-size", "2050", "--pad-seq-to-mult", "4"],
+            "--pack-size 2050: it must be a multiple of --pad-seq-to-mult 4",
+        ),
         (["--packing", "in_batch", "--micro-batch-size", "0"], "--micro-batch-size 0"),
         (["--packing", "in_batch", "--micro-batch-size", "4000"], "no packs"),
         (["--pack-size", "2048", "--field", "foo"], "--field has no effect: the file has lengths without fields"),
