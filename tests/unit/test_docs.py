@@ -8,6 +8,7 @@ import io
 import re
 import shlex
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options.flags import FLAGS
+from bridge_cg_plugin.options.groups import GROUPS
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_tools import cli
 from bridge_cg_tools.benchmarks.photographs.arguments import LAYOUT
@@ -85,6 +87,13 @@ def test_every_test_that_robustness_names_exists():
         path = ROOT / "tests" / (file if "/" in file else f"unit/{file}")
         assert file and path.is_file(), (row, file, test)
         assert not test or re.search(rf"^def {test}\(", path.read_text(), re.MULTILINE), (row, file, test)
+
+
+def test_what_ran_each_option_names_every_option():
+    text = (DOCS / "robustness.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text[text.index("<!-- ran -->") : text.index("<!-- /ran -->")], re.MULTILINE)
+    said = Counter(name for row in rows for name in re.findall(r"`([\w.]+)`", row))
+    assert said == Counter(field for group in GROUPS for field in group.fields.values())
 
 
 # The site
