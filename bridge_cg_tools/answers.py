@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 Tell = Callable[[str], None]
@@ -34,11 +34,22 @@ def answer_alone(lasting: bool = False) -> Iterator[Tell]:
         _flush()
         os.dup2(kept, STDOUT)
         os.close(kept)
-    for line in answer:
-        print(line)
-    sys.stdout.flush()
+    _print(answer)
     if lasting:
         os.dup2(STDERR, STDOUT)
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Print lines; whoever reads them may stop early, as `head` does."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still held would be written once more as the process ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, STDOUT)
+        os.close(nowhere)
 
 
 def _flush() -> None:

@@ -122,6 +122,7 @@ def test_a_dry_run_among_workers_knows_how_many_there_are(trained, monkeypatch, 
     "words, said",
     [
         (["model.num_layers=abc"], "Cannot use model.num_layers='abc': it must be a whole number. Correct the value."),
+        (["tensor_model_parallel_sise=2"], "Did you mean model.tensor_model_parallel_size?"),
         (["trian.train_iters=5"], "Did you mean train?"),
         (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
         (["checkpoint.pretrained_checkpoint=/absent"], "it must be a folder that exists"),

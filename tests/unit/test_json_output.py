@@ -101,6 +101,21 @@ def test_an_error_gives_standard_output_back(monkeypatch, capfd):
     assert capfd.readouterr().out == "mine\n"
 
 
+def test_a_reader_that_stops_early_is_no_error():
+    script = (
+        "from bridge_cg_tools.answers import answer_alone\n"
+        "with answer_alone() as tell:\n"
+        "    tell('first')\n"
+        "    [tell('x' * 1000) for _ in range(1000)]\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+
+
 def test_a_module_that_prints_at_import(tmp_path):
     """In its own process the descriptor stays closed to others: what is printed while it ends is no answer."""
     recipes = tmp_path / "megatron" / "bridge" / "recipes"

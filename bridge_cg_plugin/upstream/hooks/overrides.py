@@ -211,9 +211,9 @@ def check_word(config: Any, word: str) -> None:
         names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
         if part not in names:
             section = ".".join(path[:depth])
-            names |= set() if section else set(ATTRIBUTES)
+            known = {name: f"{section}.{name}" for name in names} if section else _places(config, names, path)
             raise OptionError.unknown(
-                match["name"], f"field of {section or 'the configuration'}", _nearest(part, names, section)
+                match["name"], f"field of {section or 'the configuration'}", _nearest(part, known)
             )
         if depth == len(path) - 1 and match["value"] is not None:
             annotation = next((f.type for f in dataclasses.fields(owner) if f.name == part), "")
@@ -221,10 +221,26 @@ def check_word(config: Any, word: str) -> None:
         owner = getattr(owner, part, None)
 
 
-def _nearest(part: str, names: set[str], section: str) -> str:
-    near = difflib.get_close_matches(part, [n for n in names if not n.startswith("_")], n=1, cutoff=0.5)
-    where = f"{section}." if section else ""
-    return f"{where}{near[0]}" if near else ""
+def _places(config: Any, names: set[str], path: Sequence[str]) -> dict[str, str]:
+    """Return how a configuration's fields are written by their names; those of its sections for a word without one.
+
+    Of several sections that have a field of one name, the model's is meant.
+    """
+    ordered = sorted(names, key=lambda name: (name == "model", name)) if len(path) == 1 else []
+    sections = {name: getattr(config, name, None) for name in ordered}
+    inside = {
+        field.name: f"{name}.{field.name}"
+        for name, section in sections.items()
+        if dataclasses.is_dataclass(section)
+        for field in dataclasses.fields(section)
+    }
+    return {**inside, **{name: name for name in (*names, *ATTRIBUTES)}}
+
+
+def _nearest(part: str, known: Mapping[str, str]) -> str:
+    """Return how the nearest field is written; empty where none is near."""
+    near = difflib.get_close_matches(part, [name for name in known if not name.startswith("_")], n=1, cutoff=0.5)
+    return known[near[0]] if near else ""
 
 
 def graph_words(words: Sequence[str]) -> list[str]:
