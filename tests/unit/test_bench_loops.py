@@ -89,21 +89,23 @@ class TestRounds:
 
 class TestRecords:
     def test_times_are_medians_without_recordings(self):
-        rounds = [a_round(9.0), a_round(9.0), a_round(1.0), a_round(2.0, captured=0.5), a_round(3.0)]
+        rounds = [a_round(9.0), a_round(9.0), a_round(9.0), a_round(1.0), a_round(2.0, captured=0.5), a_round(3.0)]
         found = records.record_of(a_run(rounds))
         assert found["passes_ms"] == pytest.approx({"old": 40.0, "reference": 60.0, "update": 100.0})
         assert found["ms"] == pytest.approx(200.0)
         assert found["encoder_ms"] == pytest.approx(60.0)
 
     def test_graphs_beside_eager(self):
-        eager = [a_run([a_round(2.0, shift=0.01 * n) for _ in range(5)]) for n in range(2)]
-        graphs = a_run([a_round(), a_round(), a_round(captured=0.25), a_round(shift=0.5), a_round()], [GRAPHS] * 2)
+        eager = [a_run([a_round(2.0, shift=0.01 * n) for _ in range(6)]) for n in range(2)]
+        graphs = a_run(
+            [a_round(), a_round(), a_round(), a_round(captured=0.25), a_round(shift=0.5), a_round()], [GRAPHS] * 2
+        )
         found = records.record_of(graphs, eager)
         assert found["ratio"] == pytest.approx(0.5)
         assert found["pass_ratios"] == pytest.approx(dict.fromkeys(PASSES, 0.5))
         assert found["encoder_ratio"] == pytest.approx(0.5)
-        assert found["bit_equal"] is True and found["log_prob_diff"][3] == pytest.approx(0.5)
-        assert found["log_prob_noise"] == pytest.approx([0.01] * 5)
+        assert found["bit_equal"] is True and found["log_prob_diff"][4] == pytest.approx(0.5)
+        assert found["log_prob_noise"] == pytest.approx([0.01] * 6)
         assert found["inside_spread"] is False
         assert found["recapture_s"] == pytest.approx([0.75, 0.0, 0.0])
         assert found["with_captures_ms"] == pytest.approx(100.0 + 250.0)
@@ -124,9 +126,9 @@ class TestRecords:
             records.log_prob_differences([a_round()], [other])
 
     def test_switches(self):
-        rounds = [a_round(moved=False), a_round(), a_round(), a_round(away_gb=1.25, canary_intact=False)]
+        rounds = [a_round(moved=False), a_round(), a_round(), a_round(), a_round(away_gb=1.25, canary_intact=False)]
         found = records.switches(rounds)
-        assert found["moves"] == 3 and found["switches"] == 4
+        assert found["moves"] == 4 and found["switches"] == 5
         assert found["growth_gb"] == pytest.approx(0.25)
         assert found["canary_intact"] is False
 
@@ -188,7 +190,7 @@ class TestBench:
         found = {record["mode"]: record for record in read_records(out)}
         assert "no memory" in found["plugin"]["error"] and "ms" in found["eager2"]
 
-    @pytest.mark.parametrize("words", [["--cases", "ver"], ["--rounds", "2"]])
+    @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words, capsys):
         assert bench_loops.main([*words, "--out", "x.jsonl"]) == 2
         assert "Cannot use" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     OLD,
     REFERENCE,
     UPDATE,
+    WARM_UP,
     Round,
     graph_counts,
     join_alone,
@@ -37,11 +38,11 @@ from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 from bridge_cg_tools.benchmarks.photographs.training import Run, model_provider
 
 FROZEN = {"freeze_vision_model": True, "freeze_vision_projection": True}
-GRAPHS = "vision_cuda_graph_impl=transformer_engine max_vision_cuda_graph_seq_length=4096"
+GRAPHS = (
+    f"vision_cuda_graph_impl=transformer_engine max_vision_cuda_graph_seq_length=4096 cuda_graph_warmup_steps={WARM_UP}"
+)
 OPTIONS = {"plugin": GRAPHS, "plugin_frozen_outputs": f"{GRAPHS} vision_cuda_graph_tuning.frozen_outputs_gb=8"}
 LEARNING_RATE, KL = 1e-5, 0.1
-# Passes of each model before the first round.
-WARM_UP = 3
 
 Losses = dict[str, Tensor]
 LossOf = Callable[[Tensor], tuple[Tensor, Losses]]

@@ -9,8 +9,8 @@ from bridge_cg_tools.benchmarks.loops.rounds import OLD, PASSES, REFERENCE
 from bridge_cg_tools.report.runs import GIB
 from bridge_cg_tools.report.spread import compare_to_spread
 
-# Rounds that are not timed: graphs of an update are captured in the first, those of its buckets perhaps in the second.
-FIRST = 2
+# Rounds that are not timed: an update's buckets are captured one by one, before the policy's next calls.
+FIRST = 3
 FEWEST_EAGER_RUNS = 2  # that have a spread
 
 Rounds = Sequence[Mapping[str, Any]]

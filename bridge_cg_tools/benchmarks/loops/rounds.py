@@ -13,6 +13,9 @@ OLD, REFERENCE, UPDATE = "old", "reference", "update"
 PASSES = (OLD, REFERENCE, UPDATE)
 GIB = 2**30
 POLL_S = 0.05
+# Passes of each model before the first round, and as many calls run eager before graphs are captured. Fewer would not
+# show that each size is worth a bucket of its own.
+WARM_UP = 10
 PORT = 29_511  # where the process that starts runs names none
 
 

@@ -16,6 +16,7 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     OLD,
     REFERENCE,
     UPDATE,
+    WARM_UP,
     Round,
     graph_counts,
     rounds_until,
@@ -40,9 +41,11 @@ from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 stand_in()
 import verl.workers.engine.megatron.transformer_impl  # noqa: E402, F401  # while others still train
 
-GRAPHS = {"vision_cuda_graph_impl": "transformer_engine", "max_vision_cuda_graph_seq_length": 4096}
-# Passes of each engine before the first round; as many calls run eager before graphs are captured.
-WARM_UP = 3
+GRAPHS = {
+    "vision_cuda_graph_impl": "transformer_engine",
+    "max_vision_cuda_graph_seq_length": 4096,
+    "cuda_graph_warmup_steps": WARM_UP,
+}
 # Every so many rounds the optimizer's state leaves as well: it takes seconds, and graphs know nothing of it.
 OPTIMIZER_EVERY = 10
 # Every other round somebody keeps the memory that the weights had.
