@@ -181,14 +181,15 @@ class TestBench:
         assert found["plugin"]["ratio"] == pytest.approx(0.5) and found["plugin"]["inside_spread"] is True
         assert "ratio" not in found["eager1"] and "inside_spread" not in found["eager2"]
 
-    def test_a_run_that_fails_has_a_record_and_others_go_on(self, runs, tmp_path):
+    def test_a_run_that_fails_has_a_record_and_others_go_on(self, runs, tmp_path, capsys):
         eager = a_run([a_round(2.0)] * 4)
-        failed = TrainingFailed("it", "RuntimeError: no memory")
+        failed = TrainingFailed("it", "all of its log\nRuntimeError: no memory")
         runs(eager1=eager, eager2=eager, plugin=failed, plugin_frozen_outputs=eager)
         out = tmp_path / "loops.jsonl"
         assert bench_loops.main(["--cases", "plain", "--out", str(out), "--seconds", "30"]) == 1
         found = {record["mode"]: record for record in read_records(out)}
         assert "no memory" in found["plugin"]["error"] and "ms" in found["eager2"]
+        assert "all of its log" in capsys.readouterr().err
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words, capsys):

@@ -1,6 +1,7 @@
 """Runs of loops on one GPU: processes that import and build side by side, and take their turns on the GPU."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -115,6 +116,7 @@ class Bench:
                 mode, [*words, *([] if model is None else ["--model", str(model)])], max(self._end - time.time(), 0.0)
             )
         except TrainingFailed as error:
+            print(f"{self._case.name} {mode}: {error}", file=sys.stderr, flush=True)
             return f"the time was used up: {error_in(str(error))}" if time.time() >= self._end else error_in(str(error))
 
     def _begin(self, mode: str) -> Path:
