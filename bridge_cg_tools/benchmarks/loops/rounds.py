@@ -1,0 +1,168 @@
+"""What a run writes of its rounds, and the clock and counts that it takes them with."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+OLD, REFERENCE, UPDATE = "old", "reference", "update"
+PASSES = (OLD, REFERENCE, UPDATE)
+GIB = 2**30
+POLL_S = 0.05
+# Passes of each model before the first round, and as many calls run eager before graphs are captured. Fewer would not
+# show that each size is worth a bucket of its own.
+WARM_UP = 10
+PORT = 29_511  # where the process that starts runs names none
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of all graphs of a process so far.
+
+    Attributes:
+        replays: Microbatches on graphs, those among them whose outputs were kept.
+        capture_s: Seconds of recordings.
+    """
+
+    replays: int = 0
+    capture_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Pass:
+    """One pass over all microbatches of a round.
+
+    Attributes:
+        ms: Until the GPU is done, recordings included.
+        capture_s: Seconds of recordings among it.
+        replays: Microbatches on graphs.
+        encoder_ms: Of the encoder's forward passes, where it was taken.
+    """
+
+    ms: float = 0.0
+    capture_s: float = 0.0
+    replays: int = 0
+    encoder_ms: float | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One round.
+
+    Attributes:
+        microbatches: Of each pass.
+        passes: By name.
+        loss, grad_norm: Of the update.
+        away_gb, away_reserved_gb: Device memory allocated, and taken from the device, while weights are away; None
+            where they stay.
+        peak_gb: Most of it in the round.
+        moved: Whether parameters had other addresses than in the round before.
+        canary_held: Whether somebody else kept the old addresses throughout.
+        canary_intact: Whether that memory was as it was left; None where nobody took any.
+        log_probs: Of the responses' tokens, by pass, for old and reference.
+    """
+
+    microbatches: int
+    passes: dict[str, Pass] = field(default_factory=dict)
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    away_gb: float | None = None
+    away_reserved_gb: float | None = None
+    peak_gb: float = 0.0
+    moved: bool = False
+    canary_held: bool = False
+    canary_intact: bool | None = None
+    log_probs: dict[str, list[float]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+@contextmanager
+def timed(into: Round, name: str, counts: Callable[[], Counts], done: Callable[[], None]) -> Iterator[None]:
+    """Take the time and the counts of a pass.
+
+    Args:
+        into: Gets the pass.
+        name: Of the pass.
+        counts: Returns the counts so far.
+        done: Waits for the GPU.
+    """
+    done()
+    before, began = counts(), time.perf_counter()
+    yield
+    done()
+    ms, after = (time.perf_counter() - began) * 1e3, counts()
+    into.passes[name] = Pass(ms, after.capture_s - before.capture_s, after.replays - before.replays)
+
+
+def graph_counts() -> Counts:
+    """Return the counts of all graphs of this process."""
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+
+    found = Counts()
+    for graphs in active_graphs():
+        statistics = graphs.statistics()
+        found.replays += statistics.replays + _kept(graphs)
+        found.capture_s += statistics.capture_seconds
+    return found
+
+
+def _kept(graphs: Any) -> int:
+    frozen = getattr(graphs.workload, "frozen", None)
+    return 0 if frozen is None else int(frozen.found)
+
+
+def wait_for_turn(begin: Path) -> float:
+    """Wait until a file exists that says when this run has to end; returns that time, as `time.time()`."""
+    while not begin.exists():
+        time.sleep(POLL_S)
+    return float(begin.read_text())
+
+
+def rounds_until(end: float, most: int) -> Iterator[int]:
+    """Yield numbers of rounds until it is late: one as long as the longest would not end in time.
+
+    Args:
+        end: As `time.time()`. Two rounds are made however late it is; the first, in which graphs are captured, says
+            nothing of others.
+        most: Rounds.
+    """
+    longest = 0.0
+    for number in range(most):
+        began = time.time()
+        if number > 1 and began + longest > end:
+            return
+        yield number
+        longest = max(longest, time.time() - began) if number else 0.0
+
+
+def worker_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Return what a run's process is told: how to train, where to write, the model, and when to begin."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--begin", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(words)
+
+
+def statistics_of_graphs() -> list[dict[str, Any]]:
+    """Return the statistics of all graphs of this process."""
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+
+    return [graphs.statistics().as_dict() for graphs in active_graphs()]
+
+
+def join_alone() -> None:
+    """Be told as the only process of a process group, by environment variables."""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+    for name, value in alone.items():
+        os.environ.setdefault(name, str(value))

@@ -1,0 +1,155 @@
+"""Rounds of verl's engines in this process, eager or on graphs: log-probabilities, an update, weights away and back."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bridge_cg_plugin
+from bridge_cg_tools.benchmarks.loops.canary import Canary
+from bridge_cg_tools.benchmarks.loops.ray_stand_in import stand_in
+from bridge_cg_tools.benchmarks.loops.rounds import (
+    GIB,
+    OLD,
+    REFERENCE,
+    UPDATE,
+    WARM_UP,
+    Round,
+    graph_counts,
+    rounds_until,
+    statistics_of_graphs,
+    timed,
+    wait_for_turn,
+    worker_arguments,
+)
+from bridge_cg_tools.benchmarks.loops.samples import draw_round, microbatches
+from bridge_cg_tools.benchmarks.loops.verl_batches import batch_of, response_log_probs
+from bridge_cg_tools.benchmarks.loops.verl_engines import (
+    addresses_of,
+    engine_of,
+    join_world,
+    log_probs_of,
+    loss_function,
+    sizes_of,
+    train,
+)
+from bridge_cg_tools.benchmarks.measuring.measure import synchronize
+
+stand_in()
+import verl.workers.engine.megatron.transformer_impl  # noqa: E402, F401  # while others still train
+
+GRAPHS = {
+    "vision_cuda_graph_impl": "transformer_engine",
+    "max_vision_cuda_graph_seq_length": 4096,
+    "cuda_graph_warmup_steps": WARM_UP,
+}
+# Every so many rounds the optimizer's state leaves as well: it takes seconds, and graphs know nothing of it.
+OPTIMIZER_EVERY = 10
+# Every other round somebody keeps the memory that the weights had.
+HELD_EVERY = 2
+
+
+class Rounds:
+    """A policy and a reference, and what is done with them.
+
+    Args:
+        model: Folder of the model's files.
+        fields: Fields of both models' providers.
+        seed: Of the samples.
+    """
+
+    def __init__(self, model: Path, fields: dict[str, Any], seed: int) -> None:
+        self._seed = seed
+        self._policy = engine_of(model, True, fields)
+        self._policy.initialize()
+        self._reference = engine_of(model, False, fields)
+        self._reference.initialize()
+        self._loss = loss_function()
+        self._sizes = sizes_of(self._policy) + sizes_of(self._reference)
+        self._canary: Canary | None = None
+        self._addresses: list[int] = []
+        self._optimizer_away = False
+        self.leave(optimizer=True)
+
+    def leave(self, optimizer: bool) -> None:
+        """Take weights, gradients and perhaps the optimizer's state off the device."""
+        self._policy.to("cpu", optimizer=optimizer)
+        self._reference.to("cpu", optimizer=False, grad=False)
+        self._optimizer_away = optimizer
+        synchronize()
+
+    def come_back(self) -> None:
+        """Load all that left."""
+        self._policy.to("cuda", optimizer=self._optimizer_away)
+        self._reference.to("cuda", optimizer=False, grad=False)
+        synchronize()
+
+    def warm_up(self) -> None:
+        """Let both compute log-probabilities of the first round's samples."""
+        self.come_back()
+        batch = batch_of(draw_round(0, self._seed))
+        for _ in range(WARM_UP):
+            for engine in (self._policy, self._reference):
+                log_probs_of(engine, batch.clone())
+        self._addresses = self._addresses_now()
+        self.leave(optimizer=False)
+
+    def run(self, number: int) -> Round:
+        """Make one round, which begins and ends with weights away."""
+        samples = draw_round(number, self._seed)
+        done = Round(len(microbatches(samples)), canary_held=number % HELD_EVERY == 1)
+        if self._canary is not None and not done.canary_held:
+            done.canary_intact = self._end_canary()
+        torch.cuda.reset_peak_memory_stats()
+        self.come_back()
+        addresses = self._addresses_now()
+        done.moved, self._addresses = addresses != self._addresses, addresses
+        self._passes(samples, done)
+        done.peak_gb = torch.cuda.max_memory_allocated() / GIB
+        if self._canary is not None:
+            done.canary_intact = self._end_canary()
+        self.leave(optimizer=number % OPTIMIZER_EVERY == OPTIMIZER_EVERY - 1)
+        done.away_gb, done.away_reserved_gb = torch.cuda.memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
+        self._canary = Canary(self._sizes)
+        return done
+
+    def _passes(self, samples: Sequence[Any], done: Round) -> None:
+        batch = batch_of(samples)
+        found = {}
+        for name, engine in ((OLD, self._policy), (REFERENCE, self._reference)):
+            with timed(done, name, graph_counts, synchronize):
+                output = log_probs_of(engine, batch.clone())
+            found[name] = response_log_probs(output, batch)
+            done.log_probs[name] = found[name].values().tolist()
+        batch = batch_of(samples, found[OLD], found[REFERENCE])
+        with timed(done, UPDATE, graph_counts, synchronize):
+            done.loss, done.grad_norm = train(self._policy, batch, self._loss)
+
+    def _end_canary(self) -> bool:
+        assert self._canary is not None
+        intact = self._canary.intact()
+        self._canary.release()
+        self._canary = None
+        return intact
+
+    def _addresses_now(self) -> list[int]:
+        return addresses_of(self._policy) + addresses_of(self._reference)
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Make all rounds, as the words of a command line say; see `worker_arguments`."""
+    args = worker_arguments(words)
+    graphs = args.train == "plugin"
+    join_world()
+    (bridge_cg_plugin.activate if graphs else bridge_cg_plugin.deactivate)()
+    rounds = Rounds(args.model, GRAPHS if graphs else {}, args.seed)
+    end = wait_for_turn(args.begin)
+    rounds.warm_up()
+    done = []
+    for number in rounds_until(end, args.rounds):
+        done.append(rounds.run(number).as_dict())
+        print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
+    args.out.write_text(json.dumps({"rounds": done, "graphs": statistics_of_graphs()}))

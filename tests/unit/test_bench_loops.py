@@ -1,0 +1,253 @@
+"""The benchmark of other training loops without a GPU: samples, batches, turns, records, what is refused."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bridge_cg_tools.benchmarks.loops import bench, records
+from bridge_cg_tools.benchmarks.loops.canary import LEAST_BYTES, Canary
+from bridge_cg_tools.benchmarks.loops.ray_stand_in import RayStandIn
+from bridge_cg_tools.benchmarks.loops.rounds import PASSES, Counts, Round, rounds_until, timed, wait_for_turn
+from bridge_cg_tools.benchmarks.loops.samples import IMAGE, MERGED, MIXES, draw_round, microbatches
+from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
+from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from scripts.performance import bench_loops
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+
+
+def a_round(scale=1.0, captured=0.0, shift=0.0, **fields):
+    passes = {
+        name: {"ms": scale * ms + 1e3 * captured, "capture_s": captured, "replays": 3, "encoder_ms": scale * 10.0}
+        for name, ms in zip(PASSES, (20.0, 30.0, 50.0), strict=True)
+    }
+    log_probs = {"old": [-1.0 + shift, -2.0], "reference": [-3.0]}
+    own = Round(4, log_probs=log_probs, loss=1.0 + shift, grad_norm=2.0).as_dict()
+    away = {"away_gb": 1.0, "away_reserved_gb": 1.5, "canary_intact": True, "moved": True}
+    return own | away | {"passes": passes} | fields
+
+
+def a_run(rounds, graphs=()):
+    return {"rounds": rounds, "graphs": list(graphs)}
+
+
+GRAPHS = {"capture_seconds": 2.5, "memory_bytes": 3 * 2**30}
+
+
+class TestSamples:
+    @pytest.mark.parametrize("number", range(6))
+    def test_pairs_fill_a_bucket_and_each_total_is_there(self, number):
+        pairs = microbatches(draw_round(number, 0))
+        assert all(one.patches == other.patches for one, other in pairs)
+        assert {one.patches for one, _ in pairs} == set(MIXES)
+
+    def test_an_image_has_a_placeholder_for_every_embedding(self):
+        for sample in draw_round(1, 0):
+            assert sample.prompt.count(IMAGE) == sample.patches // MERGED
+            assert 1 <= len(sample.grids) <= 3
+            assert sample.pixels().shape == (sample.patches, 1536)
+
+    def test_rounds_differ_and_come_again_alike(self):
+        assert draw_round(2, 0) == draw_round(2, 0) != draw_round(5, 0)
+        assert len({len(draw_round(number, 0)) for number in range(3)}) == 3
+
+
+class TestCanary:
+    def test_a_write_is_found(self):
+        canary = Canary([LEAST_BYTES, 100, 2 * LEAST_BYTES], device="cpu")
+        assert canary.nbytes == 3 * LEAST_BYTES and canary.intact()
+        canary._blocks[1][-1] += 1
+        assert not canary.intact()
+        canary.release()
+        assert canary.nbytes == 0
+
+
+class TestRounds:
+    def test_a_pass_has_what_was_added_meanwhile(self):
+        counts = iter([Counts(5, 1.0), Counts(9, 1.5)])
+        done = Round(4)
+        with timed(done, "old", lambda: next(counts), lambda: None):
+            time.sleep(0.01)
+        assert (done.passes["old"].replays, done.passes["old"].capture_s) == (4, 0.5)
+        assert done.passes["old"].ms >= 10
+
+    def test_late_runs_end_after_two(self):
+        assert list(rounds_until(time.time() - 1, 20)) == [0, 1]
+        assert list(rounds_until(time.time() + 60, 3)) == [0, 1, 2]
+
+    def test_a_turn_begins_with_its_file(self, tmp_path):
+        (tmp_path / "begin").write_text(repr(12.5))
+        assert wait_for_turn(tmp_path / "begin") == 12.5
+
+
+class TestRecords:
+    def test_times_are_medians_without_recordings(self):
+        rounds = [a_round(9.0), a_round(9.0), a_round(9.0), a_round(1.0), a_round(2.0, captured=0.5), a_round(3.0)]
+        found = records.record_of(a_run(rounds))
+        assert found["passes_ms"] == pytest.approx({"old": 40.0, "reference": 60.0, "update": 100.0})
+        assert found["ms"] == pytest.approx(200.0)
+        assert found["encoder_ms"] == pytest.approx(60.0)
+
+    def test_graphs_beside_eager(self):
+        eager = [a_run([a_round(2.0, shift=0.01 * n) for _ in range(6)]) for n in range(2)]
+        graphs = a_run(
+            [a_round(), a_round(), a_round(), a_round(captured=0.25), a_round(shift=0.5), a_round()], [GRAPHS] * 2
+        )
+        found = records.record_of(graphs, eager)
+        assert found["ratio"] == pytest.approx(0.5)
+        assert found["pass_ratios"] == pytest.approx(dict.fromkeys(PASSES, 0.5))
+        assert found["encoder_ratio"] == pytest.approx(0.5)
+        assert found["bit_equal"] is True and found["log_prob_diff"][4] == pytest.approx(0.5)
+        assert found["log_prob_noise"] == pytest.approx([0.01] * 6)
+        assert found["inside_spread"] is False
+        assert found["recapture_s"] == pytest.approx([0.75, 0.0, 0.0])
+        assert found["with_captures_ms"] == pytest.approx(100.0 + 250.0)
+        assert found["graph_share"] == pytest.approx(0.75)
+        assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
+        check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})
+
+    def test_a_first_round_that_differs_is_not_equal(self):
+        found = records.record_of(a_run([a_round(shift=1e-7)] * 3), [a_run([a_round()] * 3)])
+        assert found["bit_equal"] is False and "inside_spread" not in found
+
+    def test_nan_is_a_difference(self):
+        assert math.isnan(records.log_prob_differences([a_round(shift=math.nan)], [a_round()])[0])
+
+    def test_other_tokens_are_refused(self):
+        other = a_round() | {"log_probs": {"old": [-1.0], "reference": [-3.0]}}
+        with pytest.raises(ValueError, match="zip"):
+            records.log_prob_differences([a_round()], [other])
+
+    def test_switches(self):
+        rounds = [a_round(moved=False), a_round(), a_round(), a_round(), a_round(away_gb=1.25, canary_intact=False)]
+        found = records.switches(rounds)
+        assert found["moves"] == 4 and found["switches"] == 5
+        assert found["growth_gb"] == pytest.approx(0.25)
+        assert found["canary_intact"] is False
+
+    def test_weights_that_stay_have_no_switches(self):
+        assert records.switches([a_round(away_gb=None)]) == {}
+
+    def test_shorter_runs_are_compared_as_far_as_they_go(self):
+        eager = [[a_round()] * 3, [a_round()] * 5]
+        assert records.inside_spread([a_round()] * 4, eager, "loss")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Return a function that sets what runs give or raise; the modes that were begun are listed, in order."""
+    begun = []
+
+    def give(**by_mode):
+        class Process:
+            def __init__(self, log, module, environment):
+                self.module = module
+
+            def wait_until_ready(self):
+                pass
+
+            def train(self, mode, words, limit_s):
+                assert wait_for_turn(Path(words[words.index("--begin") + 1])) <= time.time() + limit_s
+                begun.append(mode)
+                if isinstance(by_mode[mode], Exception):
+                    raise by_mode[mode]
+                return by_mode[mode]
+
+            def close(self):
+                pass
+
+        monkeypatch.setattr(bench, "TrainingProcess", Process)
+        return begun
+
+    return give
+
+
+class TestBench:
+    def test_records_are_written_and_completed(self, runs, tmp_path):
+        eager = a_run([a_round(2.0)] * 4)
+        begun = runs(eager1=eager, eager2=eager, plugin=a_run([a_round()] * 4, [GRAPHS]), plugin_frozen_outputs=eager)
+        out = tmp_path / "loops.jsonl"
+        assert bench_loops.main(["--cases", "plain", "--out", str(out), "--seconds", "30"]) == 0
+        assert begun == ["eager1", "plugin", "plugin_frozen_outputs", "eager2"]
+        found = {record["mode"]: record for record in read_records(out)}
+        assert set(found) == set(begun)
+        assert found["plugin"]["ratio"] == pytest.approx(0.5) and found["plugin"]["inside_spread"] is True
+        assert "ratio" not in found["eager1"] and "inside_spread" not in found["eager2"]
+
+    def test_a_run_that_fails_has_a_record_and_others_go_on(self, runs, tmp_path, capsys):
+        eager = a_run([a_round(2.0)] * 4)
+        failed = TrainingFailed("it", "all of its log\nRuntimeError: no memory")
+        runs(eager1=eager, eager2=eager, plugin=failed, plugin_frozen_outputs=eager)
+        out = tmp_path / "loops.jsonl"
+        assert bench_loops.main(["--cases", "plain", "--out", str(out), "--seconds", "30"]) == 1
+        found = {record["mode"]: record for record in read_records(out)}
+        assert "no memory" in found["plugin"]["error"] and "ms" in found["eager2"]
+        assert "all of its log" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
+    def test_what_cannot_work_is_refused(self, words, capsys):
+        assert bench_loops.main([*words, "--out", "x.jsonl"]) == 2
+        assert "Cannot use" in capsys.readouterr().err
+
+
+class TestVerl:
+    def test_what_stands_for_ray_takes_decorators(self):
+        ray = RayStandIn()
+
+        @ray.remote
+        class Plain:
+            pass
+
+        @ray.remote(num_cpus=1)
+        def function():
+            return 3
+
+        assert isinstance(Plain(), Plain) and function() == 3
+        with pytest.raises(AttributeError):
+            ray.__wrapped__  # noqa: B018
+
+    @needs_verl
+    def test_verl_takes_a_batch_and_its_loss_is_that_of_its_tokens(self):
+        code = """
+import json, torch
+from bridge_cg_tools.benchmarks.loops.samples import draw_round
+from bridge_cg_tools.benchmarks.loops.ray_stand_in import stand_in
+stand_in()
+from bridge_cg_tools.benchmarks.loops import verl_batches, verl_engines
+samples = draw_round(0, 0)
+batch = verl_batches.batch_of(samples)
+ids = batch["input_ids"]
+log_probs = torch.nested.nested_tensor_from_jagged(torch.arange(ids.values().numel()).float(), ids.offsets())
+output = {"model_output": {"log_probs": log_probs}}
+old = verl_batches.response_log_probs(output, batch)
+batch = verl_batches.batch_of(samples, old, old)
+from verl.utils import tensordict_utils as tu
+tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=batch["loss_mask"].values().sum().item())
+loss, _ = verl_engines.loss_function()(model_output=output["model_output"], data=batch)
+tokens = [len(s.response) for s in samples]
+wanted = -sum(s.advantage * n for s, n in zip(samples, tokens)) / sum(tokens)
+rows = [int(row[0]) for row in old.unbind()]
+starts = [0, *torch.tensor([len(s.prompt) + len(s.response) for s in samples]).cumsum(0).tolist()]
+first = [start + len(s.prompt) - 1 for start, s in zip(starts, samples)]
+print(json.dumps([float(loss), wanted, rows == first]))
+"""
+        written = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+        assert written.returncode == 0, written.stderr[-2000:]
+        loss, wanted, aligned = json.loads(written.stdout.splitlines()[-1])
+        assert aligned and loss == pytest.approx(wanted, rel=1e-4)
+
+    def test_files_are_a_model(self, tmp_path):
+        from transformers import AutoModelForImageTextToText
+
+        from bridge_cg_tools.benchmarks.loops.files import configuration, write_files
+
+        model = AutoModelForImageTextToText.from_pretrained(write_files(tmp_path, configuration(1, 128, 1), 0))
+        assert model.config.tie_word_embeddings and len(model.model.visual.blocks) == 1
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
