@@ -52,6 +52,9 @@ def with_graphs(
     written = _written(options)
     graphs = CHOICE.read(written).get("setting") or parse_choice("graphs", graphs, SETTINGS)
     config = _configuration(recipe)
+    if not hasattr(config, "model"):
+        got = type(config).__name__
+        raise OptionError("recipe", got, "a function that returns a ConfigContainer", "Return the configuration.")
     if not hasattr(config.model, SETTING):
         model = type(config.model).__name__
         raise OptionError("recipe", model, "of a model with graph options", "Use a GPT, Mamba or Qwen-VL model.")
@@ -151,7 +154,7 @@ def _limit_vision_graphs(config: Any, gpu: Gpu, facts: Facts) -> None:
     model = config.model
     limits = {
         "max_seq_length": gpu.max_seq_length,
-        "buckets_max_gb": round(gpu.memory_gb / model.pipeline_model_parallel_size, 2),
+        "buckets_max_gb": round(gpu.memory_gb / (model.pipeline_model_parallel_size or 1), 2),
     }
     values = {name: value for name, value in limits.items() if getattr(model, PROVIDER_FIELDS[name]) is None}
     if splits_deepstack(facts):

@@ -30,6 +30,10 @@ class EncoderBatch(Sized, Protocol):
     def rows(self) -> Grid:
         """Frames, height and width of each image or video, in patches."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+
     def copied(self) -> "EncoderBatch":
         """Return a batch with tensors of its own."""
 

@@ -47,6 +47,11 @@ class VisionBatch:
         """Patches of the largest frame."""
         return largest_frame(self.rows)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+        return self.pixels, self.grid
+
     def copied(self) -> "VisionBatch":
         """Return a batch with tensors of its own."""
         return VisionBatch(self.pixels.detach().clone(), self.grid.clone(), self.rows)
@@ -83,6 +88,11 @@ class ImageBatch:
     def largest_frame(self) -> int:
         """Patches of one image."""
         return self.patches
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+        return (self.pixels,)
 
     def copied(self) -> "ImageBatch":
         """Return a batch with tensors of its own."""
@@ -127,6 +137,11 @@ class PaddedImages:
         cut = self.pixels[image, :, : height * side, : width * side]
         tiles = cut.reshape(-1, height, side, width, side).permute(1, 3, 0, 2, 4)
         return tiles.reshape(height * width, -1)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+        return (self.pixels,) if self.sizes is None else (self.pixels, self.sizes)
 
     def copied(self) -> "PaddedImages":
         """Return a batch with tensors of its own."""

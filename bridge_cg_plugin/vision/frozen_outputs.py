@@ -4,43 +4,55 @@ A training loop may show one batch to a policy several times, and to a reference
 and alike, all of these calls return the same.
 """
 
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..announce import warn
+from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
+from ..graphs.changes.sources import are_deterministic, matmul_precision
 from ..graphs.region import Region
 from ..graphs.workload import Manager
+from ..options import VisionGraphOptions
 from .adapter import EncoderBatch
 from .kernels.fingerprint import fingerprint
 
 Outputs = tuple[Tensor, ...]
 # Runs a batch on graphs; None where it is to run eager.
 Replay = Callable[[Region, EncoderBatch], Outputs | None]
+# Comparisons of encoders that are remembered.
+MOST_COMPARED = 1024
+_requires_grad = operator.attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Which encoder made outputs, in which state and mode.
+class _Key(NamedTuple):
+    """What outputs are made of.
 
     Attributes:
-        owner: Number of the encoder.
-        source: What its recordings were made from, kept alive, so that the state stays its own.
-        training: The mode of its modules.
+        encoder: Code, settings, numerics and weights.
+        images: Pixels and their grid.
     """
 
-    owner: int
-    source: Source
-    training: bool | tuple[bool, ...]
+    encoder: Hashable
+    images: Hashable
 
-    @property
-    def alike(self) -> Hashable:
-        """What outputs may depend on besides weights and images."""
-        return self.owner, self.source.state, self.source.autocast, self.training
+
+class _Origin(NamedTuple):
+    """Who made outputs, beyond what a key says.
+
+    Attributes:
+        source: Number of the source of the recordings.
+        training: The mode of the modules.
+    """
+
+    source: int
+    training: bool | tuple[bool, ...]
 
 
 class _Kept:
@@ -54,7 +66,7 @@ class _Kept:
     def __init__(self, origin: _Origin, outputs: Outputs) -> None:
         self.origin, self.nbytes = origin, sum(output.nbytes for output in outputs)
         self._outputs = tuple(map(_on_host, outputs))
-        self._copied = torch.cuda.current_stream().record_event() if outputs[0].is_cuda else None
+        self._copied = _recorded(outputs[0].device) if outputs[0].is_cuda else None
 
     def on(self, device: torch.device) -> Outputs:
         """Return copies on a device, made by its current stream."""
@@ -66,8 +78,8 @@ class _Kept:
 class OutputStore:
     """Outputs in page-locked host memory, by what they were made of; the oldest leave when there are too many.
 
-    Encoders may share outputs of equal weights. The first time that one is given what another has made, or itself in
-    another state or mode, it computes them all the same, and both are compared to the bit.
+    Encoders of equal code, settings and weights may share outputs. The first time that one is given what another has
+    made, or itself in another mode, it computes them all the same, and both are compared to the bit.
 
     Attributes:
         most_bytes: Bound of what is kept.
@@ -76,36 +88,54 @@ class OutputStore:
 
     def __init__(self) -> None:
         self.most_bytes = self.nbytes = 0
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._compared: dict[frozenset[Hashable], bool] = {}
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
+        self._compared: OrderedDict[Hashable, bool] = OrderedDict()
 
-    def find(self, key: Hashable, origin: _Origin) -> tuple[_Kept | None, bool]:
+    def find(self, key: _Key, origin: _Origin) -> tuple[_Kept | None, bool]:
         """Return what is kept, and whether it may be used without a comparison."""
         kept = self._kept.get(key)
         if kept is None:
             return None, False
         self._kept.move_to_end(key)
-        if kept.origin.alike == origin.alike:
+        if kept.origin == origin:
             return kept, True
-        same = self._compared.get(_pair(kept, origin))
+        same = self._compared.get(_pair(key, kept, origin))
         return (None if same is False else kept), same is True
 
-    def compared(self, kept: _Kept, origin: _Origin, same: bool) -> None:
+    def compared(self, key: _Key, kept: _Kept, origin: _Origin, same: bool) -> None:
         """Note whether an encoder's outputs are those that another has made, or itself otherwise."""
-        self._compared[_pair(kept, origin)] = same
+        self._compared[_pair(key, kept, origin)] = same
+        while len(self._compared) > MOST_COMPARED:
+            self._compared.popitem(last=False)
 
-    def keep(self, key: Hashable, origin: _Origin, outputs: Outputs) -> None:
-        """Keep a copy of outputs; without effect where they alone are too large, or others hold their place."""
+    def keep(self, key: _Key, origin: _Origin, outputs: Outputs) -> None:
+        """Keep a copy of outputs; without effect where they alone are too large, or others hold their place.
+
+        Where the host has no memory for them, it keeps no more than it has.
+        """
         if key in self._kept or sum(output.nbytes for output in outputs) > self.most_bytes:
             return
-        kept = self._kept[key] = _Kept(origin, outputs)
+        try:
+            kept = self._kept[key] = _Kept(origin, outputs)
+        except RuntimeError as error:
+            self.most_bytes = self.nbytes
+            held = f"{self.nbytes / 2**30:.2f} GiB are kept, and no more"
+            warn(
+                f"vision_cuda_graph_tuning.frozen_outputs_gb: the host has no page-locked memory left, {held}: {error}"
+            )
+            return
         self.nbytes += kept.nbytes
         while self.nbytes > self.most_bytes:
             self.nbytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-def _pair(kept: _Kept, origin: _Origin) -> frozenset[Hashable]:
-    return frozenset((kept.origin.alike, origin.alike))
+def _pair(key: _Key, kept: _Kept, origin: _Origin) -> Hashable:
+    return key.encoder, frozenset((kept.origin, origin))
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
 
 
 def _on_host(output: Tensor) -> Tensor:
@@ -131,7 +161,7 @@ class FrozenOutputs:
 
     Args:
         manager: The encoder's.
-        most_bytes: Bound of the store.
+        options: What the user asked for; `frozen_outputs_gb` bounds the store.
         replay: Runs a batch on graphs.
 
     Attributes:
@@ -140,24 +170,22 @@ class FrozenOutputs:
         trained: Whether a microbatch could not be looked up because the encoder is trained.
     """
 
-    _encoders = 0
-
-    def __init__(self, manager: Manager, most_bytes: int, replay: Replay) -> None:
+    def __init__(self, manager: Manager, options: VisionGraphOptions, replay: Replay) -> None:
         self._manager, self._replay = manager, replay
         self._store = shared_store()
-        self._store.most_bytes = max(self._store.most_bytes, most_bytes)
-        FrozenOutputs._encoders += 1
-        self._owner = FrozenOutputs._encoders
+        self._store.most_bytes = max(self._store.most_bytes, int((options.frozen_outputs_gb or 0.0) * 2**30))
+        self._options = repr(options)
+        self._likeness: tuple[int, bytes] | None = None
         self._weights: tuple[Hashable, tuple[int, int]] | None = None
         self.replays = self.found = 0
         self.trained = False
 
     def replay(self, region: Region, batch: EncoderBatch) -> Outputs | None:
         """Return a batch's outputs, kept or replayed; None where it is to run eager."""
-        origin = self._origin(region)
-        if origin is None:
+        source = self._source(region)
+        if source is None:
             return self._replay(region, batch)
-        key = self._key(origin.source, batch)
+        key, origin = self._key(source, batch), _Origin(source.number, region.sources.training)
         kept, usable = self._store.find(key, origin)
         if kept is not None and usable:
             self.found += 1
@@ -165,7 +193,7 @@ class FrozenOutputs:
         return self._run(region, batch, key, origin, kept)
 
     def _run(
-        self, region: Region, batch: EncoderBatch, key: Hashable, origin: _Origin, kept: _Kept | None
+        self, region: Region, batch: EncoderBatch, key: _Key, origin: _Origin, kept: _Kept | None
     ) -> Outputs | None:
         """Replay a batch, and compare or keep its outputs."""
         before = self._random_states()
@@ -179,34 +207,46 @@ class FrozenOutputs:
             self._store.keep(key, origin, outputs)
         else:
             pairs = zip(outputs, kept.on(outputs[0].device), strict=True)
-            self._store.compared(kept, origin, all(torch.equal(new, old) for new, old in pairs))
+            self._store.compared(key, kept, origin, all(torch.equal(new, old) for new, old in pairs))
         return outputs
 
     def _random_states(self) -> list[bytes]:
         return [each.get_state().numpy().tobytes() for each in self._manager.executor.generators()]
 
-    def _origin(self, region: Region) -> _Origin | None:
+    def _source(self, region: Region) -> Source | None:
         """Return what would make outputs now; None where a gradient may be asked for, or nothing can be replayed."""
         source = region.sources.known()
-        if source is None:
-            return None
-        if trains(self._manager.model, torch.is_grad_enabled()):
+        if source is not None and trains(self._manager.model, torch.is_grad_enabled()):
             self.trained = True
             return None
-        return _Origin(self._owner, source, region.sources.training)
+        return source
 
-    def _key(self, source: Source, batch: EncoderBatch) -> Hashable:
-        pixels = batch.pixels
-        images = (pixels.dtype, tuple(pixels.shape), batch.rows, fingerprint([pixels]))
-        return type(self._manager.model), source.autocast, self._weights_of(source), images
+    def _key(self, source: Source, batch: EncoderBatch) -> _Key:
+        numerics = source.autocast, matmul_precision(), are_deterministic()
+        encoder = self._likeness_of(source), self._options, numerics, self._weights_of(source)
+        read = batch.tensors
+        images = tuple((each.dtype, tuple(each.shape)) for each in read), batch.rows, fingerprint(read)
+        return _Key(encoder, images)
+
+    def _likeness_of(self, source: Source) -> bytes:
+        if self._likeness is None or self._likeness[0] != source.number:
+            self._likeness = source.number, likeness((self._manager.model,))
+        return self._likeness[1]
 
     def _weights_of(self, source: Source) -> tuple[int, int]:
-        """Return the fingerprint of parameters and buffers, taken once in a step: nobody writes to them inside."""
-        at = self._manager.step_number if self._manager.in_step else None
-        if at is None or self._weights is None or self._weights[0] != (at, source):
-            model = self._manager.model
-            self._weights = (at, source), fingerprint([*model.parameters(), *model.buffers()])
+        """Return the fingerprint of all tensors that recordings read, taken once in a step where nobody writes them."""
+        at = self._written_at(source)
+        if at is None or self._weights is None or self._weights[0] != at:
+            self._weights = at, fingerprint(source.reads)
         return self._weights[1]
+
+    def _written_at(self, source: Source) -> Hashable:
+        """Return what changes when tensors are written; None where an optimizer may do so behind PyTorch's back."""
+        read: Sequence[Tensor] = source.reads
+        if not self._manager.in_step or any(map(_requires_grad, read)) or any(map(Tensor.is_inference, read)):
+            return None
+        versions = tuple(each._version for each in read)
+        return self._manager.step_number, source.number, versions, tuple(map(Tensor.data_ptr, read))
 
     def note(self) -> str:
         """Return a line of the report."""

@@ -74,7 +74,7 @@ class VisionWorkload(Workload):
         super().attach(manager)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
         if self.options.frozen_outputs_gb is not None:
-            self.frozen = FrozenOutputs(manager, int(self.options.frozen_outputs_gb * 2**30), self.runs.replay)
+            self.frozen = FrozenOutputs(manager, self.options, self.runs.replay)
         if self.exchange is not None:
             self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
 

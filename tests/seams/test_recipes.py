@@ -236,6 +236,13 @@ def test_buckets_within_the_limit_are_the_recipes(bridge, buckets):
     assert lines == [] and config.model.vision_cuda_graph_buckets == buckets
 
 
+@pytest.mark.parametrize("stages", [0, None])
+def test_a_pipeline_that_is_not_set_has_one_stage(bridge, stages):
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.pipeline_model_parallel_size = stages
+    assert with_graphs(config, gpu="h200").model.vision_cuda_graph_buckets_max_gb == GPUS["h200"].memory_gb
+
+
 def test_what_cannot_have_graphs_is_refused(bridge):
     with pytest.raises(OptionError, match="gpu='a100': it must be h100 or h200 or b200"):
         with_graphs("qwen3_vl_8b_sft_config", gpu="a100")
@@ -259,6 +266,8 @@ def test_what_cannot_have_graphs_is_refused(bridge):
         ({"options": {"cuda_graphs": "quick"}}, "cuda_graphs='quick': it must be exact or fastest or off"),
         ({"options": {"vision_cuda_graph_buckets": [6]}}, "vision_cuda_graph_buckets=6"),
         ({"recipe": 5}, "recipe=5: it must be a name, a function or a ConfigContainer"),
+        ({"recipe": dict}, "recipe='dict': it must be a function that returns a ConfigContainer"),
+        ({"recipe": lambda: None}, "recipe='NoneType': it must be a function that returns a ConfigContainer"),
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 from bridge_cg_plugin.vision import frozen_outputs
 from bridge_cg_plugin.vision.frozen_outputs import shared_store
+from bridge_cg_plugin.vision.kernels.fingerprint import fingerprint
 
 from .towers import assert_close, draw, forward, graphs_on, new_tower, poison
 
@@ -217,3 +219,226 @@ def test_outputs_leave_with_the_last_encoder():
         assert shared_store().most_bytes == 2**30
     gc.collect()
     assert shared_store().most_bytes == 0
+
+
+class Scaled(nn.Module):
+    """GELU times what is in an attribute, neither parameter nor buffer."""
+
+    def __init__(self, read, held):
+        super().__init__()
+        self.read, self.held = read, held
+
+    def forward(self, x):
+        return nn.functional.gelu(x) * self.read(self.held)
+
+
+def activate(model, function):
+    for layer in model.decoder.layers:
+        layer.mlp.activation_func = function
+
+
+@pytest.mark.parametrize(
+    "hold, read",
+    [
+        (lambda scale: scale, lambda held: held),
+        (lambda scale: [scale], lambda held: held[0]),
+        (lambda scale: ({"by name": scale},), lambda held: held[0]["by name"]),
+    ],
+    ids=["tensor", "list", "nested"],
+)
+def test_tensors_in_attributes_are_part_of_the_weights(hold, read):
+    model, scale = frozen_tower(), torch.ones(1)
+    activate(model, Scaled(read, hold(scale)))
+    with on_graphs(model) as graphs:
+        before = forward(model, IMAGES)
+        scale.mul_(2.0)
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        assert not torch.equal(before[0], expected[0])
+        assert_close(forward(model, IMAGES), expected)
+
+
+def test_an_encoder_captured_again_is_another_encoder():
+    model = frozen_tower()
+    with on_graphs(model) as graphs:
+        before = forward(model, IMAGES)
+        activate(model, nn.functional.relu)
+        assert graphs.capture()
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        assert not torch.equal(before[0], expected[0])
+        assert_close(forward(model, IMAGES), expected)
+        assert graphs.capture()
+        for _ in range(2):
+            assert_close(forward(model, IMAGES), expected)
+        assert counts(graphs) == (1, 3), "captured again as it was, it shares after one comparison"
+
+
+def like_gelu_at_first(most):
+    """Return an activation that equals GELU for values up to `most`."""
+    return lambda x: nn.functional.gelu(x).clamp(max=most)
+
+
+def bound_of(model, seed):
+    """Return a bound that GELU's outputs over one microbatch keep, and those over others do not."""
+    seen = []
+
+    def look(x):
+        seen.append(nn.functional.gelu(x).max().item())
+        return nn.functional.gelu(x)
+
+    activate(model, look)
+    forward(model, IMAGES, seed)
+    return max(seen)
+
+
+def test_models_of_other_code_do_not_share_though_a_first_microbatch_is_equal():
+    bounds = {seed: bound_of(frozen_tower(), seed) for seed in range(6)}
+    first, last = min(bounds, key=bounds.get), max(bounds, key=bounds.get)
+    assert bounds[first] < bounds[last]
+    policy, other = frozen_tower(), frozen_tower()
+    activate(policy, nn.functional.gelu)
+    activate(other, like_gelu_at_first(bounds[first]))
+    expected = forward(other, IMAGES, last)
+    with on_graphs(policy), on_graphs(other):
+        assert_close(forward(policy, IMAGES, first), forward(other, IMAGES, first), 0.0)
+        assert not torch.equal(forward(policy, IMAGES, last)[0], expected[0])
+        assert_close(forward(other, IMAGES, last), expected)
+
+
+def test_models_of_other_settings_do_not_share():
+    policy, other = frozen_tower(), frozen_tower()
+    for layer in other.decoder.layers:
+        layer.window = 7  # which no image of this test fills
+    with on_graphs(policy) as first, on_graphs(other) as second:
+        for seed in range(3):
+            for model in (policy, other):
+                forward(model, IMAGES, seed)
+        assert (counts(first), counts(second)) == ((0, 3), (0, 3))
+
+
+def test_states_of_one_model_that_were_equal_once_do_not_share():
+    model = frozen_tower()
+    bounds = {seed: bound_of(frozen_tower(), seed) for seed in range(6)}
+    first, last = min(bounds, key=bounds.get), max(bounds, key=bounds.get)
+    usual, other = nn.functional.gelu, like_gelu_at_first(bounds[first])
+    with on_graphs(model) as graphs:
+        for _ in range(3):  # until both states have graphs
+            for function in (usual, other):
+                activate(model, function)
+                forward(model, IMAGES, first)
+        activate(model, usual)
+        forward(model, IMAGES, last)
+        activate(model, other)
+        with graphs.paused():
+            expected = forward(model, IMAGES, last)
+        assert_close(forward(model, IMAGES, last), expected)
+
+
+def test_a_comparison_holds_for_the_weights_it_was_made_with():
+    """An adapter that training alone runs adds nothing at first: its last weight is zero."""
+
+    class OnlyInTraining(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.added = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, x):
+            return nn.functional.gelu(x) + (self.added if self.training else 0.0)
+
+    model, adapter = frozen_tower(), OnlyInTraining()
+    activate(model, adapter)
+    with on_graphs(model) as graphs, torch.no_grad():
+        for _ in range(2):
+            for training in (True, False):
+                model.train(training)
+                forward(model, IMAGES)
+        adapter.added += 1.0
+        model.train()
+        forward(model, IMAGES)
+        model.eval()
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        assert_close(forward(model, IMAGES), expected)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("write", [lambda p: p.mul_(2.0), lambda p: setattr(p, "data", p.data * 2.0)])
+def test_weights_written_inside_a_step_are_seen(frozen, write):
+    model = new_tower().requires_grad_(not frozen)
+    with on_graphs(model) as graphs, torch.no_grad():
+        model.eval()
+        with graphs.step():
+            before = forward(model, IMAGES)
+            write(model.merger.linear_fc2.weight)
+            with graphs.paused():
+                expected = forward(model, IMAGES)
+            assert not torch.equal(before[0], expected[0])
+            assert_close(forward(model, IMAGES), expected)
+
+
+def test_what_an_optimizer_writes_behind_pytorchs_back_inside_a_step_is_seen():
+    model = new_tower()
+    with on_graphs(model) as graphs, torch.no_grad():
+        model.eval()
+        with graphs.step():
+            forward(model, IMAGES)
+            model.merger.linear_fc2.weight.data.mul_(2.0)
+            with graphs.paused():
+                expected = forward(model, IMAGES)
+            assert_close(forward(model, IMAGES), expected)
+
+
+def test_weights_are_read_once_in_a_step(monkeypatch):
+    model, asked = frozen_tower(), []
+    with on_graphs(model) as graphs:
+        monkeypatch.setattr(
+            frozen_outputs, "fingerprint", lambda tensors: asked.append(len(tensors)) or fingerprint(tensors)
+        )
+        for _ in range(2):
+            with graphs.step():
+                for seed in range(3):
+                    forward(model, IMAGES, seed)
+    assert len([count for count in asked if count > 2]) == 2
+
+
+def test_a_grid_that_is_another_than_the_hosts_is_not_taken_for_it():
+    model = frozen_tower()
+    pixels, grid = draw([[1, 4, 8]])
+    with on_graphs(model) as graphs:
+        model(pixels, grid)
+        grid.data.copy_(torch.tensor([[1, 8, 4]]))  # behind the back of the host's copy
+        outputs = model(pixels, grid)[0]
+        with graphs.paused():
+            expected = model(pixels, grid)[0]
+        assert outputs.isnan().all() or torch.allclose(outputs, expected, atol=1e-5)
+
+
+def test_what_is_kept_holds_no_recordings_and_no_model():
+    model = frozen_tower()
+    with on_graphs(frozen_tower(1)):
+        with on_graphs(model) as graphs:
+            forward(model, IMAGES)
+            source, weight = (
+                weakref.ref(x) for x in (graphs._regions[0].sources.current, model.patch_embed.proj.weight)
+            )
+            assert shared_store().nbytes > 0
+        del graphs, model
+        gc.collect()
+        assert shared_store().nbytes > 0
+        assert source() is None and weight() is None
+
+
+def test_too_little_host_memory_keeps_nothing_more(monkeypatch):
+    def fail(output):
+        raise RuntimeError("CUDA error: out of memory")
+
+    model = frozen_tower()
+    expected = forward(model, IMAGES)
+    with on_graphs(model) as graphs:
+        forward(model, OTHERS)
+        monkeypatch.setattr(frozen_outputs, "_on_host", fail)
+        for _ in range(2):
+            assert_close(forward(model, IMAGES), expected)
+        forward(model, OTHERS)
+        assert counts(graphs) == (1, 3)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from .contents import UNWATCHED, Contents, Held
 from .dict_watch import WATCHER
 from .tables import CONFIG, HOOKS, OF_EVERY_MODULE, PARTS, Entry, Table, module_tables
-from .values import CONTAINERS, MISSING, plain, token, word
+from .values import CONTAINERS, MISSING, plain, tensors_in, token, word
 
 TRAINING, FORWARD = "training", "forward"
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -325,9 +325,8 @@ class ModelWatch:
         for module in modules:
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
             for name, value in vars(module).items():
-                held = isinstance(value, torch.Tensor) and not value.requires_grad
-                if held and not self._left_by_passes(Entry(id(vars(module)), name)):
-                    yield value
+                if name not in OF_EVERY_MODULE and not self._left_by_passes(Entry(id(vars(module)), name)):
+                    yield from (tensor for tensor in tensors_in(value) if not tensor.requires_grad)
 
     def tables_of(self, modules: Iterable[nn.Module]) -> frozenset[int]:
         """Return what is followed of modules, without those below them, as `Entry.table` names it."""

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return what autocast casts to in this thread; None without autocast."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
+
+_numbers = count()
 
 # How a model differs from what it was when its watch began: places and what stands for their values.
 State = frozenset[tuple[Hashable, Hashable]]
@@ -62,6 +64,8 @@ class Source:
         instead_of: The source whose place it takes because this rank's memory was moved.
 
     Attributes:
+        number: Of what the model is: that of no other source of this process, except one whose place it takes.
+        reads: Parameters and the other tensors that the piece reads.
         aliases: Stand-ins for the parameters.
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
@@ -84,6 +88,7 @@ class Source:
     ) -> None:
         self.state, self.autocast, self._held = state, autocast, tuple(held)
         self.lasting, self._device_type = lasting, device_type
+        self.number: int = next(_numbers) if instead_of is None else instead_of.number
         self.aliases = ParameterAliases(program.modules())
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
         self._trained = list(map(_requires_grad, self.aliases.originals))
@@ -95,8 +100,9 @@ class Source:
         if instead_of is not None:
             self.recorded_by_other_ranks = instead_of.recorded_by_other_ranks.union(instead_of.recordings)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
-        self._reads = _Memory((*self.aliases.originals, *read))
-        self._layouts = self._reads.layouts()
+        self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
+        self._read = _Memory(self.reads)
+        self._layouts = self._read.layouts()
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
 
     def autocasting(self) -> torch.autocast:
@@ -134,9 +140,9 @@ class Source:
         """
         if any(tensor._version != version for tensor, version in self._constants):
             return True
-        if self._reads.moved() or (gradients and (self.sinks.replaced() or self._writes.moved())):
+        if self._read.moved() or (gradients and (self.sinks.replaced() or self._writes.moved())):
             return True
-        return layouts and self._reads.layouts() != self._layouts
+        return layouts and self._read.layouts() != self._layouts
 
 
 class _Memory:

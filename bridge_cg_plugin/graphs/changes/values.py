@@ -1,6 +1,6 @@
 """What stands for a value: its contents where they are plain, its identity otherwise."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from enum import Enum
 from types import MethodType
 from typing import Any
@@ -45,3 +45,15 @@ def token(value: Any, depth: int = NESTED) -> Hashable:
     if depth and type(value) is dict:
         return dict, tuple((token(key, depth - 1), token(held, depth - 1)) for key, held in value.items())
     return id(value)
+
+
+def tensors_in(value: Any, depth: int = NESTED) -> Iterator[torch.Tensor]:
+    """Return a tensor itself, and of a list, a tuple or a dict the tensors inside."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for element in value:
+            yield from tensors_in(element, depth - 1)
+    elif depth and isinstance(value, dict):
+        for held in value.values():
+            yield from tensors_in(held, depth - 1)

@@ -21,22 +21,23 @@ def fingerprint(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Return two sums, modulo 2**64, of every 32-bit word mixed with its place by splitmix64's finalizer.
 
     Tensors with other bits, or the same ones in another order, have another fingerprint but for a chance of about
-    2**-128. Shapes and types are not part of it. The host waits for the device, once.
+    2**-128. Shapes and types are not part of it. The host waits once for each
+    device.
 
     Args:
-        tensors: Any shapes and types, all on one device.
+        tensors: Any shapes and types, anywhere.
     """
-    sums: Tensor | None = None
+    sums: dict[torch.device, Tensor] = {}
     place = 0
     for tensor in tensors:
         words = _words(tensor)
-        if sums is None:
-            sums = torch.zeros(len(SEEDS), dtype=torch.int64, device=words.device)
+        if words.device not in sums:
+            sums[words.device] = torch.zeros(len(SEEDS), dtype=torch.int64, device=words.device)
         if words.numel():
-            (add_by_kernel if words.is_cuda else add)(sums, words, place)
+            (add_by_kernel if words.is_cuda else add)(sums[words.device], words, place)
         place += words.numel() + 1
-    first, second = [0, 0] if sums is None else sums.tolist()
-    return first, second
+    first, second = map(sum, zip(*(each.tolist() for each in sums.values()), strict=True)) if sums else (0, 0)
+    return signed(first), signed(second)
 
 
 def _words(tensor: Tensor) -> Tensor:
