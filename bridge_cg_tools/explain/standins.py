@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS
+
 MEGATRON = "megatron"
 # Packages besides Python's that are imported as they are.
 LIGHT = frozenset(
@@ -45,11 +47,18 @@ _PARTS = frozenset(
 )
 
 
+# What is read of a configuration: a stand-in has what was given to it.
+_OPTIONS = frozenset((*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS))
+
+
 class _AnyClass(abc.ABCMeta):
-    """The class of stand-ins: classes that can be called, derived from, subscripted and asked for any attribute."""
+    """The class of stand-ins: classes that can be called, derived from, subscripted and asked for any attribute.
+
+    Graph options, and what they depend on, are the exception: no stand-in has any by itself.
+    """
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in _OPTIONS:
             raise AttributeError(name)
         found = stand_in(name)
         type.__setattr__(cls, name, found)

@@ -176,6 +176,7 @@ def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind,
 def test_a_model_without_images_has_no_encoder(capsys, one_recipe):
     assert "encoder:" not in explain(capsys, "some_recipe_config")[1]
     assert json.loads(explain(capsys, "--json", "some_recipe_config")[1])["encoder"] == ""
+    assert table(capsys, "some_recipe_config")["vision encoder"]["runs"] == "none"
 
 
 def test_graphs_on_a_recipe(capsys, bridge):
@@ -187,6 +188,24 @@ def test_graphs_on_a_recipe(capsys, bridge):
     limit, strict = "vision_cuda_graph_buckets_max_gb=26.0", "vision_cuda_graph_strict=True"
     tuned = ("vision_cuda_graph_tuning.slots=2", "vision_cuda_graph_tuning.kernels=exact")
     assert set(line["options"]) == {limit, strict, *tuned}
+
+
+@pytest.mark.parametrize(
+    "recipe, words", [("flux_12b_pretrain_config", ()), ("wan_1_3b_pretrain_config", ("cuda_graphs=fastest",))]
+)
+def test_a_model_that_is_a_stand_in_has_no_graph_options_of_its_own(bridge, recipe, words):
+    if not hasattr(bridge, recipe):
+        pytest.skip("this megatron-bridge lacks the recipe")
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_cg_tools.cli", "explain", recipe, *words, "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    encoder, _ = json.loads(done.stdout)["table"]
+    assert encoder["runs"] == "none"
 
 
 def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):

@@ -267,7 +267,7 @@ def test_what_cannot_have_graphs_is_refused(bridge):
         ({"options": {"vision_cuda_graph_buckets": [6]}}, "vision_cuda_graph_buckets=6"),
         ({"recipe": 5}, "recipe=5: it must be a name, a function or a ConfigContainer"),
         ({"recipe": dict}, "recipe='dict': it must be a function that returns a ConfigContainer"),
-        ({"recipe": lambda: None}, "recipe='NoneType': it must be a function that returns a ConfigContainer"),
+        ({"recipe": print}, "recipe='NoneType': it must be a function that returns a ConfigContainer"),
     ],
     ids=str,
 )
