@@ -32,6 +32,8 @@ def write_guarded(buffer: Tensor, grid: Tensor, rows: Grid) -> None:
         grid: `[n, 3]`, on the device or the host.
         rows: The same numbers, as the host knows them.
     """
+    if grid.device.type == "cpu" and buffer.device.type == "cuda":
+        grid = grid.pin_memory()
     count = grid.shape[0]
     buffer[:count].copy_(grid, non_blocking=True)
     buffer[count:].fill_(fingerprint(rows))

@@ -17,7 +17,7 @@ from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
 from ...vision.batch import BatchError, PaddedImages, check_device
 from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import token_positions
-from ...vision.guard import images, poisoned
+from ...vision.guard import images, poisoned, write_guarded
 from ...vision.host_grids import Grid, HostGrids
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
@@ -54,7 +54,7 @@ class PixtralEncoder(GridProgram):
             pixels[start:end].copy_(batch.patches(image), non_blocking=True)
             start = end
         pixels[start:].zero_()
-        self.load_grid(buffers, _grid(batch), batch.rows)
+        write_guarded(buffers["grid"], _grid(batch), batch.rows)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, width]`."""

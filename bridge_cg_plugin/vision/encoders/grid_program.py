@@ -16,7 +16,6 @@ from ..adapter import RecordingKernels
 from ..batch import VisionBatch
 from ..fit import refuse_images
 from ..guard import guarded_shape, write_guarded
-from ..host_grids import Grid
 
 
 class GridProgram:
@@ -71,13 +70,7 @@ class GridProgram:
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
         write_rows(buffers["pixels"], batch.pixels.reshape(batch.tokens, -1))
-        self.load_grid(buffers, batch.grid.reshape(len(batch.rows), 3), batch.rows)
-
-    def load_grid(self, buffers: Buffers, grid: Tensor, rows: Grid) -> None:
-        """Write a grid `[images, 3]` and what the host knows of it."""
-        if grid.device.type == "cpu" and buffers["grid"].device.type == "cuda":
-            grid = grid.pin_memory()
-        write_guarded(buffers["grid"], grid, rows)
+        write_guarded(buffers["grid"], batch.grid.reshape(len(batch.rows), 3), batch.rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
