@@ -5,6 +5,7 @@ from pathlib import PurePath
 # Modules whose tests fork from one process that imports Bridge: `scripts.forked`.
 FORKED = (
     "unit/test_expert_kernels",
+    "unit/test_fingerprint",
     "unit/test_interpreted_experts",
     "unit/test_kernels",
     "unit/test_rotary",

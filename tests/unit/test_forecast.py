@@ -13,7 +13,7 @@ from bridge_cg_tools.explain.answer import NOT_MEASURED, Answer
 from bridge_cg_tools.explain.encoders import MEASURED, QWEN3_VL, QWEN25_VL, SIGLIP, Encoder, encoder_of
 from bridge_cg_tools.explain.forecast import FILLED, as_json, forecast, largest_bucket
 from bridge_cg_tools.explain.table import _cell, render
-from bridge_cg_tools.planner.cost import DEFAULTS
+from bridge_cg_tools.planner.cost import DEFAULTS, VISION_EXACT
 
 COST = DEFAULTS["vision"]
 NAMES = {QWEN3_VL: "qwen3_vl", "Qwen3.5-VL": "qwen35_vl", QWEN25_VL: "qwen25_vl", SIGLIP: "siglip"}
@@ -105,7 +105,6 @@ def test_sizes_that_are_not_numbers_are_unknown():
         (model(freeze_vision_model=True), on(), None, "model.freeze_vision_model=True"),
         (model(), on(modules=("attn",)), None, "vision_cuda_graph_modules=['attn']"),
         (model(), on(offload_above_gb=14.0), None, "vision_cuda_graph_offload_above_gb=14.0"),
-        (model(), on(kernels="exact"), None, "vision_cuda_graph_tuning.kernels=exact"),
         (model(), on(streams=1), None, "vision_cuda_graph_tuning.streams=1"),
         (model(Qwen25VLModelProvider, 32, 1280), on(), None, "vision_cuda_graph_tuning.kernels=auto"),
     ],
@@ -149,6 +148,8 @@ def test_the_gpu_of_the_records_and_measured_options_have_figures():
     model_of_one = model(tensor_model_parallel_size=1, context_parallel_size=1, freeze_vision_model=False)
     options = on(modules=("attn", "mlp"), kernels="fast", attention="cudnn", slots=2, strict=True, buckets=(784,))
     assert forecast(config(model_of_one), options, "h200").holds
+    exact = forecast(config(), replace(options, kernels="exact"), "h200")
+    assert exact.holds and exact.measured.cost is VISION_EXACT
     records_only = forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(kernels="exact", buckets=(6720,)), None)
     assert records_only.holds and records_only.memory_gb == 14.1
 
