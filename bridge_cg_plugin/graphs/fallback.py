@@ -154,8 +154,8 @@ class Fallback(StrEnum):
     )
     OTHER_BATCH = (
         "other_batch",
-        "only eager takes these pixels and grid: an image of another size, empty grid rows, or one patch for a whole "
-        "grid",
+        "only eager takes these pixels and grid: an image of another size, empty grid rows, one patch for a whole "
+        "grid, or audio clips that are all shorter than a chunk",
         "use the model's processor",
     )
     OTHER_SHAPES = (

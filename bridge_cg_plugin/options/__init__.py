@@ -18,7 +18,15 @@ from .migration import ENUM, MIGRATIONS, check_deprecated_beside_new
 from .normalization import as_fields, graph_options, normalize
 from .offload import OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
-from .vision import CHECK_ACTIONS, MODULES, PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
+from .vision import (
+    CHECK_ACTIONS,
+    MODULES,
+    PROVIDER_FIELDS,
+    SCOPE_FIELD,
+    VisionGraphOptions,
+    audio_options,
+    vision_options,
+)
 
 __all__ = [
     "CHECK_ACTIONS",
@@ -51,6 +59,7 @@ __all__ = [
     "normalize_cuda_graph_modules",
     "normalize_inference_cuda_graph_scope",
     "packed_options",
+    "audio_options",
     "vision_options",
 ]
 

@@ -1,6 +1,6 @@
 """Options of the vision encoder and its graphs: their fields on a model provider, defaults and validation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .activations import (
@@ -233,6 +233,14 @@ class VisionGraphOptions:
     )
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
+    audio: bool = option(
+        True,
+        flag,
+        "BOOL",
+        "capture the model's audio encoder too",
+        "For Qwen3-Omni. Its buckets are captured on demand: options that name sizes are the vision encoder's",
+        tuning=True,
+    )
     evaluation: bool = option(
         True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
     )
@@ -320,6 +328,19 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
         _check_capacities(options, merge_unit, unit)
         check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
+
+
+def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
+    """Return options for the audio encoder of a model: those that name sizes of images or move them are left out."""
+    return replace(
+        options,
+        buckets="auto",
+        max_seq_length=None,
+        max_frames="auto",
+        exact_below=0,
+        capture_mode="on_demand",
+        balance=None,
+    )
 
 
 def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
 from .host_grids import Grid, HostGrids
-from .shape import Sized
+from .shape import Sized, shape_of
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
@@ -24,11 +24,11 @@ class EncoderBatch(Sized, Protocol):
 
     @property
     def pixels(self) -> Tensor:
-        """Patches or images."""
+        """What is encoded: patches, images or frames of audio."""
 
     @property
     def rows(self) -> Grid:
-        """Frames, height and width of each image or video, in patches."""
+        """Frames, height and width of each image or video, in patches; an audio clip is one patch high."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -53,7 +53,7 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None) ->
         refusal = Fallback.OTHER_BATCH
     elif want_gradients((batch.pixels,)):
         refusal = Fallback.INPUT_GRADIENTS
-    return Call(batch, refusal, batch.tokens, misfit, True, batch.rows if refusal is None else None)
+    return Call(batch, refusal, batch.tokens, misfit, True, shape_of(batch) if refusal is None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +177,7 @@ class EncoderFamily:
             layers have no such parts.
         movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
         driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
+        encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
 
     name: str
@@ -193,3 +194,4 @@ class EncoderFamily:
     layer_parts: LayerParts | None = None
     movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False
+    encodes: Literal["vision", "audio"] = "vision"

@@ -1,4 +1,4 @@
-"""One microbatch's images and video frames, checked before anything touches them."""
+"""One microbatch's images, video frames or audio clips, checked before anything touches them."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .encoders.chunks import Chunking
 from .host_grids import Grid, HostGrids, frame_count, largest_frame, token_count
 
 # Of the grids that encoders take: PyTorch repeats rows by no others.
@@ -147,6 +148,48 @@ class PaddedImages:
         """Return a batch with tensors of its own."""
         sizes = None if self.sizes is None else self.sizes.clone()
         return PaddedImages(self.pixels.detach().clone(), sizes, self.rows, self.patch)
+
+
+@dataclass(frozen=True, slots=True)
+class AudioBatch:
+    """A microbatch of audio clips.
+
+    Attributes:
+        pixels: `[mel, frames]` features of all clips, one after another, any floating-point dtype.
+        lengths: `[clips]` tensor of frames.
+        rows: (1, 1, frames) of every clip, on the host: an image one patch high.
+        chunking: How the encoder cuts clips.
+    """
+
+    pixels: Tensor
+    lengths: Tensor
+    rows: Grid
+    chunking: Chunking
+
+    @property
+    def tokens(self) -> int:
+        """Room for the tokens of all chunks."""
+        return sum(self.chunking.chunks(length) for _, _, length in self.rows) * self.chunking.room
+
+    @property
+    def frames(self) -> int:
+        """Clips."""
+        return len(self.rows)
+
+    @property
+    def largest_frame(self) -> int:
+        """Room for the longest clip."""
+        longest = max((length for _, _, length in self.rows), default=0)
+        return self.chunking.chunks(longest) * self.chunking.room
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+        return self.pixels, self.lengths
+
+    def copied(self) -> "AudioBatch":
+        """Return a batch with tensors of its own."""
+        return AudioBatch(self.pixels.detach().clone(), self.lengths.clone(), self.rows, self.chunking)
 
 
 def patch_shape(config: Any) -> tuple[int, int, int, int]:

@@ -109,8 +109,8 @@ class EncoderCapture:
         program = self.encoder_program()
         menu = menu_of(self._options, self._adapter, program, self.plan.max_frames(), self.kernels.attends_directly)
         self.demand = Demand(menu, min(limit, self.plan.largest))
-        for rows in self.plan.last:
-            self.demand.saw(rows)
+        for shape in self.plan.last:
+            self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
         self._regions = manager.record(self._growing_pieces(manager, program, self.demand), self.demand)
         self.note_buckets()

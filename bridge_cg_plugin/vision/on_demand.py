@@ -11,7 +11,7 @@ from ..graphs.piece import Growth
 from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, LayerPart
-from .shape import Shape, Sized, shape_of, shape_of_rows
+from .shape import Shape, Sized, shape_of
 
 
 def menu_of(
@@ -35,7 +35,7 @@ def menu_of(
     return Menu(
         buckets_of=buckets_of,
         refuse=program.refuse if options.whole_encoder else partial(_refuse_part, frames, options.exact_below),
-        shape=shape_of_rows,
+        shape=lambda shape: shape,
         cost=replay_cost,
         unit=adapter.unit,
         exact_below=options.exact_below,

@@ -12,8 +12,8 @@ from ..graphs.program import RegionProgram
 from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
-from .host_grids import Grid
 from .memory import measure_memory
+from .shape import Shape, shape_of
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -31,19 +31,19 @@ class EncoderPlan:
 
     Attributes:
         observed: Tokens of every observed microbatch.
-        last: Grid rows of the last of them.
+        last: Shapes of the last of them.
     """
 
     def __init__(self, options: VisionGraphOptions, adapter: EncoderAdapter) -> None:
         self._options, self._adapter = options, adapter
         self.observed: list[int] = []
-        self.last: deque[Grid] = deque(maxlen=WINDOW)
+        self.last: deque[Shape] = deque(maxlen=WINDOW)
         self._frames = 0
 
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.observed.append(batch.tokens)
-        self.last.append(batch.rows)
+        self.last.append(shape_of(batch))
         self._frames = max(self._frames, batch.frames)
 
     @property

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple, Protocol
 
-from .host_grids import Grid, frame_count, largest_frame, token_count
-
 
 class Sized(Protocol):
     """A microbatch, with what the host knows of its size; see `EncoderBatch`."""
@@ -43,8 +41,3 @@ class Shape(NamedTuple):
 def shape_of(batch: Sized) -> Shape:
     """Return a batch's shape."""
     return Shape(batch.tokens, batch.frames, batch.largest_frame)
-
-
-def shape_of_rows(rows: Grid) -> Shape:
-    """Return the shape of grid rows."""
-    return Shape(token_count(rows), frame_count(rows), largest_frame(rows))

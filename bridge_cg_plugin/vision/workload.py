@@ -41,9 +41,7 @@ class VisionWorkload(Workload):
         frozen: Outputs that are computed once; None where nothing is kept.
     """
 
-    title = "vision CUDA graphs"
     noun = "encoder"
-    group = "vision_cuda_graph"
     out_of_memory_remedy = (
         "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
         "or give vision_cuda_graph_buckets a smaller largest bucket."
@@ -61,6 +59,7 @@ class VisionWorkload(Workload):
         clock: Clock | None = None,
     ) -> None:
         self.options, self.family = options, family
+        self.title, self.group = f"{family.encodes} CUDA graphs", f"{family.encodes}_cuda_graph"
         self.strict = options.strict
         self.grids = grids or HostGrids()
         self.adapter = family.adapt(model)
@@ -113,9 +112,10 @@ class VisionWorkload(Workload):
     def _tell(self) -> float:
         if self.exchange is not None:
             self.exchange.forget_times()
-        frames = self.planned.plan.max_frames()
+        most = f"{self.planned.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.planned.demand is None else ", others as microbatches ask for them"
-        announce(f"{self.title}: {self.buckets}{later}; {self.manager.slots} slot(s), up to {frames} frames")
+        found = self.buckets if self.buckets is not None and self.buckets.capacities else "no bucket yet"
+        announce(f"{self.title}: {found}{later}; {self.manager.slots} slot(s), up to {most}")
         return 0.0
 
     def grown(self) -> None:
@@ -152,7 +152,7 @@ class VisionWorkload(Workload):
         notes = {}
         if self.buckets is not None:
             notes["plan"] = str(self.buckets)
-        if self.planned.demand is not None and self.buckets is not None:
+        if self.planned.demand is not None and self.buckets is not None and self.family.encodes == "vision":
             named = ",".join(map(str, self.buckets.capacities))
             notes["again"] = f"{PROVIDER_FIELDS['buckets']}={named} names the same buckets for the next run"
         if self.checks:

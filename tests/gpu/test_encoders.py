@@ -21,9 +21,20 @@ COUNTS = {f"{count} images": count for count in (1, 2, 3, 4, 5, 6, 7, 8)}
 FRAMES = {name: [(1, h, w) for t, h, w in rows for _ in range(t)] for name, rows in MIXES.items()}
 PATCHES = {"buckets": BUCKETS, "max_frames": 48}
 PACKED = ("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni")  # attend in packed segments
+AUDIO = "qwen3_omni_audio"
+# Frames of clips: chunks have 100, windows 800.
+CLIPS = {
+    "a chunk": [100],
+    "a window": [800],
+    "half a minute": [3000],
+    "short and long": [37, 1950, 120, 800],
+    "many": [210, 90, 100, 430, 1, 640, 99, 101, 320, 8],
+    "longest": [6000, 2500],
+}
 SIZES = {
     **dict.fromkeys(("qwen35_vl", *PACKED), (MIXES, PATCHES)),
     **dict.fromkeys(("glm45v", "ministral3"), (FRAMES, PATCHES)),
+    AUDIO: (CLIPS, {"buckets": tuple(16 * n for n in (1, 8, 24, 32, 64, 96)), "max_frames": 48}),
     "siglip": (COUNTS, {"buckets": tuple(IMAGES * n for n in (1, 2, 4, 6, 8))}),
 }
 # Gradients of padded microbatches may round otherwise in bf16 by so much, where eager repeats itself.
@@ -98,7 +109,7 @@ def test_replays_equal_eager_to_the_bit(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", first=("ministral3",))
+@encoders(*PACKED, "ministral3", AUDIO, first=("ministral3", AUDIO))
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
     """Eager attends frame by frame, and flash attention splits small frames, but not where they are packed."""
@@ -155,7 +166,7 @@ def test_segments_equal_eager_on_the_same_kernels_to_the_bit(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", "siglip")
+@encoders(*PACKED, "ministral3", AUDIO, "siglip")
 def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper = encoder.on_graphs()
     batch = encoder.batch(next(iter(encoder.sizes.values())))
@@ -170,7 +181,7 @@ def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", "siglip")
+@encoders(*PACKED, "ministral3", AUDIO, "siglip")
 def test_evaluation_replays(encoder):
     helper = encoder.on_graphs()
     batch = encoder.batch(next(iter(encoder.sizes.values())))

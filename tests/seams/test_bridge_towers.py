@@ -12,9 +12,10 @@ from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
+from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
@@ -37,6 +38,7 @@ MINISTRAL = (towers.build_ministral3, towers.ministral3_sample, [*IMAGES[:3], [(
 GEMMA = (towers.build_gemma3_vl, towers.gemma3_sample, [1, 2, 0, 3], SIGLIP, "vision_tower")
 BUCKETS = (64, 128, 192)
 
+with_qwen3_omni = pytest.mark.skipif(not towers.has_qwen3_omni(), reason="this release has no such model")
 MODELS = [
     pytest.param(*QWEN, id="qwen2.5-vl"),
     pytest.param(*GEMMA, id="gemma3-vl"),
@@ -46,7 +48,7 @@ MODELS = [
     pytest.param(
         *OMNI_3,
         id="qwen3-omni",
-        marks=pytest.mark.skipif(not towers.has_qwen3_omni(), reason="this release has no such model"),
+        marks=with_qwen3_omni,
     ),
 ]
 every_model = pytest.mark.parametrize(("build", "sample", "sizes", "family", "attribute"), MODELS)
@@ -144,10 +146,11 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     for _ in range(3):
         loop.before_step(chunks, state, bridge_drives=True)
         towers.loss_of(model, sample(sizes[0])).backward()
-    (helper,) = graph_helper.active_helpers()
+    (helper,) = (h for h in graph_helper.active_helpers() if h.graphs.model is model.get_submodule(attribute))
     statistics = helper.graphs.statistics()
     assert (statistics.warmup_microbatches, statistics.replays, statistics.fallbacks) == (1, 2, {})
-    helper.delete_cuda_graphs()
+    for each in graph_helper.active_helpers():
+        each.delete_cuda_graphs()
 
 
 @pytest.mark.skipif(
@@ -174,3 +177,101 @@ def test_capacities_must_be_whole_embeddings_or_images(build, sample, sizes, fam
     what = "64, the patches of one image" if family is SIGLIP else "4, the patches of one embedding"
     with pytest.raises(OptionError, match=f"a multiple of {what}"):
         VisionTECudaGraphHelper([model], find_encoder(model).model.config, executor=ReferenceExecutor())
+
+
+# Frames of the audio clip and images of every microbatch.
+HEARD = [(100, [(8, 8)]), (730, []), (None, [(4, 6)]), (411, [(2, 2)])]
+
+
+def heard_samples():
+    return [
+        towers.qwen3_omni_sample(images, seed) if frames is None else towers.qwen3_omni_heard(frames, images, seed)
+        for seed, (frames, images) in enumerate(HEARD)
+    ]
+
+
+@with_qwen3_omni
+def test_both_encoders_of_qwen3_omni_are_found():
+    model = towers.build_qwen3_omni()
+    found = find_encoders([nn.Sequential(), model])
+    assert [each.family for each in found] == [QWEN3_OMNI, QWEN3_OMNI_AUDIO]
+    assert [each.model for each in found] == [model.thinker.visual, model.thinker.audio_model]
+    assert find_encoder(model).family is QWEN3_OMNI
+
+
+@with_qwen3_omni
+@pytest.mark.parametrize("frozen", [False, True])
+def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
+    model, samples = towers.build_qwen3_omni(freeze_audio_model=frozen), heard_samples()
+    expected = results(model, samples)
+    vision = graphs_on(model, slots=4, evaluation=False)
+    settings = {**DEFAULTS, "buckets": (16, 128), "slots": 4}
+    audio = VisionTECudaGraphHelper(
+        [model],
+        model.thinker.audio_model.config,
+        options=VisionGraphOptions(**settings),
+        executor=ReferenceExecutor(),
+        found=find_encoders(model)[1],
+    )
+    audio.create_cudagraphs()
+    found = results(model, samples)
+    for helper in (vision, audio):
+        statistics = helper.graphs.statistics()
+        assert (statistics.replays, statistics.fallbacks) == (3, {})
+        helper.delete_cuda_graphs()
+    assert_close(found[0], expected[0], 1e-6)
+    names = [name for name, gradient in expected[1].items() if gradient.norm() > 1e-5]
+    assert frozen or any("audio_model.conv2d1" in name for name in names)
+    assert_close([found[1][name] for name in names], [expected[1][name] for name in names], 2e-5)
+
+
+@with_qwen3_omni
+@pytest.mark.parametrize(("audio", "samples"), [(True, "both"), (False, "both"), (True, "images")])
+def test_steps_of_the_train_loop_drive_both_encoders(audio, samples, monkeypatch, capsys):
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
+    fields = {
+        "vision_cuda_graph_buckets": list(BUCKETS),
+        "vision_cuda_graph_tuning": {"exact_below": 0, "audio": audio},
+        "vision_cuda_graph_strict": True,
+        "cuda_graph_warmup_steps": 1,
+    }
+    model = towers.build_qwen3_omni(**fields)
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
+    for _ in range(3):
+        loop.before_step([model], state, bridge_drives=True)
+        towers.loss_of(model, sample).backward()
+    found = {helper.graphs.workload.title: helper.graphs.statistics() for helper in graph_helper.active_helpers()}
+    assert found.keys() == ({"vision CUDA graphs", "audio CUDA graphs"} if audio else {"vision CUDA graphs"})
+    said = capsys.readouterr().out
+    assert ("audio CUDA graphs: no bucket yet, others as" in said) == (audio and samples == "images")
+    for title, statistics in found.items():
+        seen = samples == "both" or title == "vision CUDA graphs"
+        assert (statistics.warmup_microbatches, statistics.replays) == ((1, 2) if seen else (0, 0))
+        assert statistics.fallbacks == {}
+    for helper in graph_helper.active_helpers():
+        if "audio" in helper.graphs.workload.title:
+            assert "vision_cuda_graph_buckets=" not in helper.graphs.report()
+        helper.delete_cuda_graphs()
+
+
+@with_qwen3_omni
+def test_audio_that_comes_after_warm_up_gets_graphs(monkeypatch):
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
+    model = towers.build_qwen3_omni(
+        vision_cuda_graph_tuning={"cost_fallback": False}, vision_cuda_graph_strict=True, cuda_graph_warmup_steps=1
+    )
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    for step in range(40):
+        loop.before_step([model], state, bridge_drives=True)
+        sample = towers.qwen3_omni_sample([(8, 8)]) if step < 3 else towers.qwen3_omni_heard(730, [(8, 8)])
+        for helper in graph_helper.active_helpers():
+            helper.graphs.begin_step()
+        for _ in range(2):
+            towers.loss_of(model, sample).backward()
+    audio = next(h for h in graph_helper.active_helpers() if h.graphs.model is model.thinker.audio_model)
+    assert audio.graphs.statistics().replays > 0
+    for helper in graph_helper.active_helpers():
+        helper.delete_cuda_graphs()

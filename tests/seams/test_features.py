@@ -83,7 +83,16 @@ CONFIGURATIONS = {
     "vision graphs of GLM-4.5V": (GLM45V, VISION, {F.OPTIONS, F.VISION, F.VISION_GLM45V}),
     "vision graphs of Qwen2.5-Omni": (QWEN25_OMNI, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN25_OMNI}),
     "vision graphs of Ministral 3": (MINISTRAL3, VISION, {F.OPTIONS, F.VISION, F.VISION_MINISTRAL3}),
-    "vision graphs of Qwen3-Omni": (QWEN3_OMNI, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI}),
+    "vision graphs of Qwen3-Omni": (
+        QWEN3_OMNI,
+        VISION,
+        {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI, F.AUDIO_QWEN3_OMNI},
+    ),
+    "without its audio encoder": (
+        QWEN3_OMNI,
+        {**VISION, "vision_cuda_graph_tuning": {"audio": False}},
+        {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI},
+    ),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
     "language-model graphs of MLPs": (
         QWEN3_VL,

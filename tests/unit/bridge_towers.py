@@ -36,7 +36,7 @@ from .hugging_face_towers import (
 )
 from .vlm import language_layers, on_cpu
 
-VOCABULARY, IMAGE, VIDEO, START = 128, 120, 121, 122
+VOCABULARY, IMAGE, VIDEO, START, AUDIO_TOKEN = 128, 120, 121, 122, 123
 LENGTHS = 64
 OMNI = "megatron.bridge.models.qwen_omni"
 # An image of Gemma's: 8 x 8 patches, pooled to 2 x 2 embeddings.
@@ -94,6 +94,17 @@ def qwen3_omni_sample(images, seed: int = 0) -> Sample:
     """Return a sample as `qwen25_sample` does; the model finds positions itself."""
     sample = qwen25_sample(images, seed, OMNI_PATCH)
     return Sample(sample.tokens, {**sample.visual, "position_ids": None})
+
+
+def qwen3_omni_heard(frames: int, images=(), seed: int = 0) -> Sample:
+    """Return a sample of images and one audio clip of so many frames, as upstream's step passes them."""
+    sample = qwen3_omni_sample(images, seed)
+    embeddings = frames // 100 * 13 + (frames % 100 + 7) // 8
+    clip = torch.cat((torch.full((embeddings,), AUDIO_TOKEN), torch.zeros(-embeddings % LENGTHS, dtype=torch.long)))
+    features = torch.randn(1, 128, frames + 7, generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(frames + 7) < frames).long()[None]
+    heard = {"input_features": features, "feature_attention_mask": mask}
+    return Sample(torch.cat((sample.tokens, clip[None]), 1), {**sample.visual, **heard})
 
 
 def ministral3_sample(images, seed: int = 0) -> Sample:
@@ -299,7 +310,7 @@ def build_glm45v(seed: int = 0, **changes) -> nn.Module:
 
 
 AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32, "output_dim": 64}
-OMNI_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "audio_token_id": 123}
+OMNI_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "audio_token_id": AUDIO_TOKEN}
 
 
 def build_qwen25_omni(seed: int = 0, **changes) -> nn.Module:
@@ -330,7 +341,8 @@ def build_qwen3_omni(seed: int = 0, **changes) -> nn.Module:
         **norms,
         mrope_section=[8, 4, 4],
         thinker_config=Qwen3OmniMoeThinkerConfig(
-            vision_config=vision.to_dict(), audio_config={**AUDIO, "downsample_hidden_size": 16}
+            vision_config=vision.to_dict(),
+            audio_config={**AUDIO, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 400},
         ),
         **changes,
     )

@@ -9,8 +9,14 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniVisionEncoder
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoderConfig,
+    Qwen3OmniMoeVisionEncoderConfig,
+)
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeVisionEncoder,
+)
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from .towers import loss_of
@@ -19,6 +25,7 @@ WINDOW_PATCH = 3 * 2 * 14 * 14
 OMNI_PATCH = 3 * 2 * 16 * 16
 SIDE, SIGLIP_PATCH = 28, 14
 PIXTRAL_PATCH = 14
+MEL = 16
 SMALL = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
 
 
@@ -47,6 +54,15 @@ def qwen3_omni_config(**changes) -> Qwen3OmniMoeVisionEncoderConfig:
     """Return the configuration of a small tower, two layers of which feed deepstack mergers."""
     settings = {"depth": 3, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1]}
     return Qwen3OmniMoeVisionEncoderConfig(**{**SMALL, **settings, **changes})
+
+
+def qwen3_omni_audio_config(**changes) -> Qwen3OmniMoeAudioEncoderConfig:
+    """Return the configuration of a small tower with chunks of 100 frames in windows of 4."""
+    settings = {
+        **{"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "output_dim": 24},
+        **{"num_mel_bins": MEL, "downsample_hidden_size": 8, "n_window": 50, "n_window_infer": 400},
+    }
+    return Qwen3OmniMoeAudioEncoderConfig(**{**settings, "conv_chunksize": 3, **changes})
 
 
 def pixtral_config(**changes) -> PixtralVisionConfig:
@@ -92,6 +108,18 @@ def new_qwen3_omni(seed: int = 0, attention: str = "sdpa", **changes):
     return _new(Qwen3OmniMoeVisionEncoder, qwen3_omni_config(**changes), seed, attention, peaked)
 
 
+def new_qwen3_omni_audio(seed: int = 0, attention: str = "sdpa", **changes):
+    """Build Qwen3-Omni's audio tower, drawn so that features and attention are seen in its outputs.
+
+    Keys' biases, whose gradient is zero but for rounding, are not trained.
+    """
+    peaked = ("_proj.weight", "conv2d1.weight", "conv2d2.weight", "conv2d3.weight", "conv_out.weight")
+    model = _new(Qwen3OmniMoeAudioEncoder, qwen3_omni_audio_config(**changes), seed, attention, peaked)
+    for layer in model.layers:
+        layer.self_attn.k_proj.bias.requires_grad = False
+    return model
+
+
 def new_pixtral(seed: int = 0, attention: str = "sdpa", **changes):
     """Build Ministral 3's tower."""
     return _new(PixtralVisionModel, pixtral_config(**changes), seed, attention, ("q_proj.weight", "k_proj.weight"))
@@ -126,6 +154,12 @@ def draw_padded(rows, seed: int = 0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)), sizes
 
 
+def draw_clips(lengths, seed: int = 0):
+    """Return random features of clips of so many frames, laid out as Bridge's model has them, and the lengths."""
+    frames = torch.randn(sum(lengths), MEL, generator=torch.Generator().manual_seed(seed))
+    return frames.T, torch.tensor(lengths)
+
+
 def draw_images(count: int, seed: int = 0):
     """Return so many random images."""
     return torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
@@ -142,6 +176,12 @@ def run_qwen3_omni(model, rows, seed: int = 0):
     pixels, grid = draw_windows(rows, seed, OMNI_PATCH)
     returned = model(pixels, grid_thw=grid)
     return [returned.pooler_output, *returned.deepstack_features]
+
+
+def run_qwen3_omni_audio(model, lengths, seed: int = 0):
+    """Return the embeddings, called as Bridge's model calls the tower."""
+    features, lens = draw_clips(lengths, seed)
+    return [model(features, feature_lens=lens).last_hidden_state]
 
 
 def run_pixtral(model, rows, seed: int = 0):

@@ -14,6 +14,7 @@ TINY = {
     "qwen35_vl": [(1, 8, 8)],
     **dict.fromkeys(("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni", "ministral3"), TWO),
     "siglip": 2,
+    "qwen3_omni_audio": [230, 100],
 }
 
 

@@ -10,6 +10,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
+from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
@@ -21,18 +22,21 @@ from .hugging_face_towers import (
     OMNI_PATCH,
     SIDE,
     WINDOW_PATCH,
+    draw_clips,
     draw_images,
     draw_padded,
     draw_windows,
     new_glm45v,
     new_pixtral,
     new_qwen3_omni,
+    new_qwen3_omni_audio,
     new_qwen25,
     new_qwen25_omni,
     new_siglip,
     results,
     run_pixtral,
     run_qwen3_omni,
+    run_qwen3_omni_audio,
     run_qwen25,
     run_siglip,
 )
@@ -92,7 +96,18 @@ def cases(found):
     return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in found.items()])
 
 
-every_encoder = cases({**OF_ANY_SIZE, "siglip": IMAGES})
+# Frames of clips: a chunk has 100, a window 400.
+CLIPS = [[100], [237], [800], [30, 150], [99, 101, 100], [450, 450], [1300, 1], [120, 7, 8, 9, 330], [400, 399, 401]]
+CLIP_BUCKETS = (16, 2 * 16, 4 * 16, 8 * 16, 16 * 16)
+AUDIO = Case(
+    new_qwen3_omni_audio,
+    run_qwen3_omni_audio,
+    CLIPS,
+    {"buckets": CLIP_BUCKETS},
+    [1600, 1],
+    lambda lengths: draw_clips(lengths),
+)
+every_encoder = cases({**OF_ANY_SIZE, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 every_size = cases(OF_ANY_SIZE)
 with_grids = cases(WITH_GRIDS)
 
@@ -255,7 +270,7 @@ def test_microbatches_up_to_the_slots_are_in_flight(case):
     model = case.new()
     sizes = case.sizes[1:4]
     expected = [case.results(model, size)[1] for size in sizes]
-    wanted = list(model.parameters())
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with graphs_on(model, slots=2, **case.options) as graphs:
         losses = [loss_of(case.run(model, size)) for size in sizes]
         assert graphs.statistics().fallbacks == {"no_free_slot": 1}
@@ -297,7 +312,7 @@ def test_the_run_time_check_passes(case):
         assert len(graphs.workload.checks) == 3
 
 
-@cases({**WITH_GRIDS, "siglip": IMAGES})
+@cases({**WITH_GRIDS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 def test_a_call_for_more_than_the_usual_result_runs_eager(case):
     model = case.new()
     size = case.sizes[1]
@@ -465,6 +480,7 @@ def test_towers_are_found_where_bridges_models_hold_them():
         ("visual", new_qwen25_omni(), QWEN25_OMNI),
         ("visual", new_qwen3_omni(), QWEN3_OMNI),
         ("vision_tower", fixed, SIGLIP),
+        ("audio_model", new_qwen3_omni_audio(), QWEN3_OMNI_AUDIO),
         ("vision_model", bridges, None),
     ):
         holder = Holder(attribute, model)

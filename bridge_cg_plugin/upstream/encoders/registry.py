@@ -15,12 +15,13 @@ from ..wrappers import holders
 from .glm45v import GLM45V
 from .pixtral import PIXTRAL
 from .qwen3_omni import QWEN3_OMNI
+from .qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from .qwen3_vl import QWEN3_VL
 from .qwen25_omni import QWEN25_OMNI
 from .qwen25_vl import QWEN25_VL
 from .siglip import SIGLIP
 
-ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
+ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL, QWEN3_OMNI_AUDIO)
 _failed: set[str] = set()
 
 
@@ -59,8 +60,18 @@ def _load(point: EntryPoint) -> EncoderFamily | None:
 
 
 def find_encoder(chunks: nn.Module | Sequence[nn.Module]) -> FoundEncoder | None:
-    """Return the encoder of a model under any wrapper, None on a stage without one that graphs know."""
-    for family in encoders():
+    """Return the first encoder of a model under any wrapper, None on a stage without one that graphs know."""
+    return _first(chunks, encoders())
+
+
+def find_encoders(chunks: nn.Module | Sequence[nn.Module]) -> list[FoundEncoder]:
+    """Return the encoder of images and the one of audio that a model has under any wrapper, in this order."""
+    kinds = ([family for family in encoders() if family.encodes == kind] for kind in ("vision", "audio"))
+    return [found for found in (_first(chunks, families) for families in kinds) if found is not None]
+
+
+def _first(chunks: nn.Module | Sequence[nn.Module], families: Sequence[EncoderFamily]) -> FoundEncoder | None:
+    for family in families:
         for holder in holders(chunks):
             model = _find(family, holder)
             if model is not None:

@@ -13,12 +13,11 @@ from ...options.language_model import IMPL
 from ...options.normalization import options_of
 from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import collect
-from ..encoders.registry import find_encoder
 from ..wrappers import config_of, unwrapped
 from .graph_fields import apply_options
 from .packed_helper import PackedCudaGraphHelper, find_decoders
 from .provider_fields import EVERY
-from .vision_helper import VisionTECudaGraphHelper
+from .vision_helper import VisionTECudaGraphHelper, encoders_to_capture
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
@@ -77,16 +76,15 @@ class LoopDriver:
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
-        found = find_encoder(chunks) if vision else None
-        if found is not None:
-            helpers.append(
-                VisionTECudaGraphHelper(chunks, found.model.config, num_microbatches=most, capture_mode=ON_DEMAND)
-            )
+        encoders = encoders_to_capture(chunks, config) if vision else []
+        for found in encoders:
+            settings: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "found": found}
+            helpers.append(VisionTECudaGraphHelper(chunks, found.model.config, **settings))
         if packed:
             helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
         self._helpers = helpers
         if stages == 1:
-            self._name_what_is_missing(chunks, vision and found is None, packed)
+            self._name_what_is_missing(chunks, vision and not encoders, packed)
 
     def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
         missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))

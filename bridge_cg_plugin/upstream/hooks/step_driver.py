@@ -6,27 +6,27 @@ from typing import Any
 from torch import nn
 
 from ...options import PROVIDER_FIELDS
-from ..encoders.registry import find_encoder
-from .vision_helper import VisionTECudaGraphHelper
+from ..encoders.registry import FoundEncoder, find_encoders
+from .vision_helper import VisionTECudaGraphHelper, encoders_to_capture
 
 
 class OwnLoop:
-    """Drives one helper from `train_step`, as the train loops of later releases do from their own code.
+    """Drives helpers from `train_step`, as the train loops of later releases do from their own code.
 
     Those know Qwen3-VL's encoder alone; other encoders are driven here on every release.
 
-    The helper is made before the first step of a model that asks for graphs, and captures before the step that
-    follows `cuda_graph_warmup_steps` steps. Every way into training comes through `train_step`, which gets the model
-    and the state as arguments; a training callback would have to be handed over by the user's script.
+    Helpers are made before the first step of a model that asks for graphs, and capture before the step that follows
+    `cuda_graph_warmup_steps` steps. Every way into training comes through `train_step`, which gets the model and the
+    state as arguments; a training callback would have to be handed over by the user's script.
     """
 
     def __init__(self) -> None:
-        self._helper: VisionTECudaGraphHelper | None = None
-        self._vision_model: nn.Module | None = None
+        self._helpers: list[VisionTECudaGraphHelper] = []
+        self._found: list[nn.Module] = []
         self._steps = 0
 
     def before_step(self, model: Sequence[nn.Module], state: Any, bridge_drives: bool = False) -> None:
-        """Make the helper or capture, if it is time.
+        """Make the helpers or capture, if it is time.
 
         Args:
             model: The model's chunks.
@@ -40,27 +40,28 @@ class OwnLoop:
         provider = state.cfg.model
         if getattr(provider, PROVIDER_FIELDS["impl"], "none") in (None, "none"):
             return
-        found = find_encoder(model)
-        if found is None or (bridge_drives and found.family.driven_by_bridge):
+        found = [each.model for each in find_encoders(model) if not (bridge_drives and each.family.driven_by_bridge)]
+        if not found:
             return
-        helper = self._helper
-        if found.model is not self._vision_model or helper is None or helper.graphs is None:
-            helper = self._start(model, found.model)
-        if self._steps == provider.cuda_graph_warmup_steps and not helper.graphs_created():
-            helper.create_cudagraphs()
+        if found != self._found or any(helper.graphs is None for helper in self._helpers):
+            self._start(model, found, encoders_to_capture(model, provider))
+        for helper in self._helpers:
+            if self._steps == provider.cuda_graph_warmup_steps and not helper.graphs_created():
+                helper.create_cudagraphs()
         self._steps += 1
 
     def end(self) -> None:
-        """Forget the helper; whoever ends training has reported and freed its graphs."""
-        self._helper = self._vision_model = None
+        """Forget the helpers; whoever ends training has reported and freed their graphs."""
+        self._helpers, self._found = [], []
 
-    def _start(self, model: Sequence[nn.Module], vision_model: nn.Module) -> VisionTECudaGraphHelper:
+    def _start(self, model: Sequence[nn.Module], found: list[nn.Module], wanted: Sequence[FoundEncoder]) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        if self._helper is not None:  # left behind by a run that ended with an error
-            self._helper.delete_cuda_graphs()
-        self._steps, self._vision_model = 0, vision_model
-        self._helper = VisionTECudaGraphHelper(
-            list(model), vision_model.config, num_microbatches=get_num_microbatches()
-        )
-        return self._helper
+        for helper in self._helpers:  # left behind by a run that ended with an error
+            helper.delete_cuda_graphs()
+        self._steps, self._found = 0, found
+        self._helpers = [
+            VisionTECudaGraphHelper(list(model), each.model.config, num_microbatches=get_num_microbatches(), found=each)
+            for each in wanted
+            if each.model in found
+        ]

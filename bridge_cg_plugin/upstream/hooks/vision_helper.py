@@ -10,11 +10,11 @@ from torch import nn
 from ...graphs.executor import Executor
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
-from ...options import VisionGraphOptions, check_combinations, vision_options
+from ...options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ...options.capture import CaptureMode
 from ...vision.host_grids import HostGrids
 from ...vision.workload import VisionWorkload
-from ..encoders.registry import check_modules, find_encoder
+from ..encoders.registry import FoundEncoder, check_modules, find_encoder, find_encoders
 from ..environment import check_process
 from ..exempt import EXEMPT
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
@@ -40,6 +40,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         capture_mode: Overrides when the options say that buckets are recorded.
         options: Options; None reads them from the model's provider.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
+        found: The encoder; None takes the model's first.
 
     Raises:
         OptionError: An option cannot work.
@@ -59,14 +60,17 @@ class VisionTECudaGraphHelper(GraphHelper):
         capture_mode: CaptureMode | None = None,
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
+        found: FoundEncoder | None = None,
     ) -> None:
-        found = find_encoder(model)
+        found = found or find_encoder(model)
         if found is None:
             return
         vision_model, holder, family = found
         provider = getattr(holder, "config", None)
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
         adapter = family.adapt(vision_model)
+        if options is None and family.encodes == "audio":
+            options = audio_options(vision_options(source))
         self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
         if capture_mode is not None:
             self.options = replace(self.options, capture_mode=capture_mode)
@@ -112,6 +116,17 @@ class VisionTECudaGraphHelper(GraphHelper):
             self._text_only.remove()
             self._text_only = None
         super().delete_cuda_graphs()
+
+
+def encoders_to_capture(model: nn.Module | Sequence[nn.Module], source: Any) -> list[FoundEncoder]:
+    """Return the encoders of a model that its options ask graphs for.
+
+    Args:
+        model: The model's chunks.
+        source: Has its options.
+    """
+    found, options = find_encoders(model), vision_options(source, merge_unit=1)
+    return [each for each in found if options.audio or each.family.encodes != "audio"]
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

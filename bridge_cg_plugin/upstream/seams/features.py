@@ -19,6 +19,7 @@ from .registry.packed import PROVIDERS as LANGUAGE_MODELS
 from .seam import Feature, Seam
 
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
+AUDIO = next(one.field for one in VISION.options if one.name == "audio")
 HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
 KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
 
@@ -144,6 +145,13 @@ _ASKS: dict[Feature, _Ask] = {
     Feature.VISION: _vision(),
     Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
     **{feature: _vision(partial(_is_model, provider)) for _, provider, feature in TOWERS},
+    Feature.AUDIO_QWEN3_OMNI: _Ask(
+        lambda wish: (
+            wish.options.vision.enabled and wish.options.vision.audio and _is_model("Qwen3OmniModelProvider", wish)
+        ),
+        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl} with {AUDIO}=true",
+        f"{AUDIO}=false",
+    ),
     Feature.DEEPSTACK_GRADIENTS: _Ask(
         lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
         lambda wish: f"{ALLREDUCE}=true",

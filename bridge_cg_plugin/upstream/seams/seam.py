@@ -21,6 +21,7 @@ class Feature(StrEnum):
     VISION_GLM45V = "vision graphs of GLM-4.5V"
     VISION_QWEN25_OMNI = "vision graphs of Qwen2.5-Omni"
     VISION_QWEN3_OMNI = "vision graphs of Qwen3-Omni"
+    AUDIO_QWEN3_OMNI = "audio graphs of Qwen3-Omni"
     VISION_MINISTRAL3 = "vision graphs of Ministral 3"
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
     LAYER_PARTS = "vision graphs of parts of layers"

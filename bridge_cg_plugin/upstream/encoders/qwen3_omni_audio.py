@@ -1,0 +1,241 @@
+"""Qwen3-Omni's audio encoder, Hugging Face's module, as a region: clips of any length in chunks and windows."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...graphs.buckets import Bucket
+from ...graphs.fallback import Fallback
+from ...graphs.program import Buffers, RegionProgram, TensorSpec
+from ...graphs.rows import write_rows
+from ...graphs.workload import Call
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
+from ...vision.batch import GRID_DTYPES, AudioBatch, check_device
+from ...vision.encoders.chunks import Chunking, chunk_frames, token_places, window_ends
+from ...vision.encoders.windows import permuted
+from ...vision.guard import guarded_shape, images, poisoned, write_guarded
+from ...vision.host_grids import HostGrids
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ..kernels.saved_tensors import known_activations
+from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
+from .packed_towers import attending, refuse_precision
+
+# Upstream counts tokens by chunks of so many frames, whatever the configuration says.
+CHUNK_FRAMES = 100
+EXAMPLE = (1, 1, CHUNK_FRAMES)  # a clip
+# Clips of the cheaper recordings: fewer windows, so less for attention's kernels to look at.
+FEW_CLIPS = 8
+_held = held_as("audio_model", "Qwen3OmniMoeAudioEncoder")
+
+
+class Qwen3OmniAudioEncoder:
+    """Everything from features to embeddings, in one region. Buckets have one limit: clips.
+
+    A bucket's tokens are room for chunks (`Chunking.room`), not rows of the layers, which have those of full chunks.
+
+    Args:
+        model: Hugging Face's `Qwen3OmniMoeAudioEncoder`.
+        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
+    """
+
+    name = "audio_encoder"
+
+    def __init__(self, model: UpstreamModule, kernels: RecordingKernels = nullcontext) -> None:
+        self.model = model
+        self._kernels = kernels
+        self._chunking = chunking_of(model)
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.model,)
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        model = self.model
+        frames = self._chunks(bucket) * self._chunking.frames
+        return {
+            "features": TensorSpec((frames, model.num_mel_bins), model.conv2d1.weight.dtype),
+            "lengths": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
+        }
+
+    def size(self, batch: AudioBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: AudioBatch, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`."""
+        return Fallback.TOO_MANY_FRAMES if batch.frames > bucket.limits[0] else None
+
+    def load(self, buffers: Buffers, batch: AudioBatch) -> None:
+        """See `RegionProgram`."""
+        write_rows(buffers["features"], batch.pixels.T)
+        write_guarded(buffers["lengths"], functional.pad(batch.lengths[:, None], (2, 0), value=1), batch.rows)
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        buffers["features"].zero_()
+        write_guarded(buffers["lengths"], torch.tensor([EXAMPLE]), (EXAMPLE,))
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Output: embeddings `[tokens, width]`."""
+        model, chunking, chunks = self.model, self._chunking, self._chunks(bucket)
+        lengths = images(buffers["lengths"])[:, 2]
+        frame, exists = chunk_frames(lengths, chunks, chunking)
+        convolved = self._convolved(torch.where(exists[..., None], buffers["features"][frame], 0))
+        positions = model.positional_embedding.positional_embedding[: chunking.tokens].to(convolved.dtype)
+        hidden = (convolved + poisoned(positions, buffers["lengths"])).flatten(0, 1)
+        places = token_places(lengths, chunks, chunking)
+        hidden = permuted(hidden, places.order, places.place)
+        windows = self._windows(lengths, bucket)
+        for layer in model.layers:
+            hidden = layer(hidden, windows)[0]
+        return (model.proj2(model.act(model.proj1(model.ln_post(hidden)))),)
+
+    def _convolved(self, features: Tensor) -> Tensor:
+        """Return tokens `[chunks, tokens, width]` of features `[chunks, frames, mel]`."""
+        model, parts = self.model, []
+        for part in features.transpose(1, 2)[:, None].split(model.conv_chunksize):
+            for convolution in (model.conv2d1, model.conv2d2, model.conv2d3):
+                part = functional.gelu(convolution(part))
+            parts.append(part)
+        joined = torch.cat(parts)  # [chunks, channels, mel, tokens]
+        tokens: Tensor = model.conv_out(joined.permute(0, 3, 1, 2).flatten(2))
+        return tokens
+
+    def _windows(self, lengths: Tensor, bucket: Bucket) -> PackedSegments:
+        """Return where windows lie."""
+        chunking, chunks = self._chunking, self._chunks(bucket)
+        windows = chunking.most_windows(chunks, bucket.limits[0])
+        return PackedSegments(window_ends(lengths, windows, chunking), min(chunking.window, chunks) * chunking.tokens)
+
+    def _chunks(self, bucket: Bucket) -> int:
+        return bucket.tokens // self._chunking.room
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self.modules())
+
+    def output_rows(self, batch: AudioBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (sum(self._chunking.clip_tokens(length) for _, _, length in batch.rows),)
+
+    def differentiable_inputs(self, batch: AudioBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`: features take no gradient."""
+        return ()
+
+
+class Qwen3OmniAudioAdapter:
+    """See `EncoderAdapter`.
+
+    Args:
+        model: Hugging Face's `Qwen3OmniMoeAudioEncoder`.
+
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+    """
+
+    unit_of = "one chunk of audio"
+    deterministic_tokens = math.inf
+
+    def __init__(self, model: UpstreamModule) -> None:
+        refuse_checkpointing(model)
+        refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
+        self._model = model
+        self._chunking = chunking_of(model)
+        self.unit = self._chunking.room
+
+    def read(self, grids: HostGrids, input_features: Tensor, feature_lens: Tensor, **others: Any) -> Call:
+        """See `EncoderAdapter`."""
+        check_device(input_features, self._model.conv2d1.weight.device)
+        misfit = _misfit(input_features, feature_lens, self._model.num_mel_bins)
+        lengths = () if misfit is not None else grids.values(feature_lens)
+        batch = AudioBatch(input_features, feature_lens, tuple((1, 1, length) for length in lengths), self._chunking)
+        return encoder_call(batch, returns_an_object(others), misfit or _lengths_misfit(batch))
+
+    def run(self, forward: Callable[..., Any], batch: AudioBatch) -> Any:
+        """See `EncoderAdapter`."""
+        return forward(batch.pixels, feature_lens=batch.lengths)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `EncoderAdapter`."""
+        return (returned.last_hidden_state,)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `EncoderAdapter`."""
+        return result(last_hidden_state=outputs[0])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `EncoderAdapter`: few clips and many; each has a chunk at least."""
+        most = min(frames, capacity // self.unit)
+        return [(clips,) for clips in sorted({min(FEW_CLIPS, most), most})]
+
+    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
+        """See `EncoderAdapter`."""
+        program: Any = Qwen3OmniAudioEncoder(self._model, kernels)
+        return program  # type: ignore[no-any-return]
+
+
+def chunking_of(model: UpstreamModule) -> Chunking:
+    """Return how an encoder cuts clips."""
+    return Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
+
+
+def find(holder: nn.Module) -> nn.Module | None:
+    """Return the encoder that a module holds or is; None also where upstream's count of its tokens is wrong."""
+    found = _held(holder)
+    model: UpstreamModule = found
+    if found is None or 2 * model.n_window != CHUNK_FRAMES or model.n_window_infer < CHUNK_FRAMES:
+        return None
+    return found
+
+
+def _misfit(features: Tensor, lengths: Any, mel: int) -> str | None:
+    """Return how features or lengths differ from what a graph takes, None where they do not."""
+    if features.dim() != 2 or features.shape[0] != mel:
+        return f"input_features has shape {tuple(features.shape)}, the encoder takes ({mel}, frames)"
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in GRID_DTYPES:
+        found = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        return f"feature_lens is {found}, the encoder takes an int32 or int64 tensor (clips,)"
+    if lengths.device != features.device:
+        return f"feature_lens is on {lengths.device}, input_features on {features.device}"
+    return None
+
+
+def _lengths_misfit(batch: AudioBatch) -> str | None:
+    """Return what is wrong with the lengths of a microbatch, None where nothing is."""
+    lengths, frames = [length for _, _, length in batch.rows], batch.pixels.shape[1]
+    if min(lengths, default=0) < 1:
+        return f"feature_lens={lengths}: there must be a clip, and each must have a frame"
+    if sum(lengths) != frames:
+        return f"input_features has {frames} frames, feature_lens describes {sum(lengths)}: they belong to other clips"
+    if max(lengths) < CHUNK_FRAMES:
+        # Upstream pads chunks to the longest of the batch, and its convolutions see what they are padded to.
+        return f"no clip has the {CHUNK_FRAMES} frames of a chunk"
+    return None
+
+
+def _attention(attention: UpstreamModule, hidden_states: Tensor, cu_seqlens: PackedSegments, **others: Any) -> Tensor:
+    tokens = hidden_states.shape[0]
+    query, key, value = (
+        project(hidden_states).view(tokens, attention.num_heads, -1)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.out_proj(context.reshape(tokens, -1))
+    return projected
+
+
+QWEN3_OMNI_AUDIO = EncoderFamily(
+    name="Qwen3-Omni's audio",
+    find=find,
+    adapt=Qwen3OmniAudioAdapter,
+    kernels=attending("Qwen3OmniMoeAudioAttention", _attention),
+    known_activations=known_activations,
+    encodes="audio",
+)

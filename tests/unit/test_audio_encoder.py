@@ -1,0 +1,217 @@
+"""Qwen3-Omni's audio encoder on graphs: clips of any length, beside upstream's own chunks, windows and outputs."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
+
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.encoders.chunks import Chunking, chunk_frames, token_places, window_ends
+
+from .hugging_face_towers import draw_clips, new_qwen3_omni_audio, results, run_qwen3_omni_audio
+from .towers import assert_close, graphs_on, poison
+
+CHUNK, ROOM, TOLERANCE = 13, 16, 1e-6
+BUCKETS = tuple(ROOM * chunks for chunks in (2, 5, 12, 40))
+clip = st.one_of(st.integers(1, 120), st.integers(1, 900), st.integers(1, 9).map(lambda chunks: 100 * chunks))
+clips = st.lists(clip, min_size=1, max_size=5)
+
+
+def run(model, lengths, seed=0):
+    return results(run_qwen3_omni_audio, model, lengths, seed)
+
+
+def assert_equal_results(found, expected):
+    assert_close(found[0], expected[0], TOLERANCE)
+    assert_close(found[1], expected[1], 10 * TOLERANCE)
+
+
+@given(lengths=clips, unused=st.integers(0, 3), spare=st.integers(0, 4), window=st.integers(1, 8))
+def test_places_are_upstreams(lengths, unused, spare, window):
+    assume(max(lengths) >= 100)
+    chunking, given_lengths = Chunking(100, window), torch.tensor(lengths)
+    numbers = torch.arange(1.0, 1 + sum(lengths))[None]
+    padded, of_chunks = upstream.chunk_and_pad_features(numbers, given_lengths, 50)
+    kept = upstream.get_valid_indices(of_chunks)
+    ends = upstream.get_audio_cu_seqlens(of_chunks, given_lengths, 100 * window, 50)
+    chunks, device = len(of_chunks) + spare, pad(given_lengths, (0, unused))
+
+    frame, exists = chunk_frames(device, chunks, chunking)
+    assert torch.equal(torch.where(exists, frame + 1, 0)[: len(of_chunks)].float(), padded[:, 0])
+    assert not exists[len(of_chunks) :].any()
+
+    places = token_places(device, chunks, chunking)
+    every = torch.arange(chunks * CHUNK)
+    assert torch.equal(places.order[: len(kept)], kept)
+    assert torch.equal(places.order[places.place], every) and torch.equal(places.place[places.order], every)
+
+    found = window_ends(device, chunking.most_windows(chunks, len(lengths)), chunking)
+    assert torch.equal(found[: len(ends)], ends) and bool((found[len(ends) :] == ends[-1]).all())
+
+    assert (chunking.tokens, chunking.room) == (CHUNK, ROOM)
+    assert sum(map(chunking.chunks, lengths)) == len(of_chunks)
+    assert sum(map(chunking.clip_tokens, lengths)) == len(kept)
+
+
+@settings(max_examples=15)
+@given(sequence=st.lists(clips, min_size=1, max_size=3))
+def test_any_sequence_of_microbatches_equals_eager(sequence):
+    model = new_qwen3_omni_audio()
+    expected = [run(model, lengths, seed) for seed, lengths in enumerate(sequence)]
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        for seed, lengths in enumerate(sequence):
+            poison(graphs, float("nan"))
+            assert_equal_results(run(model, lengths, seed), expected[seed])
+        short = sum(max(lengths) < 100 for lengths in sequence)
+        assert graphs.statistics().replays == len(sequence) - short
+        assert graphs.statistics().fallbacks == ({"other_batch": short} if short else {})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("changes", [{}, {"n_window_infer": 100}, {"n_window_infer": 850}, {"conv_chunksize": 500}])
+def test_windows_and_convolutions_of_other_sizes_equal_eager(attention, changes):
+    model, lengths = new_qwen3_omni_audio(attention=attention, **changes), [950, 100, 301]
+    expected = run(model, lengths)
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        poison(graphs, float("nan"))
+        assert_equal_results(run(model, lengths), expected)
+        assert graphs.statistics().replays == 1
+
+
+def test_windows_keep_clips_and_parts_of_clips_apart():
+    """The same frames as one clip and as two, and in windows of other sizes, give other embeddings."""
+    model, others = new_qwen3_omni_audio(), new_qwen3_omni_audio(n_window_infer=800)
+    with graphs_on(model, buckets=BUCKETS), graphs_on(others, buckets=BUCKETS):
+        found = [run(*given)[0][0] for given in ((model, [800]), (model, [300, 500]), (others, [800]))]
+    assert min((each - found[0]).norm() for each in found[1:]) > 0.1 * found[0].norm()
+
+
+def test_padding_reaches_no_real_row():
+    model, found = new_qwen3_omni_audio(), []
+    for bucket in (4 * ROOM, 40 * ROOM):
+        with graphs_on(model, buckets=(bucket,)) as graphs:
+            poison(graphs, float("nan"))
+            found.append(run(model, [230, 100]))
+            assert graphs.statistics().replays == 1
+    assert_equal_results(found[1], found[0])
+
+
+def test_more_clips_than_recorded_run_eager():
+    model = new_qwen3_omni_audio()
+    with graphs_on(model, buckets=(40 * ROOM,), max_frames=4) as graphs:
+        run(model, [100] * 4)
+        run(model, [100] * 5)
+        assert graphs.statistics().fallbacks == {"too_many_frames": 1} and graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("frozen", ["conv2d", "layers.0", "proj"])
+def test_parts_of_the_encoder_are_trained(frozen):
+    model = new_qwen3_omni_audio()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad &= not name.startswith(frozen)
+    expected = run(model, [430, 150])
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        poison(graphs, float("nan"))
+        assert_equal_results(run(model, [430, 150]), expected)
+
+
+def test_clips_without_a_full_chunk_run_eager():
+    """Upstream pads chunks to the longest of the batch, which its convolutions see."""
+    model = new_qwen3_omni_audio()
+    features, lengths = draw_clips([50, 99])
+    longer = torch.cat((features, features.new_ones(len(features), 100)), 1)
+    alone = model(features[:, :50], feature_lens=lengths[:1]).last_hidden_state
+    beside = model(features, feature_lens=lengths).last_hidden_state
+    assert (alone - beside[: len(alone)]).norm() > 1e-3 * alone.norm()
+    expected = model(longer, feature_lens=torch.tensor([50, 99, 100])).last_hidden_state
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        assert_close([model(features, feature_lens=lengths).last_hidden_state], [beside], 0.0)
+        assert graphs.statistics().fallbacks == {"other_batch": 1}
+        assert_close([model(longer, feature_lens=torch.tensor([50, 99, 100])).last_hidden_state], [expected], TOLERANCE)
+        assert graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "lengths", "match"),
+    [
+        (100, [60], "has 100 frames, feature_lens describes 60"),
+        (100, [60, 60], "has 100 frames, feature_lens describes 120"),
+        (100, [100.0], "feature_lens is torch.float32"),
+        (100, [[100]], r"feature_lens is torch.int64 \(1, 1\)"),
+    ],
+)
+def test_lengths_of_other_clips_are_refused_as_by_eager(frames, lengths, match):
+    model = new_qwen3_omni_audio()
+    features, _ = draw_clips([frames])
+    try:
+        expected = model(features, feature_lens=torch.tensor(lengths)).last_hidden_state
+    except Exception:
+        expected = None
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        if expected is None:
+            with pytest.raises(BatchError, match=match):
+                model(features, feature_lens=torch.tensor(lengths))
+        else:
+            found = model(features, feature_lens=torch.tensor(lengths)).last_hidden_state
+            assert_close([found], [expected], 0.0)
+        assert graphs.statistics().replays == 0
+
+
+def test_places_that_the_caller_computed_run_eager():
+    model = new_qwen3_omni_audio()
+    features, lengths = draw_clips([230, 100])
+    padded, of_chunks = upstream.chunk_and_pad_features(features, lengths, 50)
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        model(features, feature_lens=lengths, padded_feature=padded, chunk_lengths=of_chunks)
+        assert graphs.statistics().fallbacks == {"call_arguments": 1}
+
+
+@pytest.mark.parametrize("changes", [{"n_window": 100}, {"n_window_infer": 50}])
+def test_an_encoder_whose_tokens_upstream_counts_wrong_is_not_found(changes):
+    model = new_qwen3_omni_audio(**changes)
+    with pytest.raises((IndexError, RuntimeError)):
+        run_qwen3_omni_audio(model, [200])
+    assert find_encoder(model) is None
+
+
+def test_lengths_that_changed_behind_the_hosts_back_give_nan():
+    model = new_qwen3_omni_audio()
+    with graphs_on(model, buckets=BUCKETS) as graphs:
+        read = graphs.workload.adapter.read
+        features, lengths = draw_clips([230, 100])
+
+        def stale(grids, *args, **kwargs):
+            call = read(grids, *args, **kwargs)
+            lengths.copy_(torch.tensor([130, 200]))
+            return call
+
+        graphs.workload.adapter.read = stale
+        assert model(features, feature_lens=lengths).last_hidden_state.isnan().all()
+
+
+def test_buckets_that_are_captured_on_demand_pad_seconds():
+    """A capacity is a multiple of 4 chunks, whatever a chunk's tokens divide by."""
+    model = new_qwen3_omni_audio()
+    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
+        for _ in range(4):
+            run(model, [950])
+        assert graphs.capture()
+        run(model, [950])
+        assert graphs.workload.buckets.capacities == (12 * ROOM,) and graphs.statistics().replays == 1
+
+
+def test_clips_of_a_frozen_encoder_are_encoded_once():
+    """Features are laid out frame by frame, as Bridge's model has them: not contiguous."""
+    model = new_qwen3_omni_audio().requires_grad_(False)
+    features, lengths = draw_clips([230, 100])
+    expected = model(features, feature_lens=lengths).last_hidden_state
+    others = model(features, feature_lens=lengths.flip(0)).last_hidden_state
+    with graphs_on(model, buckets=BUCKETS, frozen_outputs_gb=1.0) as graphs:
+        for _ in range(3):
+            poison(graphs, float("nan"))
+            assert_close([model(features, feature_lens=lengths).last_hidden_state], [expected], TOLERANCE)
+        assert_close([model(features, feature_lens=lengths.flip(0)).last_hidden_state], [others], TOLERANCE)
+        assert (graphs.workload.frozen.found, graphs.workload.frozen.replays) == (2, 2)
