@@ -79,7 +79,7 @@ def audit(sources: Sequence[str]) -> Audit:
             found.not_compared[seam.name] = reason
         else:
             found.fits.append(seam.name)
-    found.features = {feature.value: asdict(state) for feature, state in feature_states(found.drift).items()}
+    found.features = {str(feature): asdict(state) for feature, state in feature_states(found.drift).items()}
     if not found.fits and not found.drift:
         raise AuditError(f"{', '.join(sources)}: no module of Bridge or megatron-core is in there")
     return found

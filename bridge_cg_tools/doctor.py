@@ -218,7 +218,7 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
         for name, s in states.items()
     }
     broken = {name: s for name, s in states.items() if s.state == "broken"}
-    found.features = {feature.value: asdict(state) for feature, state in feature_states(broken, found.active).items()}
+    found.features = {str(feature): asdict(state) for feature, state in feature_states(broken, found.active).items()}
     release = found.versions["megatron-bridge"]
     found.known_release = is_known(release or "")
     table = ", ".join(r.bridge for r in RELEASES)

@@ -13,10 +13,11 @@ PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
 # The release that waits for copies inside graphs brought this field.
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
-# Bridge's providers of models whose vision tower is Hugging Face's module.
-HUGGING_FACE_TOWERS = (
-    *("Qwen25VLModelProvider", "Gemma3VLModelProvider", "GLM45VModelProvider"),
-    *("Qwen25OmniModelProvider", "Qwen3OmniModelProvider", "Ministral3ModelProvider"),
+# Bridge's providers of models that take images: all but these have a vision tower that is Hugging Face's module.
+BRIDGES_MODELS = "megatron.bridge.models."
+QWEN3_VL = (
+    *("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"),
+    *("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
 )
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
 # wildcards may mean those of the language model alone.
@@ -104,7 +105,7 @@ def facts_of(written: Written) -> Facts:
     modules = settings.get("recompute_modules")
     granularity = settings.get("recompute_granularity")
     experts = settings.get("num_moe_experts")
-    tower = None if written.model is None else _has_base(written.model, HUGGING_FACE_TOWERS)
+    tower = None if written.model is None else _has_tower(written.model)
     return Facts(
         te_rng_tracker=_te_rng_tracker(settings),
         megatron_fsdp=_flag(settings, "use_megatron_fsdp"),
@@ -142,8 +143,10 @@ def facts_of(written: Written) -> Facts:
     )
 
 
-def _has_base(model: Any, names: tuple[str, ...]) -> bool:
-    return not {base.__name__ for base in type(model).__mro__}.isdisjoint(names)
+def _has_tower(model: Any) -> bool:
+    bases = type(model).__mro__
+    bridges = any(base.__module__.startswith(BRIDGES_MODELS) for base in bases)
+    return bridges and hasattr(model, "vision_cuda_graph_impl") and {b.__name__ for b in bases}.isdisjoint(QWEN3_VL)
 
 
 def _flag(settings: dict[str, Any], name: str) -> bool | None:

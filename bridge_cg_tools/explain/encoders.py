@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_plugin.upstream.seams.encoders import declared
 from bridge_cg_tools.planner.cost import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, CostModel, Fit
 
-QWEN3_VL, QWEN35_VL, QWEN25_VL, SIGLIP = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL", "SigLIP"
+QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3 = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL", "Gemma 3"
 _OF_PROVIDERS = {
     "Qwen3VLModelProvider": QWEN3_VL,
     "Qwen3VLMoEModelProvider": QWEN3_VL,
     "Qwen35VLModelProvider": QWEN35_VL,
     "Qwen35VLMoEModelProvider": QWEN35_VL,
-    "Qwen25VLModelProvider": QWEN25_VL,
-    "Gemma3VLModelProvider": SIGLIP,
+    **{encoder.model.provider: encoder.name for encoder in declared() if encoder.encodes == "vision"},
 }
 _DEPTHS = ("depth", "num_hidden_layers")
 
@@ -129,7 +129,7 @@ MEASURED = (
         ),
     ),
     _records(
-        Encoder(SIGLIP, 27, 1152),
+        Encoder(GEMMA3, 27, 1152),
         (Row(4096, 1, 75.4, 69.7, 4.2), Row(8192, 2, 135.4, 136.2, 7.9), Row(16384, 4, 260.1, 273.9, 15.5)),
         kernels=("auto", "exact", "fast"),  # there are no others
     ),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-_MODELS = "megatron.bridge.models"
+from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, models
+
 GPT = "gpt_provider.GPTModelProvider"
 
 
@@ -32,17 +33,30 @@ class Family:
 
 
 _QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_provider.Qwen35VL"
-_QWEN25_VL = "qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
 _COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": 151936}
 _DENSE = {**_COMMON, "num_moe_experts": None}
 _LARGE = {"depth": 27, "hidden_size": 1152}
-_EXPERTS = {count: {**_COMMON, "num_moe_experts": count} for count in (128, 256, 512)}
+
+
+def _experts(count: int) -> dict[str, Any]:
+    return {**_COMMON, "num_moe_experts": count}
+
+
+def _family_of(model: Model, on_hub: HubModels) -> Family:
+    return Family(
+        names=on_hub.names,
+        provider=f"{model.module.removeprefix(f'{MODELS}.')}.{model.provider}",
+        sizes=_DENSE if on_hub.experts is None else _experts(on_hub.experts),
+        encoder=dict(zip(("depth", "hidden_size"), on_hub.encoder or (), strict=False)),
+    )
+
+
 # The first that matches counts.
 FAMILIES = (
     Family(
         names=r"Qwen/Qwen3-VL-\d+B-A\d+B",
         provider=f"{_QWEN3_VL}MoEModelProvider",
-        sizes=_EXPERTS[128],
+        sizes=_experts(128),
         deepstack=(8, 16, 24),
         encoder=_LARGE,
     ),
@@ -57,47 +71,19 @@ FAMILIES = (
     Family(
         names=r"Qwen/Qwen3\.[56]-397B",
         provider=f"{_QWEN35_VL}MoEModelProvider",
-        sizes=_EXPERTS[512],
+        sizes=_experts(512),
         encoder=_LARGE,
     ),
     Family(
         names=r"Qwen/Qwen3\.[56]-\d+B-A\d+B",
         provider=f"{_QWEN35_VL}MoEModelProvider",
-        sizes=_EXPERTS[256],
+        sizes=_experts(256),
         encoder=_LARGE,
     ),
     Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
     Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
-    Family(
-        names=r"Qwen/Qwen2\.5-VL-[37]B",
-        provider=_QWEN25_VL,
-        sizes=_DENSE,
-        encoder={"depth": 32, "hidden_size": 1280},
-    ),
-    Family(names=r"Qwen/Qwen2\.5-VL-", provider=_QWEN25_VL, sizes=_DENSE),
-    Family(
-        names=r"google/gemma-3-(4|12|27)b",
-        provider="gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
-        sizes=_DENSE,
-        encoder=_LARGE,
-    ),
-    Family(names=r"zai-org/GLM-4\.5V", provider="glm_vl.glm_45v_provider.GLM45VModelProvider", sizes=_EXPERTS[128]),
-    Family(
-        names=r"mistralai/Ministral-3-\d+B",
-        provider="ministral3.ministral3_provider.Ministral3ModelProvider",
-        sizes=_DENSE,
-    ),
-    Family(
-        names=r"Qwen/Qwen2\.5-Omni-",
-        provider="qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
-        sizes=_DENSE,
-    ),
-    Family(
-        names=r"Qwen/Qwen3-Omni-\d+B-A\d+B",
-        provider="qwen_omni.qwen3_omni_provider.Qwen3OmniModelProvider",
-        sizes=_EXPERTS[128],
-    ),
-    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_EXPERTS[128]),
+    *(_family_of(model, on_hub) for model in models() for on_hub in model.hub),
+    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128)),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )
 # What a configuration on the hub decides. Nothing is known of it for a model of no family.
@@ -132,7 +118,7 @@ class StandInBridge:
         if family is None:
             return unknown_model()
         module, _, kind = family.provider.rpartition(".")
-        return _provider(getattr(importlib.import_module(f"{_MODELS}.{module}"), kind), family)
+        return _provider(getattr(importlib.import_module(f"{MODELS}.{module}"), kind), family)
 
 
 _asked: list[str] = []
@@ -177,6 +163,6 @@ def _provider(kind: type, family: Family) -> Any:
 
 def unknown_model() -> Any:
     """Return a model's configuration of which only what every model has is known."""
-    gpt = importlib.import_module(f"{_MODELS}.gpt_provider").GPTModelProvider
+    gpt = importlib.import_module(f"{MODELS}.gpt_provider").GPTModelProvider
     known = vars(_provider(gpt, Family(names="", provider=GPT)))
     return SimpleNamespace(**{name: value for name, value in known.items() if name not in _FROM_THE_HUB})

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS, Fp32Copy, forward, step
+from bridge_cg_tools.benchmarks.models.encoder_case import Fp32Copy, forward, step
+from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import loss_distance
 
 from ..unit import bridge_towers

@@ -17,7 +17,7 @@ from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import states
 from bridge_cg_plugin.upstream.seams.activation import broken_seams, seam_states
 from bridge_cg_plugin.upstream.seams.call_arguments import arguments_of
-from bridge_cg_plugin.upstream.seams.features import KNOWN_MODELS, feature_states
+from bridge_cg_plugin.upstream.seams.features import FEATURES, KNOWN_MODELS, feature_states
 from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
@@ -78,20 +78,20 @@ CONFIGURATIONS = {
         {F.DEEPSTACK_GRADIENTS},
     ),
     "vision graphs of Qwen3.5-VL": (QWEN35_VL, EXACT, QWEN3_VISION),
-    "vision graphs of Qwen2.5-VL": (QWEN25_VL, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN25_VL}),
-    "vision graphs of Gemma 3": (GEMMA3, VISION, {F.OPTIONS, F.VISION, F.VISION_GEMMA3}),
-    "vision graphs of GLM-4.5V": (GLM45V, VISION, {F.OPTIONS, F.VISION, F.VISION_GLM45V}),
-    "vision graphs of Qwen2.5-Omni": (QWEN25_OMNI, VISION, {F.OPTIONS, F.VISION, F.VISION_QWEN25_OMNI}),
-    "vision graphs of Ministral 3": (MINISTRAL3, VISION, {F.OPTIONS, F.VISION, F.VISION_MINISTRAL3}),
+    "vision graphs of Qwen2.5-VL": (QWEN25_VL, VISION, {F.OPTIONS, F.VISION, "vision graphs of Qwen2.5-VL"}),
+    "vision graphs of Gemma 3": (GEMMA3, VISION, {F.OPTIONS, F.VISION, "vision graphs of Gemma 3"}),
+    "vision graphs of GLM-4.5V": (GLM45V, VISION, {F.OPTIONS, F.VISION, "vision graphs of GLM-4.5V"}),
+    "vision graphs of Qwen2.5-Omni": (QWEN25_OMNI, VISION, {F.OPTIONS, F.VISION, "vision graphs of Qwen2.5-Omni"}),
+    "vision graphs of Ministral 3": (MINISTRAL3, VISION, {F.OPTIONS, F.VISION, "vision graphs of Ministral 3"}),
     "vision graphs of Qwen3-Omni": (
         QWEN3_OMNI,
         VISION,
-        {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI, F.AUDIO_QWEN3_OMNI},
+        {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni", "audio graphs of Qwen3-Omni"},
     ),
     "without its audio encoder": (
         QWEN3_OMNI,
         {**VISION, "vision_cuda_graph_tuning": {"audio": False}},
-        {F.OPTIONS, F.VISION, F.VISION_QWEN3_OMNI},
+        {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni"},
     ),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
     "language-model graphs of MLPs": (
@@ -185,7 +185,7 @@ def refused(config):
 
 
 def test_the_configurations_ask_for_every_feature(configs):
-    assert {f for _, _, asked in CONFIGURATIONS.values() for f in asked} == set(F) - ASKED_BY_NONE
+    assert {f for _, _, asked in CONFIGURATIONS.values() for f in asked} == set(FEATURES) - ASKED_BY_NONE
     assert [label for label, config in configs.items() if refused(config)] == []
 
 
@@ -281,7 +281,7 @@ def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
 
 
 def test_every_seam_serves_features_and_known_models():
-    assert {feature for entry in SEAMS for feature in entry.features} == set(F)
+    assert {feature for entry in SEAMS for feature in entry.features} == set(FEATURES)
     for entry in SEAMS:
         assert entry.features, entry.name
     assert set(MODULES) <= KNOWN_MODELS
@@ -449,7 +449,7 @@ def test_a_wrapper_of_the_encoders_forward_hides_no_padding(active):
 
 def test_doctor_shows_each_feature(active, break_seam, capsys):
     found = doctor.diagnose(wants_gpu=False)
-    assert {name: f["state"] for name, f in found.features.items()} == dict.fromkeys((f.value for f in F), "ready")
+    assert {name: f["state"] for name, f in found.features.items()} == dict.fromkeys(map(str, FEATURES), "ready")
     break_seam(seam("siglip_forward"))
     assert main(["doctor", "--no-gpu", "--details"]) == 1
     out = capsys.readouterr().out
@@ -508,7 +508,7 @@ def test_doctor_shows_features_of_a_plugin_that_is_off(active, break_seam):
     bridge_cg_plugin.deactivate()
     found = doctor.diagnose(wants_gpu=False)
     states = {name: feature["state"] for name, feature in found.features.items()}
-    assert states == {f.value: "ready" if f in (F.PLANNER, F.SCRIPTS) else "off" for f in F}
+    assert states == {str(f): "ready" if f in (F.PLANNER, F.SCRIPTS) else "off" for f in FEATURES}
     assert "  off           vision graphs\n" in doctor.render(found, details=True)
     break_seam(seam("siglip_forward"))
     assert doctor.diagnose(wants_gpu=False).features["vision graphs of Gemma 3"]["state"] == "not available"

@@ -46,7 +46,7 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
     [
         (
             ["--encoders", "qwen2"],
-            "--encoders qwen2: it must be any of qwen35_vl, qwen25_vl, glm45v, qwen25_omni, qwen3_omni,",
+            "--encoders qwen2: it must be any of glm45v, ministral3, qwen25_omni,",
         ),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),

@@ -24,7 +24,8 @@ OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
 def tower_of_hugging_face(**fields):
     """Return the provider of a model whose vision tower is Hugging Face's, with vision graphs on."""
-    kind = type("Qwen25VLModelProvider", (SimpleNamespace,), {})
+    module = "megatron.bridge.models.qwen_vl.qwen25_vl_provider"
+    kind = type("Qwen25VLModelProvider", (SimpleNamespace,), {"__module__": module})
     return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
 
 

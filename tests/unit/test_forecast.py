@@ -10,13 +10,13 @@ from bridge_cg_plugin.vision.plan import MEMORY_MARGIN
 from bridge_cg_tools.benchmarks.pages.results_page import ROOT
 from bridge_cg_tools.benchmarks.records.results import read_records
 from bridge_cg_tools.explain.answer import NOT_MEASURED, Answer
-from bridge_cg_tools.explain.encoders import MEASURED, QWEN3_VL, QWEN25_VL, SIGLIP, Encoder, encoder_of
+from bridge_cg_tools.explain.encoders import GEMMA3, MEASURED, QWEN3_VL, QWEN25_VL, Encoder, encoder_of
 from bridge_cg_tools.explain.forecast import FILLED, as_json, forecast, largest_bucket
 from bridge_cg_tools.explain.table import _cell, render
 from bridge_cg_tools.planner.cost import DEFAULTS, VISION_EXACT
 
 COST = DEFAULTS["vision"]
-NAMES = {QWEN3_VL: "qwen3_vl", "Qwen3.5-VL": "qwen35_vl", QWEN25_VL: "qwen25_vl", SIGLIP: "siglip"}
+NAMES = {QWEN3_VL: "qwen3_vl", "Qwen3.5-VL": "qwen35_vl", QWEN25_VL: "qwen25_vl", GEMMA3: "siglip"}
 
 
 def options_with(vision):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 
 MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob("*.py"))
@@ -113,15 +114,15 @@ FIRST = {
     **{
         feature: f"test_encoders.py::test_segments_equal_eager_on_the_same_kernels_to_the_bit[{name}]"
         for feature, name in (
-            (F.VISION_QWEN25_VL, "qwen25_vl"),
-            (F.VISION_GLM45V, "glm45v"),
-            (F.VISION_QWEN25_OMNI, "qwen25_omni"),
-            (F.VISION_QWEN3_OMNI, "qwen3_omni"),
+            ("vision graphs of Qwen2.5-VL", "qwen25_vl"),
+            ("vision graphs of GLM-4.5V", "glm45v"),
+            ("vision graphs of Qwen2.5-Omni", "qwen25_omni"),
+            ("vision graphs of Qwen3-Omni", "qwen3_omni"),
         )
     },
-    F.VISION_MINISTRAL3: "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
-    F.AUDIO_QWEN3_OMNI: "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-qwen3_omni_audio]",
-    F.VISION_GEMMA3: "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip]",
+    "vision graphs of Ministral 3": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
+    "audio graphs of Qwen3-Omni": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-qwen3_omni_audio]",
+    "vision graphs of Gemma 3": "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip]",
     F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
     F.STREAMS: "test_side_stream.py::test_mixes_replayed_on_two_streams",
@@ -144,7 +145,7 @@ ON_THE_CPU = {F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE, F.PLANNER, F.SCRIPTS
 
 
 def test_the_first_gpu_tests_touch_every_feature(collected):
-    assert FIRST.keys() | SEVERAL_GPUS | ON_THE_CPU == set(F)
+    assert FIRST.keys() | SEVERAL_GPUS | ON_THE_CPU == set(FEATURES)
     first = {each.nodeid.rpartition("/")[2] for each in collected if each.get_closest_marker("first")}
     assert set(FIRST.values()) <= first
 

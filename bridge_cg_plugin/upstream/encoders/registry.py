@@ -1,5 +1,6 @@
 """The encoders that vision graphs have an adapter for, and how one is found in a model."""
 
+import importlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -11,17 +12,18 @@ from ...announce import warn
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
 from ..seams.encoder_group import GROUP, points
+from ..seams.encoders import Declaration, declared
 from ..wrappers import holders
-from .glm45v import GLM45V
-from .pixtral import PIXTRAL
-from .qwen3_omni import QWEN3_OMNI
-from .qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from .qwen3_vl import QWEN3_VL
-from .qwen25_omni import QWEN25_OMNI
-from .qwen25_vl import QWEN25_VL
-from .siglip import SIGLIP
 
-ENCODERS = (QWEN3_VL, QWEN25_VL, SIGLIP, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL, QWEN3_OMNI_AUDIO)
+
+def _family(encoder: Declaration) -> EncoderFamily:
+    module, _, name = encoder.region.partition(":")
+    family: EncoderFamily = getattr(importlib.import_module(f".{module}", __package__), name)
+    return family
+
+
+ENCODERS = (QWEN3_VL, *map(_family, declared()))
 _failed: set[str] = set()
 
 

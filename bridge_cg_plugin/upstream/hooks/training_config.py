@@ -27,7 +27,7 @@ from ...options.releases import field_values
 from ...options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ..environment import check_offloading, check_process
 from ..seams.activation import broken_seams
-from ..seams.features import Wish, features_of, refusal
+from ..seams.features import FEATURES, Wish, features_of, refusal
 from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.releases import RELEASES
@@ -41,7 +41,7 @@ REGION = ("offload", "offload_min_bytes")
 _told: set[str] = set()
 
 
-def check_seams(wish: Wish, features: Collection[Feature] = tuple(Feature)) -> None:
+def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
     """Refuse a configuration that asks for features whose seams are broken; log the other broken seams once.
 
     Args:

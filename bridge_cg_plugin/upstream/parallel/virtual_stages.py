@@ -49,5 +49,5 @@ def _drops_stage(old: Callable[..., Any]) -> bool:
 
 PATCHES = tuple(
     Patch(entry, _tells_stage(entry), needed=_drops_stage)
-    for entry in (seam(f"{provider}.provide") for _, provider in DROPS_STAGE)
+    for entry in (seam(f"{model.provider}.provide") for model in DROPS_STAGE)
 )

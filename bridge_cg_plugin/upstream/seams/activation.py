@@ -12,6 +12,7 @@ from typing import Any
 
 from ...announce import LOGGER
 from .encoder_group import other_providers
+from .encoders import models
 
 # Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
@@ -19,8 +20,6 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.train": ("hooks.train_loop", "hooks.packed_helper"),
     "megatron.bridge.training.config": ("hooks.training_config",),
     "megatron.bridge.training.gpt_step": ("hooks.batches",),
-    "megatron.bridge.training.vlm_step": ("hooks.batches",),
-    "megatron.bridge.models.qwen_omni.qwen3_omni_step": ("hooks.batches",),
     "megatron.bridge.training.utils.visual_inputs": ("hooks.batch_copies",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
         *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
@@ -34,12 +33,6 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.core.pipeline_parallel.schedules": ("hooks.any_loop",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_vl.qwen25_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.gemma_vl.gemma3_vl_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.glm_vl.glm_45v_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.ministral3.ministral3_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_omni.qwen25_omni_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.qwen_omni.qwen3_omni_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
         *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between"),
     ),
@@ -52,6 +45,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "argument_parser": ("hooks.performance_scripts",),
     "utils.overrides": ("hooks.performance_scripts",),
     "utils.utils": ("hooks.performance_scripts",),
+    **{model.module: ("hooks.provider_fields",) for model in models()},
+    **{step.module: ("hooks.batches",) for model in models() for step in model.steps},
 }
 _on = False
 _hooked = False

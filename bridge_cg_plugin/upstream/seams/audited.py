@@ -69,7 +69,7 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
 
 def lost_features(drift: Collection[str]) -> tuple[str, ...]:
     """Return the features that do not work, or not for every model, where these seams drifted."""
-    return tuple(name.value for name, feature in feature_states(drift).items() if feature.state != "ready")
+    return tuple(str(name) for name, feature in feature_states(drift).items() if feature.state != "ready")
 
 
 def _packages(release: Release) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
@@ -12,8 +11,8 @@ from ...options.deepstack import ALLREDUCE, splits_deepstack
 from ...options.language_model import IMPL
 from ...options.vision import VISION
 from .encoder_group import other_providers
+from .encoders import Declaration, declared, models
 from .registry import SEAMS
-from .registry.hugging_face import TOWER_PROVIDERS, TOWERS
 from .registry.models import QWEN3_VL
 from .registry.packed import PROVIDERS as LANGUAGE_MODELS
 from .seam import Feature, Seam
@@ -46,7 +45,7 @@ class Wish:
     @property
     def qwen3_vl_encoder(self) -> bool:
         """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
-        others = {provider for _, provider in (*TOWER_PROVIDERS, *other_providers())}
+        others = {model.provider for model in models()} | {provider for _, provider in other_providers()}
         bases = {base.__name__ for base in type(self.model).__mro__}
         return self.options.vision.enabled and others.isdisjoint(bases)
 
@@ -55,7 +54,7 @@ class Wish:
         """Whether the decoder is a hybrid stack."""
         return bool(self.facts.mamba) or self.provider in HYBRIDS
 
-    def asks(self, feature: Feature) -> bool:
+    def asks(self, feature: str) -> bool:
         """Whether the configuration asks for a feature."""
         return feature in _ASKS and bool(_ASKS[feature].asked(self))
 
@@ -83,8 +82,17 @@ def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
     )
 
 
-def _is_model(provider: str, wish: Wish) -> bool:
-    return wish.provider == provider
+def _encoder(encoder: Declaration) -> _Ask:
+    """Return how a configuration asks for graphs of an encoder."""
+    if encoder.encodes == "vision":
+        return _vision(lambda wish: wish.provider == encoder.model.provider)
+    return _Ask(
+        lambda wish: (
+            wish.options.vision.enabled and wish.options.vision.audio and wish.provider == encoder.model.provider
+        ),
+        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl} with {AUDIO}=true",
+        f"{AUDIO}=false",
+    )
 
 
 def _vision_option(one: Option) -> _Ask:
@@ -138,20 +146,13 @@ def _interleaved(wish: Wish) -> bool:
 
 
 # Features that are not here are asked for by no configuration: a run goes on without them.
-_ASKS: dict[Feature, _Ask] = {
+_ASKS: dict[str, _Ask] = {
     Feature.OPTIONS: _Ask(
         _any_option, lambda wish: f"{wish.provider} with graph options", "the graph options to their defaults"
     ),
     Feature.VISION: _vision(),
     Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
-    **{feature: _vision(partial(_is_model, provider)) for _, provider, feature in TOWERS},
-    Feature.AUDIO_QWEN3_OMNI: _Ask(
-        lambda wish: (
-            wish.options.vision.enabled and wish.options.vision.audio and _is_model("Qwen3OmniModelProvider", wish)
-        ),
-        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl} with {AUDIO}=true",
-        f"{AUDIO}=false",
-    ),
+    **{encoder.feature: _encoder(encoder) for encoder in declared()},
     Feature.DEEPSTACK_GRADIENTS: _Ask(
         lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
         lambda wish: f"{ALLREDUCE}=true",
@@ -184,7 +185,7 @@ _ASKS: dict[Feature, _Ask] = {
 }
 
 
-def needs(wish: Wish, seam: Seam) -> Feature | None:
+def needs(wish: Wish, seam: Seam) -> str | None:
     """Return the feature for which a configuration needs a seam; None where it does not."""
     if seam.models and wish.provider not in seam.models:
         return None
@@ -200,7 +201,7 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
         release: The installed release of megatron-bridge.
         table: Releases that were checked.
     """
-    needed: dict[Feature, list[str]] = {}
+    needed: dict[str, list[str]] = {}
     for seam in SEAMS:
         feature = needs(wish, seam) if seam.name in broken else None
         if feature is not None:
@@ -213,6 +214,8 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
     )
 
 
+# Every feature.
+FEATURES: tuple[str, ...] = (*Feature, *(encoder.feature for encoder in declared()))
 # Features of those models alone that their seams name.
 _OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
 # Features that switch the plugin on themselves, or do without.
@@ -234,17 +237,17 @@ class FeatureState:
     models: tuple[str, ...] = ()
 
 
-def feature_states(broken: Collection[str], on: bool = True) -> dict[Feature, FeatureState]:
+def feature_states(broken: Collection[str], on: bool = True) -> dict[str, FeatureState]:
     """Return the state of every feature.
 
     Args:
         broken: Names of the seams that are broken.
         on: Whether the plugin is on.
     """
-    return {feature: _state(feature, broken, on) for feature in Feature}
+    return {feature: _state(feature, broken, on) for feature in FEATURES}
 
 
-def _state(feature: Feature, broken: Collection[str], on: bool) -> FeatureState:
+def _state(feature: str, broken: Collection[str], on: bool) -> FeatureState:
     seams = [seam for seam in SEAMS if feature in seam.features]
     lost = [seam for seam in seams if seam.name in broken]
     if not lost:

@@ -6,7 +6,7 @@ Imports neither torch nor Megatron: `bridge-cg explain` asks.
 from typing import Any
 
 from .encoder_group import other_providers
-from .registry.hugging_face import TOWERS
+from .encoders import declared
 from .registry.models import QWEN3_VL
 
 # Fields of providers whose model has a vision encoder.
@@ -33,5 +33,5 @@ def encoder_of(model: Any) -> str:
 
 def _adapters() -> dict[str, str]:
     """Return provider -> encoder, for those that this package has an adapter for."""
-    towers = {provider: feature.value.removeprefix("vision graphs of ") for _, provider, feature in TOWERS}
+    towers = {one.model.provider: one.name for one in declared() if one.encodes == "vision"}
     return dict.fromkeys(QWEN3_VL, "Qwen3-VL") | towers

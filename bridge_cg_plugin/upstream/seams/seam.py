@@ -11,18 +11,14 @@ Touch = Literal["replaced", "extended", "instance", "called", "read", "declared"
 
 
 class Feature(StrEnum):
-    """What the plugin does for a run or a person. A seam serves some of them; `features` says what asks for each."""
+    """What the plugin does for a run or a person. A seam serves some of them; `features` says what asks for each.
+
+    Encoders that are declared (`encoders`) have further ones.
+    """
 
     OPTIONS = "options of a model's provider"
     VISION = "vision graphs"
     VISION_QWEN3_VL = "vision graphs of Qwen3-VL and Qwen3.5-VL"
-    VISION_QWEN25_VL = "vision graphs of Qwen2.5-VL"
-    VISION_GEMMA3 = "vision graphs of Gemma 3"
-    VISION_GLM45V = "vision graphs of GLM-4.5V"
-    VISION_QWEN25_OMNI = "vision graphs of Qwen2.5-Omni"
-    VISION_QWEN3_OMNI = "vision graphs of Qwen3-Omni"
-    AUDIO_QWEN3_OMNI = "audio graphs of Qwen3-Omni"
-    VISION_MINISTRAL3 = "vision graphs of Ministral 3"
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
     LAYER_PARTS = "vision graphs of parts of layers"
     FAST_KERNELS = "fast kernels"
@@ -64,7 +60,7 @@ class Seam:
         touch: "replaced" or "extended" by a patch, replaced on an "instance" or for a while, "called", "read", or
             only "declared".
         purpose: What the plugin wants there, in a few words.
-        features: What does not work without it.
+        features: What does not work without it: a `Feature`, or an encoder's.
         models: Classes of model providers that it concerns; every one where empty.
         undo: How it is undone.
         parameters: Parameters that a function, or a class's constructor, must take.
@@ -84,7 +80,7 @@ class Seam:
     kind: Kind
     touch: Touch
     purpose: str
-    features: tuple[Feature, ...] = ()
+    features: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     undo: str = "nothing to undo"
     parameters: tuple[str, ...] = ()

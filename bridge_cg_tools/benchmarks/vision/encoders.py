@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from bridge_cg_tools.benchmarks.models.encoders import Batch, Encoder, step
+from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, step
 from bridge_cg_tools.benchmarks.records.results import provenance
 
 GIB = 2**30

@@ -3,11 +3,11 @@
 Data only, without torch. Someone who ports to a new release starts here: docs/releases.md.
 """
 
+from ..encoders import declared
 from ..seam import Seam
 from . import (
     between,
     engine,
-    hugging_face,
     hybrid,
     language_model,
     loops,
@@ -22,7 +22,7 @@ SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
     *models.SEAMS,
     *between.SEAMS,
-    *hugging_face.SEAMS,
+    *(seam for encoder in declared() for seam in encoder.seams(encoder.feature)),
     *language_model.SEAMS,
     *packed.SEAMS,
     *hybrid.SEAMS,

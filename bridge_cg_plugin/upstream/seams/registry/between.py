@@ -2,9 +2,9 @@
 
 from ..seam import Feature, Seam
 from .models import MODEL
-from .training import RESTORED, STEPS
+from .training import QWEN3_VL_STEP, RESTORED
 
-STEP = STEPS[0]
+STEP = QWEN3_VL_STEP.module
 STEP_PACKING = "0.6.2"  # the first release whose step has a packing of its own
 
 SEAMS = (

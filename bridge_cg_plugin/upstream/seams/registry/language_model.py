@@ -3,9 +3,9 @@
 from ..seam import Feature, Seam
 from .engine import CORE, LAYER, RECORDED
 from .models import BLOCK, MODELLING, QWEN3_VL
-from .training import RESTORED, STEPS
+from .training import QWEN3_VL_STEP, RESTORED
 
-STEP = STEPS[0]
+STEP = QWEN3_VL_STEP.module
 FULL_ITERATION = f"{CORE}.full_cuda_graph"
 LANGUAGE_MODEL = f"{MODELLING}.text_model"
 

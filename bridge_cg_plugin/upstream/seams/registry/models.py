@@ -1,19 +1,21 @@
 """Seams of Bridge's vision-language models: providers, and Qwen3-VL's vision model."""
 
+from ..encoders import MODELS, Model, models
 from ..releases import RELEASES
 from ..seam import Feature, Seam
-from .hugging_face import CONFIG_FIELDS, QWEN_VL, SINCE, TOWER_PROVIDERS
 from .training import RESTORED, VISION_LOOP
 
-PROVIDERS = (
-    (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLModelProvider"),
-    (f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
-    (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLModelProvider"),
-    (f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
-    *TOWER_PROVIDERS,
+QWEN_VL = f"{MODELS}.qwen_vl"
+QWEN3_VL_MODELS = (
+    Model(f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLModelProvider"),
+    Model(f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
+    Model(f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLModelProvider"),
+    Model(f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
 )
-QWEN3_VL = tuple(provider for _, provider in PROVIDERS[:4])
-DROPS_STAGE = PROVIDERS[:2]  # do not tell their model which virtual pipeline stage it is
+WITH_ENCODERS = (*QWEN3_VL_MODELS, *models())
+PROVIDERS = tuple((model.module, model.provider) for model in WITH_ENCODERS)
+QWEN3_VL = tuple(model.provider for model in QWEN3_VL_MODELS)
+DROPS_STAGE = QWEN3_VL_MODELS[:2]  # do not tell their model which virtual pipeline stage it is
 MODEL_OF_PROVIDER = "Qwen3VLModel"
 MODELLING = f"{QWEN_VL}.modelling_qwen3_vl"
 MODEL, VISION_MODEL = f"{MODELLING}.model", f"{MODELLING}.vision_model"
@@ -22,9 +24,9 @@ VISION_CONFIG = f"{MODELLING}.transformer_config"
 OPTIONS = "vision graph options can be set, overridden and saved with the model's configuration"
 
 
-def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
+def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam]:
     """Return the seams where a provider gets the options as fields: its constructor and its dataclass fields."""
-    since = SINCE.get(provider, RELEASES[-1].bridge)
+    since = since or RELEASES[-1].bridge
     return (
         Seam(
             name=f"{provider}.init",
@@ -55,37 +57,34 @@ def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
     )
 
 
-def _provider(module: str, provider: str) -> tuple[Seam, ...]:
+def _provider(model: Model) -> tuple[Seam, ...]:
     return (
-        *field_seams(module, provider),
+        *field_seams(model.module, model.provider, model.since),
         Seam(
-            name=f"{provider}.config",
-            module=module,
-            target=provider,
+            name=f"{model.provider}.config",
+            module=model.module,
+            target=model.provider,
             kind="class",
             touch="read",
             purpose="the vision encoder's configuration and what the check reads",
             features=(Feature.VISION,),
-            models=(provider,),
-            attributes=(
-                *(CONFIG_FIELDS.get(provider, "vision_config"), "provide"),
-                *("cuda_graph_warmup_steps", "use_te_rng_tracker"),
-            ),
-            since=SINCE.get(provider, RELEASES[-1].bridge),
+            models=(model.provider,),
+            attributes=(model.config_field, "provide", "cuda_graph_warmup_steps", "use_te_rng_tracker"),
+            since=model.since or RELEASES[-1].bridge,
         ),
     )
 
 
-def _stage(module: str, provider: str) -> Seam:
+def _stage(model: Model) -> Seam:
     return Seam(
-        name=f"{provider}.provide",
-        module=module,
-        target=f"{provider}.provide",
+        name=f"{model.provider}.provide",
+        module=model.module,
+        target=f"{model.provider}.provide",
         kind="function",
         touch="extended",
         purpose="an interleaved pipeline's model chunks know their virtual stage",
         features=(Feature.PIPELINES,),
-        models=(provider,),
+        models=(model.provider,),
         undo=RESTORED,
         parameters=("pre_process", "post_process", "vp_stage"),
         uses=(f"{MODEL_OF_PROVIDER}(",),
@@ -94,8 +93,8 @@ def _stage(module: str, provider: str) -> Seam:
 
 
 SEAMS = (
-    *(entry for module, provider in PROVIDERS for entry in _provider(module, provider)),
-    *(_stage(module, provider) for module, provider in DROPS_STAGE),
+    *(entry for model in WITH_ENCODERS for entry in _provider(model)),
+    *map(_stage, DROPS_STAGE),
     Seam(
         name="vlm_stage",
         module=MODEL,
@@ -104,7 +103,7 @@ SEAMS = (
         touch="called",
         purpose="the model takes the virtual stage that it is of an interleaved pipeline",
         features=(Feature.PIPELINES,),
-        models=tuple(provider for _, provider in DROPS_STAGE),
+        models=tuple(model.provider for model in DROPS_STAGE),
         parameters=("vp_stage",),
     ),
     Seam(

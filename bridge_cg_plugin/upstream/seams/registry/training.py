@@ -1,8 +1,8 @@
 """Seams of Bridge's train loop, configuration and batch steps."""
 
+from ..encoders import Step, declared
 from ..releases import RELEASES
 from ..seam import GRAPHS, Feature, Seam
-from .hugging_face import QWEN3_OMNI_SINCE, TOWER_FEATURES
 
 TRAIN = "megatron.bridge.training.train"
 CONFIG = "megatron.bridge.training.config"
@@ -10,16 +10,40 @@ CALLBACKS = "megatron.bridge.training.callbacks"
 INITIALIZE = "megatron.bridge.training.initialize"
 STATE = "megatron.bridge.training.state"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
-# The first is Qwen3-VL's.
-STEPS = (
-    "megatron.bridge.models.qwen_vl.qwen3_vl_step",
-    "megatron.bridge.training.vlm_step",
-    "megatron.bridge.models.qwen_omni.qwen3_omni_step",
-)
+QWEN3_VL_STEP = Step("megatron.bridge.models.qwen_vl.qwen3_vl_step")
+TOWER_FEATURES = tuple(encoder.feature for encoder in declared())
 RESTORED = "deactivate() puts the same object back"
 # What a configuration is checked for. Graphs that upstream runs itself train without the check.
 CHECKED = (*GRAPHS, Feature.CORE_OFFLOAD)
 VISION_LOOP = "0.5.1"  # the first release whose train loop drives vision graphs
+
+
+def _batches(step: Step, features: tuple[str, ...]) -> Seam:
+    """Return the seam of a forward step's module."""
+    return Seam(
+        name=f"host_grids.{step.module.rpartition('.')[2]}",
+        module=step.module,
+        target="get_batch_from_iterator",
+        kind="function",
+        touch="extended",
+        purpose="replays know the images' sizes, and how a batch is packed, without waiting for the device",
+        features=features,
+        undo=RESTORED,
+        parameters=("data_iterator",),
+        since=step.since or RELEASES[-1].bridge,
+        patched_by="hooks.batches",
+    )
+
+
+def _steps() -> tuple[Seam, ...]:
+    """Return the seams of forward steps whose batches have images."""
+    found: dict[Step, list[str]] = {QWEN3_VL_STEP: [Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL]}
+    for encoder in declared():
+        if encoder.encodes == "vision":
+            for step in encoder.model.steps:
+                found.setdefault(step, []).append(encoder.feature)
+    return tuple(_batches(step, tuple(features)) for step, features in found.items())
+
 
 SEAMS = (
     Seam(
@@ -174,31 +198,7 @@ SEAMS = (
         features=(Feature.SCRIPTS,),
         attributes=("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_end"),
     ),
-    *(
-        Seam(
-            name=f"host_grids.{module.rpartition('.')[2]}",
-            module=module,
-            target="get_batch_from_iterator",
-            kind="function",
-            touch="extended",
-            purpose="replays know the images' sizes, and how a batch is packed, without waiting for the device",
-            features=features,
-            undo=RESTORED,
-            parameters=("data_iterator",),
-            since=since,
-            patched_by="hooks.batches",
-        )
-        for module, features, since in zip(
-            STEPS,
-            (
-                (Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL),
-                TOWER_FEATURES,
-                (Feature.VISION_QWEN3_OMNI,),
-            ),
-            (RELEASES[-1].bridge, RELEASES[-1].bridge, QWEN3_OMNI_SINCE),
-            strict=True,
-        )
-    ),
+    *_steps(),
     Seam(
         name="visual_inputs",
         module=VISUAL_INPUTS,

@@ -1,0 +1,124 @@
+"""Ministral 3's vision tower, Pixtral."""
+
+from . import MODELS, Declaration, HubModels, Model, Seams
+
+_MINISTRAL3, _TOWER = f"{MODELS}.ministral3", "transformers.models.pixtral.modeling_pixtral"
+
+
+def _seams(feature: str) -> Seams:
+    from ..seam import Seam
+    from ..tower_seams import FORWARD_OFF
+
+    return (
+        Seam(
+            name="ministral3_model",
+            module=f"{_MINISTRAL3}.modeling_ministral3",
+            target="Ministral3Model.__init__",
+            kind="function",
+            touch="read",
+            purpose="the tower is found as `vision_tower`",
+            features=(feature,),
+            uses=("self.vision_tower =", "self.get_image_features ="),
+        ),
+        Seam(
+            name="ministral3_features",
+            module="transformers.models.mistral3.modeling_mistral3",
+            target="Mistral3Model.get_image_features",
+            kind="function",
+            touch="read",
+            purpose="the tower is asked for all hidden states, of which the last are read",
+            features=(feature,),
+            uses=(
+                "image_sizes=image_sizes",
+                "output_hidden_states=True",
+                "image_outputs.hidden_states[vision_feature_layer]",
+            ),
+        ),
+        Seam(
+            name="pixtral_forward",
+            module=_TOWER,
+            target="PixtralVisionModel.forward",
+            kind="function",
+            touch="instance",
+            purpose="a whole encoder's microbatch replays a graph, computed as here",
+            features=(feature,),
+            undo=FORWARD_OFF,
+            parameters=("pixel_values", "image_sizes"),
+            uses=(
+                *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "position_ids_in_meshgrid("),
+                *("self.patch_positional_embedding(patch_embeds, position_ids)", "self.transformer("),
+                *("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
+            ),
+        ),
+        Seam(
+            name="pixtral_parts",
+            module=_TOWER,
+            target="PixtralVisionModel",
+            kind="class",
+            touch="called",
+            purpose="the parts that a recorded region runs in place of the encoder's forward",
+            features=(feature,),
+            attributes=("patch_conv", "ln_pre", "transformer", "patch_positional_embedding"),
+        ),
+        Seam(
+            name="pixtral_places",
+            module=_TOWER,
+            target="position_ids_in_meshgrid",
+            kind="function",
+            touch="read",
+            purpose="a patch's place in the table of frequencies follows from its row and column",
+            features=(feature,),
+            parameters=("patch_embeds_list", "max_width"),
+            uses=("h_grid * max_width + v_grid",),
+        ),
+        Seam(
+            name="pixtral_layer",
+            module=_TOWER,
+            target="PixtralAttentionLayer.forward",
+            kind="function",
+            touch="called",
+            purpose="the layers, which hand `attention_mask` on to attention as they get it",
+            features=(feature,),
+            parameters=("hidden_states", "attention_mask", "position_embeddings"),
+            uses=("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
+        ),
+        Seam(
+            name="pixtral_attention",
+            module=_TOWER,
+            target="PixtralAttention.forward",
+            kind="function",
+            touch="instance",
+            purpose="attention takes segments as a tensor while work is recorded; upstream makes a mask on the host",
+            features=(feature,),
+            undo="put back when the recording ends",
+            parameters=("hidden_states", "attention_mask", "position_embeddings"),
+            uses=(
+                *("self.q_proj(", "self.k_proj(", "self.v_proj(", "apply_rotary_pos_emb(", "scaling=self.scaling"),
+                "self.o_proj(",
+            ),
+        ),
+        Seam(
+            name="hidden_state_hooks",
+            module="transformers.utils.output_capturing",
+            target="install_output_capuring_hook",
+            formerly=("install_output_capturing_hook",),
+            kind="function",
+            touch="read",
+            purpose="the hooks that it leaves on layers collect outputs only in calls that ask for them",
+            features=(feature,),
+            uses=("_active_collector.get()", "module.register_forward_hook(output_capturing_hook)"),
+        ),
+    )
+
+
+ENCODER = Declaration(
+    name="Ministral 3",
+    model=Model(
+        module=f"{_MINISTRAL3}.ministral3_provider",
+        provider="Ministral3ModelProvider",
+        hub=(HubModels(r"mistralai/Ministral-3-\d+B"),),
+        config_field="hf_config",
+    ),
+    region="pixtral:PIXTRAL",
+    seams=_seams,
+)

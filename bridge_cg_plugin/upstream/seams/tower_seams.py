@@ -1,0 +1,93 @@
+"""Seams that many of Hugging Face's towers have alike. Imported when the registry is."""
+
+from .seam import Seam
+
+FORWARD_OFF = "the end of training and deactivate() take the instance's own forward off"
+EMBEDDINGS_READ = "the tower is found as `visual`, and its merged embeddings are all that the model reads of its result"
+BLOCK_CALL = ("hidden_states", "cu_seqlens", "position_embeddings")
+
+
+def layer_seams(name: str, module: str, block: str, attention: str, feature: str, *uses: str) -> tuple[Seam, Seam]:
+    """Return the seams of a tower's layers, of images of any size.
+
+    Args:
+        name: Of the tower, for the seams' names.
+        module: Upstream's module.
+        block: The class of layers.
+        attention: The class of their attention.
+        feature: What does not work without them.
+        uses: Code that attention must contain.
+    """
+    return (
+        Seam(
+            name=f"{name}_block",
+            module=module,
+            target=f"{block}.forward",
+            kind="function",
+            touch="called",
+            purpose="the layers, which hand `cu_seqlens` on to attention as they get it",
+            features=(feature,),
+            parameters=BLOCK_CALL,
+            uses=("cu_seqlens=cu_seqlens",),
+        ),
+        Seam(
+            name=f"{name}_attention",
+            module=module,
+            target=f"{attention}.forward",
+            kind="function",
+            touch="instance",
+            purpose="attention takes segments as a tensor while work is recorded; upstream reads them on the host",
+            features=(feature,),
+            undo="put back when the recording ends",
+            parameters=BLOCK_CALL,
+            uses=(*uses, "apply_rotary_pos_emb_vision(", "scaling=self.scaling", "self.proj("),
+        ),
+    )
+
+
+def tower_seams(
+    name: str, module: str, tower: str, feature: str, attributes: tuple[str, ...], uses: tuple[str, ...]
+) -> tuple[Seam, Seam]:
+    """Return the seams of a tower of images of any size: its forward, and the parts that a region runs in its place."""
+    return (
+        Seam(
+            name=f"{name}_forward",
+            module=module,
+            target=f"{tower}.forward",
+            kind="function",
+            touch="instance",
+            purpose="a whole encoder's microbatch replays a graph, computed as here",
+            features=(feature,),
+            undo=FORWARD_OFF,
+            parameters=("hidden_states", "grid_thw"),
+            uses=(
+                *("self.patch_embed(", "self.rotary_pos_emb(", "self.merger(", "pooler_output=merged_hidden_states"),
+                *uses,
+            ),
+        ),
+        Seam(
+            name=f"{name}_parts",
+            module=module,
+            target=tower,
+            kind="class",
+            touch="called",
+            purpose="the parts that a recorded region runs in place of the encoder's forward",
+            features=(feature,),
+            attributes=("patch_embed", "rotary_pos_emb", "blocks", "merger", *attributes),
+        ),
+    )
+
+
+def rotary_seam(name: str, feature: str) -> Seam:
+    """Return the seam of the function that rotates Qwen2.5-VL's queries and keys; its name is given."""
+    return Seam(
+        name=name,
+        module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        target="apply_rotary_pos_emb_vision",
+        kind="function",
+        touch="called",
+        purpose="queries and keys are rotated by cosines and sines",
+        features=(feature,),
+        parameters=("q", "k", "cos", "sin"),
+        uses=("q * cos + rotate_half(q) * sin",),
+    )

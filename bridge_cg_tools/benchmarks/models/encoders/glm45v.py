@@ -1,0 +1,21 @@
+"""GLM-4.5V: Hugging Face's tower, whose position embeddings are sampled."""
+
+import torch
+from torch import nn
+
+from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patches_batch, peaked
+
+
+def build_glm45v(layers: int) -> nn.Module:
+    """Build the tower of GLM-4.5V in the sizes that Bridge's provider has by default (24 layers)."""
+    from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+    from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
+    config = Glm4vVisionConfig(depth=layers, **({} if on_gpu() else small))
+    return peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",))
+
+
+ENCODER = Encoder(24, build_glm45v, patches_batch, lambda returned: [returned.pooler_output], IMAGES)

@@ -1,0 +1,31 @@
+"""Qwen3.5-VL: Bridge's own tower, as Qwen3-VL's without deepstack features."""
+
+from torch import nn
+
+from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder
+from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid
+
+
+def build_qwen35_vl(layers: int) -> nn.Module:
+    """Build Bridge's tower without deepstack features."""
+    from bridge_cg_tools.benchmarks.models.tower import build_tower
+
+    return build_tower(layers=layers, deepstack=False)
+
+
+def qwen35_vl_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
+    """Make random patches; the grid is announced to the plugin as Bridge's batch step does."""
+    from bridge_cg_tools.benchmarks.models.tower import make_batch
+
+    made = make_batch(rows, model, seed)
+    arguments = {"hidden_states": made.pixels, "grid_thw": made.grid}
+    return Batch(arguments, made.gradients, made.tokens, len(rows))
+
+
+ENCODER = Encoder(
+    27,
+    build_qwen35_vl,
+    qwen35_vl_batch,
+    lambda returned: [returned[0], *returned[1]],
+    {name: CASES[name] for name in ("1x448", "8mix")},
+)

@@ -1,0 +1,30 @@
+"""Qwen3-Omni: Hugging Face's tower, which computes what Qwen3-VL's does."""
+
+import torch
+from torch import nn
+
+from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patches_batch, peaked
+
+
+def build_qwen3_omni(layers: int) -> nn.Module:
+    """Build the tower of Qwen3-Omni in the sizes that Bridge's provider has by default (27 layers)."""
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
+
+    torch.manual_seed(0)
+    indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
+    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
+    config = Qwen3OmniMoeVisionEncoderConfig(
+        depth=layers, deepstack_visual_indexes=indexes, **({} if on_gpu() else small)
+    )
+    return peaked(Qwen3OmniMoeVisionEncoder._from_config(config), ("qkv.weight",))
+
+
+ENCODER = Encoder(
+    27,
+    build_qwen3_omni,
+    patches_batch,
+    lambda returned: [returned.pooler_output, *returned.deepstack_features],
+    IMAGES,
+)

@@ -1,0 +1,84 @@
+"""A module in `upstream/seams/encoders` is all that an encoder of this package adds besides its region."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DECLARATION = """
+from bridge_cg_plugin.upstream.seams.encoders import Declaration, HubModels, Model, Step
+
+
+def _seams(feature):
+    from bridge_cg_plugin.upstream.seams.seam import Seam
+
+    return (
+        Seam(
+            name="mean_tower",
+            module="tests.unit.mean_encoder",
+            target="MeanTower",
+            kind="class",
+            touch="called",
+            purpose="to see it declared",
+            features=(feature,),
+        ),
+    )
+
+
+ENCODER = Declaration(
+    name="the mean",
+    model=Model(
+        module="tests.unit.mean_provider",
+        provider="MeanProvider",
+        hub=(HubModels("example/Mean-", encoder=(2, 8)),),
+        steps=(Step("example.mean_step", since="0.5.1"),),
+    ),
+    region="mean:ENCODER",
+    seams=_seams,
+)
+"""
+DECLARED = """
+import sys
+
+from bridge_cg_plugin.upstream.seams.activation import PATCHED
+
+assert PATCHED["tests.unit.mean_provider"] == ("hooks.provider_fields",)
+assert PATCHED["example.mean_step"] == ("hooks.batches",)
+assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
+
+from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS
+from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
+from bridge_cg_plugin.upstream.seams.registry import patch_modules, seam
+from bridge_cg_tools.explain.encoders import encoder_of as sized
+from bridge_cg_tools.explain.models import _family
+from tests.unit.mean_provider import MeanProvider
+
+assert patch_modules() == PATCHED
+assert seam("mean_tower").features == ("vision graphs of the mean",)
+assert seam("MeanProvider.config").attributes[0] == "vision_config" and seam("MeanProvider.init")
+assert seam("host_grids.mean_step").since == "0.5.1"
+assert "vision graphs of the mean" in FEATURES and "vision graphs of the mean" in _ASKS
+assert encoder_of(MeanProvider()) == "the mean's, with an adapter for vision graphs"
+assert _family("example/Mean-1B").encoder == {"depth": 2, "hidden_size": 8}
+provider = MeanProvider()
+provider.vision_cuda_graph_impl = "none"
+assert str(sized(provider)).startswith("the mean encoder")
+
+from bridge_cg_plugin.upstream.encoders.registry import ENCODERS
+from tests.unit.mean_encoder import ENCODER
+
+assert ENCODER in ENCODERS
+"""
+
+
+def test_a_new_encoder_touches_no_other_file(tmp_path):
+    package = tmp_path / "bridge_cg_plugin"
+    shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("bridge_cg_tools", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (package / "upstream/seams/encoders/mean.py").write_text(DECLARATION)
+    (package / "upstream/encoders/mean.py").write_text("from tests.unit.mean_encoder import ENCODER\n")
+    words, environment = [sys.executable, "-c", DECLARED], {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 0, found.stderr
