@@ -6,12 +6,14 @@ from typing import Any
 from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.choice import VISION_ENCODER
+from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
 from .forecast import Forecast
 from .forecast import as_json as forecast_as_json
 
 NOT_MEASURED = "not measured"
 NONE = "-"
+AUDIO_ENCODER = "audio encoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Answer:
     Attributes:
         options: What the words resolve to, checked as training does.
         encoder: The vision encoder of the recipe's model in words; empty without one.
+        has_audio: Whether the model has an audio encoder that graphs take.
         forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
         has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
@@ -50,6 +53,7 @@ class Answer:
 
     options: GraphOptions
     encoder: str = ""
+    has_audio: bool = False
     forecast: Forecast | None = None
     has_model: bool = False
     layout: dict[str, int] | None = None
@@ -58,7 +62,19 @@ class Answer:
     @property
     def lines(self) -> tuple[Line, ...]:
         """The lines of the table."""
-        return tuple(self._line(part) for part in wording.parts(self.options))
+        found = [self._line(part) for part in wording.parts(self.options)]
+        if self.has_audio:
+            found.insert(1, self._audio())
+        return tuple(found)
+
+    def _audio(self) -> Line:
+        vision = self.options.vision
+        if not vision.enabled:
+            return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['impl']}=none")
+        if not vision.audio:
+            return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['audio']}=False")
+        why = "one graph per bucket over the whole encoder; buckets captured on demand"
+        return Line(AUDIO_ENCODER, "graphs", why, NOT_MEASURED, NOT_MEASURED)
 
     def _line(self, part: wording.Part) -> Line:
         encoder = part.name == VISION_ENCODER

@@ -36,7 +36,7 @@ from bridge_cg_plugin.options.sources import (
 from bridge_cg_plugin.recipes import GPUS, Gpu, with_graphs
 from bridge_cg_plugin.upstream.hooks.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
-from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
+from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
 
 from ..answers import Tell
 from ..gpus import LAYOUTS, add_counts, check_gpus, divided, layout_in_words
@@ -232,6 +232,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     return Answer(
         options=replace(options, warnings=(*options.warnings, *unknown)),
         encoder=encoder_of(getattr(config, "model", None)),
+        has_audio=has_audio_encoder(getattr(config, "model", None)),
         forecast=forecast(config, options.vision, place.kind),
         has_model=hasattr(config, "model"),
         layout=layout,

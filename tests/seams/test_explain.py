@@ -148,6 +148,31 @@ def test_a_recipe_and_overrides(capsys, one_recipe):
     assert status == 0 and json.loads(out)["language_model"]["modules"] == ["attn"]
 
 
+@pytest.mark.parametrize(
+    ("words", "runs", "why"),
+    [
+        (["vision_cuda_graph_impl=transformer_engine"], "graphs", "captured on demand"),
+        (
+            ["vision_cuda_graph_impl=transformer_engine", "vision_cuda_graph_tuning.audio=false"],
+            "eager",
+            "vision_cuda_graph_tuning.audio=False",
+        ),
+        ([], "eager", "vision_cuda_graph_impl=none"),
+    ],
+)
+def test_an_audio_encoder_has_a_line(capsys, monkeypatch, words, runs, why):
+    model = object.__new__(type("Qwen3OmniModelProvider", (Qwen25VLModelProvider,), {}))
+    model.cuda_graph_impl = "none"
+    module = SimpleNamespace(
+        heard_config=lambda: SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
+    )
+    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
+    status, out, err = explain(capsys, "--json", "heard_config", *words)
+    assert status == 0, err
+    (line,) = [line for line in json.loads(out)["table"] if line["part"] == "audio encoder"]
+    assert line["runs"] == runs and line["why"].endswith(why)
+
+
 class PaintingModelProvider:
     vision_config = None
 

@@ -18,7 +18,7 @@ from .registry.packed import PROVIDERS as LANGUAGE_MODELS
 from .seam import Feature, Seam
 
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
-AUDIO = next(one.field for one in VISION.options if one.name == "audio")
+AUDIO = PROVIDER_FIELDS["audio"]
 HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
 KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
 

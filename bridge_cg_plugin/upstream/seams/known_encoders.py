@@ -1,4 +1,4 @@
-"""Which vision encoder a model's provider brings, and whether vision graphs have an adapter for it.
+"""Which encoders a model's provider brings, and whether graphs have an adapter for them.
 
 Imports neither torch nor Megatron: `bridge-cg explain` asks.
 """
@@ -29,6 +29,12 @@ def encoder_of(model: Any) -> str:
     if not bases[0].endswith("Provider"):  # `bridge-cg explain` does without the hub
         return "of a kind that only the hub tells; docs/vision_graphs.md lists those that vision graphs take"
     return f"of {bases[0]}, without an adapter for vision graphs: it runs eager; {HOW_TO_ADD}"
+
+
+def has_audio_encoder(model: Any) -> bool:
+    """Whether a model's provider brings an audio encoder that graphs have an adapter for."""
+    bases = {base.__name__ for base in type(model).__mro__}
+    return any(one.encodes == "audio" and one.model.provider in bases for one in declared())
 
 
 def _adapters() -> dict[str, str]:
