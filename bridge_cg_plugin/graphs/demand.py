@@ -32,7 +32,6 @@ class Menu:
     Attributes:
         buckets_of: Returns the buckets of a capacity, cheapest first.
         refuse: Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
-        shape: Makes a shape, which has `tokens`, from what a call notes of its microbatch.
         cost: Returns what a replay of a bucket takes, in tokens.
         unit: Capacities are multiples of it.
         exact_below: Shapes of up to this many tokens must fill a bucket exactly.
@@ -41,7 +40,6 @@ class Menu:
 
     buckets_of: Callable[[int], Sequence[Bucket]]
     refuse: Callable[[Any, Bucket], Fallback | None]
-    shape: Callable[[Any], Any]
     cost: Callable[[Bucket], float]
     unit: int = 1
     exact_below: float = 0
@@ -88,7 +86,7 @@ class Demand:
         self.buckets: list[Bucket] = []
         self._refused: set[Bucket] = set()
         self._seen: deque[Hashable] = deque(maxlen=WINDOW)
-        # Called for every microbatch with what its call notes: no line of Python.
+        # Called for every microbatch with its shape, which has `tokens`: no line of Python.
         self.saw = self._seen.append
         self._missed = False
         self._wait = self._waited = 0
@@ -124,9 +122,7 @@ class Demand:
     def next(self) -> Bucket | None:
         """Return the bucket that saves most if the microbatches seen come again, None where none saves its price."""
         self._missed, self._waited = False, 0
-        shapes: Counter[Any] = Counter()
-        for note, count in Counter(self._seen).items():
-            shapes[self._menu.shape(note)] += count
+        shapes: Counter[Any] = Counter(self._seen)
         replayed = {shape: self._replayed(shape) for shape in shapes}
         often = HORIZON / max(len(self._seen), 1)
         best, most = None, RECORDING

@@ -27,7 +27,7 @@ class Call(NamedTuple):
         tokens: The microbatch's size; None where it is not known.
         misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
         counts: Whether the call counts as one that a failed capture left eager.
-        note: What a `Demand` remembers of the microbatch; None where nothing is to be recorded for it.
+        note: The shape that a `Demand` remembers of the microbatch; None where nothing is to be recorded for it.
     """
 
     batch: Any

@@ -13,7 +13,7 @@ from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.workload import Call
 from .host_grids import Grid, HostGrids
-from .shape import Sized, shape_of
+from .shape import Sized
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
@@ -38,22 +38,23 @@ class EncoderBatch(Sized, Protocol):
         """Return a batch with tensors of its own."""
 
 
-def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None) -> Call:
+def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, input_gradients: bool = False) -> Call:
     """Return a call of an encoder's forward.
 
     Args:
         batch: The microbatch.
         usual: Whether everything else about the call is as recordings are made.
         misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
+        input_gradients: Whether the program returns a gradient of what is encoded.
     """
     refusal = None
     if not usual:
         refusal = Fallback.CALL_ARGUMENTS
     elif misfit is not None:
         refusal = Fallback.OTHER_BATCH
-    elif want_gradients((batch.pixels,)):
+    elif not input_gradients and want_gradients((batch.pixels,)):
         refusal = Fallback.INPUT_GRADIENTS
-    return Call(batch, refusal, batch.tokens, misfit, True, shape_of(batch) if refusal is None else None)
+    return Call(batch, refusal, batch.tokens, misfit, True, batch.shape if refusal is None else None)
 
 
 @dataclass(frozen=True, slots=True)

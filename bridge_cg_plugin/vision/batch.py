@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .encoders.chunks import Chunking
-from .host_grids import Grid, HostGrids, frame_count, largest_frame, token_count
+from .host_grids import Grid, HostGrids, shape_of_rows
+from .shape import Shape
 
 # Of the grids that encoders take: PyTorch repeats rows by no others.
 GRID_DTYPES = (torch.int32, torch.int64)
@@ -19,8 +20,25 @@ class BatchError(ValueError):
     """The pixels and the grid of a microbatch do not fit each other or the encoder, which refuses them eager, too."""
 
 
+class _OfGrid:
+    """A batch whose size its grid says."""
+
+    __slots__ = ()
+    rows: Grid
+
+    @property
+    def shape(self) -> Shape:
+        """Patches, frames and the largest frame."""
+        return shape_of_rows(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Patches."""
+        return shape_of_rows(self.rows).tokens
+
+
 @dataclass(frozen=True, slots=True)
-class VisionBatch:
+class VisionBatch(_OfGrid):
     """A microbatch for a vision encoder.
 
     Attributes:
@@ -37,16 +55,6 @@ class VisionBatch:
     def tokens(self) -> int:
         """Patches."""
         return self.pixels.shape[0]
-
-    @property
-    def frames(self) -> int:
-        """Images and video frames: attention segments."""
-        return frame_count(self.rows)
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of the largest frame."""
-        return largest_frame(self.rows)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -73,22 +81,17 @@ class ImageBatch:
     @property
     def rows(self) -> Grid:
         """The images as grid rows."""
-        return ((1, 1, self.patches),) * self.frames
+        return ((1, 1, self.patches),) * len(self.pixels)
 
     @property
     def tokens(self) -> int:
         """Patches."""
-        return self.frames * self.patches
+        return len(self.pixels) * self.patches
 
     @property
-    def frames(self) -> int:
-        """Images."""
-        return self.pixels.shape[0]
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of one image."""
-        return self.patches
+    def shape(self) -> Shape:
+        """Patches, images and patches of one image."""
+        return Shape(self.tokens, len(self.pixels), self.patches)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -101,7 +104,7 @@ class ImageBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedImages:
+class PaddedImages(_OfGrid):
     """A microbatch of images of any size, padded to one size.
 
     Attributes:
@@ -115,21 +118,6 @@ class PaddedImages:
     sizes: Tensor | None
     rows: Grid
     patch: int
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-        return token_count(self.rows)
-
-    @property
-    def frames(self) -> int:
-        """Images."""
-        return len(self.rows)
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of the largest image."""
-        return largest_frame(self.rows)
 
     def patches(self, image: int) -> Tensor:
         """Return the patches of one image row by row, `[patches, values]`; the host copies nothing."""
@@ -148,6 +136,32 @@ class PaddedImages:
         """Return a batch with tensors of its own."""
         sizes = None if self.sizes is None else self.sizes.clone()
         return PaddedImages(self.pixels.detach().clone(), sizes, self.rows, self.patch)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedImages(_OfGrid):
+    """A microbatch of images whose patches are embedded already.
+
+    Attributes:
+        pixels: `[images, tokens, width]` hidden states of images of one size, or `[tokens, 1, width]` of images of any
+            size, one after another. May require a gradient.
+        offsets: `[images + 1]` cumulative tokens of images of any size; None where all have one size.
+        rows: (1, 1, tokens) of every image, on the host; of one size, the tokens that there is room for.
+    """
+
+    pixels: Tensor
+    offsets: Tensor | None
+    rows: Grid
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that the encoder reads."""
+        return (self.pixels,) if self.offsets is None else (self.pixels, self.offsets)
+
+    def copied(self) -> "EmbeddedImages":
+        """Return a batch with tensors of its own."""
+        pixels = self.pixels.detach().clone().requires_grad_(self.pixels.requires_grad)
+        return EmbeddedImages(pixels, None if self.offsets is None else self.offsets.clone(), self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +186,10 @@ class AudioBatch:
         return sum(self.chunking.chunks(length) for _, _, length in self.rows) * self.chunking.room
 
     @property
-    def frames(self) -> int:
-        """Clips."""
-        return len(self.rows)
-
-    @property
-    def largest_frame(self) -> int:
-        """Room for the longest clip."""
+    def shape(self) -> Shape:
+        """Room for all tokens, clips and room for the longest."""
         longest = max((length for _, _, length in self.rows), default=0)
-        return self.chunking.chunks(longest) * self.chunking.room
+        return Shape(self.tokens, len(self.rows), self.chunking.chunks(longest) * self.chunking.room)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -256,7 +265,7 @@ def patches_misfit(batch: VisionBatch, merge: int) -> str | None:
                 f"grid_thw[{index}]={(t, h, w)}: height and width must be multiples of spatial_merge_size={merge}; "
                 "resize the image as the model's processor does"
             )
-    expected = token_count(batch.rows)
+    expected = shape_of_rows(batch.rows).tokens
     if expected == batch.tokens:
         return None
     return f"pixel_values has {batch.tokens} patches, grid_thw describes {expected}: they belong to different images"

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graphs.buckets import Bucket
 from ..graphs.recording import Gradients
 from .adapter import EncoderBatch
-from .shape import Shape, shape_of
+from .shape import Shape
 
 # Eager must be faster by this factor.
 MARGIN = 1.1
@@ -110,7 +110,7 @@ class MeasuredCosts:
     def time_eager(self, batch: EncoderBatch) -> Timing | None:
         """Begin to time an eager microbatch; None where its shape would be one too many."""
         self._collect()
-        shape = shape_of(batch)
+        shape = batch.shape
         if len(self._eager) >= KEPT_SHAPES and shape not in self._eager:
             return None
         return Timing(self._clock, lambda timing: self._pending.append((timing, shape)))

@@ -2,18 +2,18 @@
 
 from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
+from .shape import Shape
 
 
-def refuse_images(tokens: int, frames: int, largest: int, exact_below: int, bucket: Bucket) -> Fallback | None:
+def refuse_images(shape: Shape, exact_below: int, bucket: Bucket) -> Fallback | None:
     """Return why a microbatch may not use a bucket that has room for its tokens, or None if it may.
 
     Args:
-        tokens: Patches.
-        frames: Images and video frames.
-        largest: Patches of the largest frame.
+        shape: Of its images and video frames.
         exact_below: Microbatches of up to this many patches must fill a bucket exactly.
         bucket: Has the limits (frames, patches of the largest frame).
     """
+    tokens, frames, largest = shape
     most, bound = bucket.limits
     if tokens <= exact_below and tokens != bucket.tokens:
         return Fallback.TOO_FEW_TOKENS

@@ -5,6 +5,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ..graphs.host_copies import HostCopies, as_integers
+from .shape import Shape
 
 Grid = tuple[tuple[int, int, int], ...]
 # Grids whose sums are kept: a replay asks for them once for each bucket that it may take.
@@ -35,12 +36,7 @@ def token_count(grid: Grid) -> int:
 
 
 @lru_cache(KEPT_GRIDS)
-def frame_count(grid: Grid) -> int:
-    """Return how many frames, hence attention segments, the grid describes."""
-    return sum(t for t, _, _ in grid)
-
-
-@lru_cache(KEPT_GRIDS)
-def largest_frame(grid: Grid) -> int:
-    """Return the tokens of the largest frame."""
-    return max((h * w for _, h, w in grid), default=0)
+def shape_of_rows(grid: Grid) -> Shape:
+    """Return the shape of images and videos of a grid."""
+    frames = sum(t for t, _, _ in grid)
+    return Shape(token_count(grid), frames, max((h * w for _, h, w in grid), default=0))

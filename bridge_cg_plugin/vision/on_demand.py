@@ -10,8 +10,8 @@ from ..graphs.fallback import Fallback
 from ..graphs.piece import Growth
 from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
-from .adapter import EncoderAdapter, LayerPart
-from .shape import Shape, Sized, shape_of
+from .adapter import EncoderAdapter, EncoderBatch, LayerPart
+from .shape import Shape
 
 
 def menu_of(
@@ -35,7 +35,6 @@ def menu_of(
     return Menu(
         buckets_of=buckets_of,
         refuse=program.refuse if options.whole_encoder else partial(_refuse_part, frames, options.exact_below),
-        shape=lambda shape: shape,
         cost=replay_cost,
         unit=adapter.unit,
         exact_below=options.exact_below,
@@ -53,8 +52,8 @@ def growth_of_part(demand: Demand, part: LayerPart, frames: int) -> Growth:
     return Growth(replay_cost, partial(_part_missed, demand, part.program), partial(_with_limits, part.limits(frames)))
 
 
-def _missed(demand: Demand, batch: Sized) -> bool:
-    return demand.missed(shape_of(batch))
+def _missed(demand: Demand, batch: EncoderBatch) -> bool:
+    return demand.missed(batch.shape)
 
 
 def _part_missed(demand: Demand, program: RegionProgram, batch: Any) -> bool:

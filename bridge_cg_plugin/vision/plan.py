@@ -13,7 +13,7 @@ from ..graphs.report import GIB
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
 from .memory import measure_memory
-from .shape import Shape, shape_of
+from .shape import Shape
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -43,8 +43,8 @@ class EncoderPlan:
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.observed.append(batch.tokens)
-        self.last.append(shape_of(batch))
-        self._frames = max(self._frames, batch.frames)
+        self.last.append(batch.shape)
+        self._frames = max(self._frames, batch.shape.frames)
 
     @property
     def microbatches(self) -> int:

@@ -14,7 +14,7 @@ from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily
 from .check import CheckResult, ReplayCheck
 from .eager_costs import Clock, CudaClock, MeasuredCosts, remember, watch_backward
-from .shape import Shape, shape_of
+from .shape import Shape
 
 
 class EncoderRuns:
@@ -64,7 +64,7 @@ class EncoderRuns:
         """
         costs = self._timed_costs() if self.costs is not None else None
         bucket = self._bucket(region, batch) if costs is not None else None
-        if costs is not None and bucket is not None and costs.eager_is_faster(shape_of(batch), bucket):
+        if costs is not None and bucket is not None and costs.eager_is_faster(batch.shape, bucket):
             self._manager.fell_back(Fallback.EAGER_IS_FASTER, batch.tokens)
             region.clear()
             return None
@@ -97,7 +97,7 @@ class EncoderRuns:
 
     def _bucket(self, region: Region, batch: EncoderBatch) -> Bucket | None:
         """Return the bucket that a training microbatch takes, remembered by its shape."""
-        shape = shape_of(batch)
+        shape = batch.shape
         if shape not in self._chosen:
             found = region.choose(batch)
             remember(self._chosen, shape, found if isinstance(found, Bucket) else None)

@@ -1,4 +1,4 @@
-"""The size of a microbatch's images: what eager's time grows with, and what buckets are chosen by."""
+"""The size of a microbatch's images: what eager's time grows with, and what buckets are chosen by. Imports no torch."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,12 +11,8 @@ class Sized(Protocol):
         """Patches."""
 
     @property
-    def frames(self) -> int:
-        """Images and video frames."""
-
-    @property
-    def largest_frame(self) -> int:
-        """Patches of the largest frame."""
+    def shape(self) -> "Shape":
+        """How large it is."""
 
 
 class Shape(NamedTuple):
@@ -32,12 +28,12 @@ class Shape(NamedTuple):
     frames: int
     largest_frame: int
 
+    @property
+    def shape(self) -> "Shape":
+        """Itself."""
+        return self
+
     def covers(self, other: "Shape") -> bool:
         """Whether nothing here is smaller, so that eager takes at least as long."""
         bigger = self.tokens >= other.tokens and self.frames >= other.frames
         return bigger and self.largest_frame >= other.largest_frame
-
-
-def shape_of(batch: Sized) -> Shape:
-    """Return a batch's shape."""
-    return Shape(batch.tokens, batch.frames, batch.largest_frame)

@@ -14,6 +14,7 @@ from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.vision.fit import refuse_images
+from bridge_cg_plugin.vision.shape import Shape
 
 from .cost import CostModel
 from .counts import drawn, whole_count
@@ -211,7 +212,7 @@ def _expect(
     recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
     for batch, count in batches.items():
         tokens = sum(batch)
-        found = choose(tokens, recorded, partial(refuse_images, tokens, len(batch), max(batch), EXACT_BELOW))
+        found = choose(tokens, recorded, partial(refuse_images, Shape(tokens, len(batch), max(batch)), EXACT_BELOW))
         if isinstance(found, Fallback):
             total += count * cost.eager_ms(batch)
             continue

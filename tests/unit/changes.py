@@ -128,7 +128,6 @@ class ModelWorkload(Workload):
             menu = Menu(
                 buckets_of=lambda capacity: [Bucket(capacity)],
                 refuse=lambda shape, bucket: None,
-                shape=lambda rows: rows,
                 cost=lambda bucket: bucket.tokens,
                 capacities=CAPACITIES,
             )

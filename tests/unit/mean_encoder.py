@@ -59,7 +59,7 @@ class MeanProgram:
         return self.kernels(self.modules())
 
     def output_rows(self, batch):
-        return (batch.frames,)
+        return (batch.shape.frames,)
 
     def differentiable_inputs(self, batch):
         return ()

@@ -19,7 +19,7 @@ def batch(rows, patches):
 def test_a_fitting_batch_passes():
     found = batch([[1, 4, 6], [3, 2, 2]], 36)
     assert patches_misfit(found, 2) is None
-    assert (found.tokens, found.frames, found.largest_frame) == (36, 4, 24)
+    assert (found.tokens, found.shape) == (36, (36, 4, 24))
 
 
 @pytest.mark.parametrize("rows", [[[1, 3, 2]], [[1, 2, 5]], [[1, 2, 2], [1, 7, 2]]])

@@ -27,7 +27,6 @@ def plain_menu(**settings):
         **{
             "buckets_of": lambda capacity: [Bucket(capacity)],
             "refuse": lambda shape, bucket: None,
-            "shape": Rows,
             "cost": lambda bucket: bucket.tokens,
             **settings,
         }
@@ -36,21 +35,20 @@ def plain_menu(**settings):
 
 def image_menu():
     def refuse(shape, bucket):
-        return refuse_images(*shape, EXACT_BELOW, bucket)
+        return refuse_images(shape, EXACT_BELOW, bucket)
 
     return Menu(
         buckets_of=lambda capacity: [Bucket(capacity, limits) for limits in scanned_limits(capacity, 64)],
         refuse=refuse,
-        shape=lambda shape: shape,
         cost=replay_cost,
         unit=4,
         exact_below=EXACT_BELOW,
     )
 
 
-def shown(demand, *notes):
-    for note in notes:
-        demand.saw(note)
+def shown(demand, *shapes):
+    for shape in shapes:
+        demand.saw(Rows(shape) if isinstance(shape, int) else shape)
     return demand
 
 

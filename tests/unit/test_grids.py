@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.host_copies import HostTensors
-from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid, frame_count, largest_frame, token_count
+from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid, shape_of_rows
+from bridge_cg_plugin.vision.shape import Shape
 
 ROWS = ((1, 4, 6), (3, 2, 8))
 
@@ -112,8 +113,8 @@ def test_inference_tensors_are_found():
 
 def test_counts():
     assert as_grid(torch.tensor(ROWS)) == ROWS
-    assert (token_count(ROWS), frame_count(ROWS), largest_frame(ROWS)) == (72, 4, 24)
-    assert (token_count(()), frame_count(()), largest_frame(())) == (0, 0, 0)
+    assert shape_of_rows(ROWS) == Shape(tokens=72, frames=4, largest_frame=24)
+    assert shape_of_rows(()) == Shape(0, 0, 0)
 
 
 def test_a_remembered_tensor_is_found_in_the_shape_of_any_view():

@@ -97,7 +97,6 @@ class PackPlan:
         return Menu(
             buckets_of=lambda capacity: pack_buckets([capacity], documents, options.max_seqlen),
             refuse=program.refuse,
-            shape=lambda shape: shape,
             cost=replay_cost,
             unit=self._unit,
             exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,

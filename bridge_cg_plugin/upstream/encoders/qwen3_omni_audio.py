@@ -70,7 +70,7 @@ class Qwen3OmniAudioEncoder:
 
     def refuse(self, batch: AudioBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        return Fallback.TOO_MANY_FRAMES if batch.frames > bucket.limits[0] else None
+        return Fallback.TOO_MANY_FRAMES if batch.shape.frames > bucket.limits[0] else None
 
     def load(self, buffers: Buffers, batch: AudioBatch) -> None:
         """See `RegionProgram`."""

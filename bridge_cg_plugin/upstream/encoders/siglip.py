@@ -73,7 +73,7 @@ class SiglipEncoder:
     def output_rows(self, batch: ImageBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         outputs: int = 1 + self.model.use_head
-        return (batch.frames,) * outputs
+        return (batch.shape.frames,) * outputs
 
     def differentiable_inputs(self, batch: ImageBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`: pixels take no gradient."""

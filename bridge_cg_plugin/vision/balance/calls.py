@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...graphs.workload import Call, Eager, Manager
 from ..adapter import EncoderAdapter, EncoderBatch
-from ..shape import shape_of
 from .exchange import ImageExchange
 
 
@@ -44,6 +43,6 @@ class BalancedCalls:
 
     def _encode(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
         """Encode a batch that did not come as a call of the encoder's forward."""
-        call = Call(batch, tokens=batch.tokens, note=shape_of(batch))
+        call = Call(batch, tokens=batch.tokens, note=batch.shape)
         eager = partial(self._adapter.run, self._manager.eager_forward, batch)
         return self._adapter.outputs(self._manager.run(call, eager))

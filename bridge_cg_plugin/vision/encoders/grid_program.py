@@ -65,7 +65,7 @@ class GridProgram:
 
     def refuse(self, batch: VisionBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        return refuse_images(batch.tokens, batch.frames, batch.largest_frame, self._exact_below, bucket)
+        return refuse_images(batch.shape, self._exact_below, bucket)
 
     def load(self, buffers: Buffers, batch: VisionBatch) -> None:
         """See `RegionProgram`."""
