@@ -17,6 +17,7 @@ from ..announce import warn
 from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
 from ..graphs.changes.sources import are_deterministic, matmul_precision
+from ..graphs.inputs import want_gradients
 from ..graphs.region import Region
 from ..graphs.workload import Manager
 from ..options import VisionGraphOptions
@@ -183,7 +184,7 @@ class FrozenOutputs:
     def replay(self, region: Region, batch: EncoderBatch) -> Outputs | None:
         """Return a batch's outputs, kept or replayed; None where it is to run eager."""
         source = self._source(region)
-        if source is None:
+        if source is None or want_gradients((batch.pixels,)):
             return self._replay(region, batch)
         key, origin = self._key(source, batch), _Origin(source.number, region.sources.training)
         kept, usable = self._store.find(key, origin)

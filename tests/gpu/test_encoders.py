@@ -17,6 +17,7 @@ from .test_parity import MIXES, poison
 LAYERS = 4
 BUCKETS = (768, 1024, 1536, 2048)
 IMAGES = 4096  # patches of an image
+TILE = 1088  # what a tile counts
 COUNTS = {f"{count} images": count for count in (1, 2, 3, 4, 5, 6, 7, 8)}
 # Encoders that know no video: GLM-4.5V's gets its frames as images.
 FRAMES = {name: [(1, h, w) for t, h, w in rows for _ in range(t)] for name, rows in MIXES.items()}
@@ -37,6 +38,8 @@ SIZES = {
     **dict.fromkeys(("glm45v", "ministral3"), (FRAMES, PATCHES)),
     AUDIO: (CLIPS, {"buckets": tuple(16 * n for n in (1, 8, 24, 32, 64, 96)), "max_frames": 48}),
     "siglip": (COUNTS, {"buckets": tuple(IMAGES * n for n in (1, 2, 4, 6, 8))}),
+    "nemotron_vl": (COUNTS, {"buckets": tuple(TILE * n for n in (1, 2, 4, 6, 8))}),
+    "nemotron_omni": (FRAMES, {"buckets": (832, 1088, 1600, 2816), "max_frames": 48}),  # class tokens among them
 }
 # Gradients of padded microbatches may round otherwise in bf16 by so much, where eager repeats itself.
 NOISE_FLOOR = 2e-3
@@ -92,7 +95,7 @@ def encoders(*names, first=()):
 
 
 @pytest.mark.first
-@encoders("qwen35_vl", "siglip")
+@encoders("qwen35_vl", "siglip", "nemotron_vl", "nemotron_omni")
 def test_replays_equal_eager_to_the_bit(encoder):
     helper = encoder.on_graphs()
     for name, size in encoder.sizes.items():
@@ -167,7 +170,7 @@ def test_segments_equal_eager_on_the_same_kernels_to_the_bit(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", AUDIO, "siglip")
+@encoders(*PACKED, "ministral3", AUDIO, "siglip", "nemotron_vl")
 def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper = encoder.on_graphs()
     batch = encoder.batch(next(iter(encoder.sizes.values())))
@@ -182,7 +185,7 @@ def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", AUDIO, "siglip")
+@encoders(*PACKED, "ministral3", AUDIO, "siglip", "nemotron_vl", "nemotron_omni")
 def test_evaluation_replays(encoder):
     helper = encoder.on_graphs()
     batch = encoder.batch(next(iter(encoder.sizes.values())))

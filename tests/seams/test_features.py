@@ -38,10 +38,13 @@ MODULES = {
     "Qwen25OmniModelProvider": "qwen_omni.qwen25_omni_provider",
     "Qwen3OmniModelProvider": "qwen_omni.qwen3_omni_provider",
     "Ministral3ModelProvider": "ministral3.ministral3_provider",
+    "NemotronVLModelProvider": "nemotron_vl.nemotron_vl_provider",
+    "NemotronOmniModelProvider": "nemotron_omni.nemotron_omni_provider",
     "GPTModelProvider": "gpt_provider",
     "MambaModelProvider": "mamba.mamba_provider",
 }
-QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, MINISTRAL3, GPT, MAMBA = MODULES
+QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, MINISTRAL3, *_NEMOTRON, GPT, MAMBA = MODULES
+NEMOTRON_VL, NEMOTRON_OMNI = _NEMOTRON
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact", "streams": 1}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
@@ -92,6 +95,12 @@ CONFIGURATIONS = {
         QWEN3_OMNI,
         {**VISION, "vision_cuda_graph_tuning": {"audio": False}},
         {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni"},
+    ),
+    "vision graphs of Nemotron VL": (NEMOTRON_VL, VISION, {F.OPTIONS, F.VISION, "vision graphs of Nemotron VL"}),
+    "vision graphs of Nemotron Omni": (
+        NEMOTRON_OMNI,
+        VISION,
+        {F.OPTIONS, F.VISION, "vision graphs of Nemotron Omni"},
     ),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
     "language-model graphs of MLPs": (

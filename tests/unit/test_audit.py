@@ -113,7 +113,11 @@ def test_what_a_release_never_had_is_drift_in_a_later_one(wheels):
         *("packed_router_metrics", "step_padding", "qwen3_omni_model", "qwen3_omni_result"),
         "qwen3_omni_audio_model",
         "host_grids.qwen3_omni_step",
-        *(f"Qwen3OmniModelProvider.{part}" for part in ("init", "fields", "config")),
+        *(
+            f"{model}ModelProvider.{part}"
+            for model in ("Qwen3Omni", "NemotronVL", "NemotronOmni")
+            for part in ("init", "fields", "config")
+        ),
     }
 
 

@@ -15,6 +15,8 @@ TINY = {
     **dict.fromkeys(("qwen25_vl", "glm45v", "qwen25_omni", "qwen3_omni", "ministral3"), TWO),
     "siglip": 2,
     "qwen3_omni_audio": [230, 100],
+    "nemotron_vl": 2,
+    "nemotron_omni": TWO,
 }
 
 
@@ -44,10 +46,7 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["--encoders", "qwen2"],
-            "--encoders qwen2: it must be any of glm45v, ministral3, qwen25_omni,",
-        ),
+        (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)};"),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),
     ],

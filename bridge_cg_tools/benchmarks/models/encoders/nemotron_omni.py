@@ -1,0 +1,44 @@
+"""Nemotron Omni: megatron-core's RADIO on images of any size, which stays in evaluation mode."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Batch, Encoder, device, random
+from bridge_cg_tools.benchmarks.models.radio_tower import PATCH, build_radio, segments_of
+from bridge_cg_tools.benchmarks.models.workloads import Grid, tokens_of
+
+
+class PackedTower(nn.Module):
+    """Holds the tower, whose forward changes the segments that it gets."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.vision_model, self.config = tower, tower.config
+
+    def forward(self, x: Tensor, sizes: Tensor, segments: Any) -> Tensor:
+        """Call the tower with segments of its own."""
+        found: Tensor = self.vision_model(x, imgs_sizes=sizes, packed_seq_params=copy.copy(segments))
+        return found
+
+
+def build_nemotron_omni(layers: int) -> nn.Module:
+    """Build the tower of Nemotron 3 Nano Omni (32 layers)."""
+    return PackedTower(build_radio(layers=layers, packed=True, force_eval_mode=True, interpolate_only_cpe=True))
+
+
+def images_batch(model: Any, rows: Grid, seed: int) -> Batch:
+    """Make random images of so many patches; the layers see class tokens of each, too."""
+    sizes, tower = [(height * PATCH, width * PATCH) for _, height, width in rows], model.vision_model
+    tokens = tokens_of(rows) + len(rows) * tower.class_token_len
+    arguments = {
+        "x": random((1, tokens_of(rows), 3 * PATCH**2), seed),
+        "sizes": torch.tensor(sizes),
+        "segments": segments_of(sizes, device()),
+    }
+    return Batch(arguments, [random((1, tokens, tower.visual_hidden_size), seed + 1)], tokens, len(rows))
+
+
+ENCODER = Encoder(32, build_nemotron_omni, images_batch, lambda returned: [returned], IMAGES, modes=("plugin",))

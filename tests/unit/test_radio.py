@@ -1,0 +1,227 @@
+"""Nemotron's RADIO: its layers on graphs, what embeds patches eager, outputs and gradients equal to eager's."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.vision.batch import BatchError
+
+from .hugging_face_towers import results
+from .radio_towers import CLASS_TOKENS, PATCH, TOKENS, draw_tiles, new_radio, run_images, run_tiles, segments_of
+from .towers import assert_close, graphs_on, loss_of, poison
+
+TOLERANCE, ROOM = 1e-6, 64
+TILES = {"buckets": tuple(ROOM * count for count in (1, 2, 5))}
+PACKED = {"buckets": (32, 64, 128, 256)}
+sides = st.integers(1, 6).map(lambda n: n * PATCH)
+images = st.lists(st.tuples(sides, sides), min_size=1, max_size=5)
+
+
+def assert_equal_results(found, expected):
+    assert_close(found[0], expected[0], TOLERANCE)
+    assert_close(found[1], expected[1], 10 * TOLERANCE)
+
+
+def test_each_kind_is_found_in_a_model_of_megatron_core():
+    for packed, family in ((False, RADIO), (True, PACKED_RADIO)):
+        tower = new_radio(packed=packed)
+        for holder in (tower, torch.nn.Module(), torch.nn.Module()):
+            if holder is not tower:
+                holder.vision_model = tower
+            found = find_encoder(holder)
+            assert found.family is family and found.model is tower.decoder
+        bridges = torch.nn.Module()
+        bridges.llava_model = torch.nn.Module()
+        bridges.llava_model.vision_model = tower
+        assert find_encoder(bridges).model is tower.decoder
+
+
+def test_a_tower_that_was_found_is_not_kept():
+    tower = new_radio()
+    found, kept = find_encoder(tower), weakref.ref(tower)
+    del tower, found
+    gc.collect()
+    assert kept() is None
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
+def test_tiles_equal_eager_with_the_same_draws(counts, cropped):
+    """Positions are cropped at random for every image: the same seed draws the same crops, on graphs and eager."""
+    model = new_radio(has_cpe=cropped)
+    expected = [results(run_tiles, model, count, seed) for seed, count in enumerate(counts)]
+    with graphs_on(model, **TILES) as graphs:
+        for seed, count in enumerate(counts):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run_tiles, model, count, seed), expected[seed])
+        assert graphs.statistics().replays == len(counts) and not graphs.statistics().fallbacks
+
+
+@settings(max_examples=10)
+@given(st.lists(images, min_size=1, max_size=3))
+def test_images_of_any_size_equal_eager(sequence):
+    model = new_radio(packed=True, interpolate_only_cpe=True)
+    expected = [results(run_images, model, sizes, seed) for seed, sizes in enumerate(sequence)]
+    with graphs_on(model, **PACKED) as graphs:
+        for seed, sizes in enumerate(sequence):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run_images, model, sizes, seed), expected[seed])
+        statistics = graphs.statistics()
+        assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
+
+
+def test_equal_tokens_in_other_images_are_told_apart():
+    model = new_radio(packed=True, interpolate_only_cpe=True)
+    one, two = [(64, 64)], [(64, 32), (32, 64 - PATCH)]
+    expected = [results(run_images, model, sizes) for sizes in (one, two)]
+    with graphs_on(model, buckets=(64,)) as graphs:
+        for sizes, wanted in zip((one, two), expected, strict=True):
+            assert_equal_results(results(run_images, model, sizes), wanted)
+        assert graphs.statistics().replays == 2
+
+
+def test_in_flight_microbatches_keep_their_own_gradients():
+    model = new_radio()
+    expected = [results(run_tiles, model, count, seed)[1] for seed, count in enumerate((2, 3))]
+    with graphs_on(model, slots=2, **TILES) as graphs:
+        outputs = [run_tiles(model, count, seed) for seed, count in enumerate((2, 3))]
+        wanted = list(model.parameters())
+        for outs, gradients in zip(outputs, expected, strict=True):
+            assert_close(torch.autograd.grad(loss_of(outs), wanted), gradients, 10 * TOLERANCE)
+        assert graphs.statistics().replays == 2
+
+
+@pytest.mark.parametrize("frozen", ["decoder", "decoder.layers.0", "embedder", "position_embeddings"])
+def test_parts_of_the_tower_are_trained(frozen):
+    """Frozen layers hand gradients on to what embeds patches."""
+    model = new_radio()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad &= not name.startswith(frozen)
+    expected = results(run_tiles, model, 3)
+    with graphs_on(model, **TILES) as graphs:
+        for _ in range(3):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run_tiles, model, 3), expected)
+        assert graphs.statistics().replays
+
+
+def test_frozen_layers_below_which_something_is_trained_keep_no_outputs():
+    model = new_radio(interpolate_only_cpe=True)
+    model.decoder.requires_grad_(False)
+    expected = results(run_tiles, model, 2)
+    with graphs_on(model, frozen_outputs_gb=1.0, **TILES) as graphs:
+        for _ in range(3):
+            assert_equal_results(results(run_tiles, model, 2), expected)
+        assert graphs.workload.frozen.found == 0
+        with torch.no_grad():
+            for _ in range(3):
+                assert_close(run_tiles(model, 2), expected[0], TOLERANCE)
+        assert graphs.workload.frozen.found == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_tower_that_stays_in_evaluation_is_trained(packed):
+    """As Nemotron Omni's: layers with gradients, in evaluation mode."""
+    model = new_radio(packed=packed, force_eval_mode=True, interpolate_only_cpe=True)
+    assert not model.training
+    run, size, options = (run_images, [(64, 48), (32, 32)], PACKED) if packed else (run_tiles, 3, TILES)
+    expected = results(run, model, size)
+    with graphs_on(model, **options) as graphs:
+        for _ in range(4):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run, model, size), expected)
+        assert graphs.statistics().replays >= 2
+
+
+def test_evaluation_replays():
+    model = new_radio().eval()
+    with torch.no_grad():
+        expected = run_tiles(model, 3)
+        with graphs_on(model, **TILES) as graphs:
+            for _ in range(3):
+                assert_close(run_tiles(model, 3), expected, TOLERANCE)
+            assert graphs.statistics().replays >= 1
+
+
+def test_buckets_on_demand_are_whole_images():
+    model = new_radio()
+    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
+        for _ in range(4):
+            run_tiles(model, 3)
+        assert graphs.capture()
+        run_tiles(model, 3)
+        assert graphs.workload.buckets.capacities == (3 * ROOM,) and graphs.statistics().replays == 1
+    assert TOKENS == 16 + CLASS_TOKENS
+
+
+def test_calls_that_no_graph_takes_run_eager():
+    model = new_radio()
+    hidden = torch.randn(TOKENS, 2, 32)
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    with graphs_on(model, **TILES) as graphs:
+        model.decoder(hidden, attention_mask=mask)
+        model.decoder(hidden[:5], attention_mask=None)
+        model.decoder(hidden.repeat(1, 3, 1), attention_mask=None)
+        assert graphs.statistics().fallbacks == {"call_arguments": 1, "other_batch": 1, "too_many_tokens": 1}
+
+
+def test_segments_of_other_images_run_eager():
+    model = new_radio(packed=True)
+    segments = segments_of([(32, 32), (16, 32)])
+    with graphs_on(model, **PACKED) as graphs:
+        model.decoder(torch.randn(9, 1, 32), attention_mask=None, packed_seq_params=segments)
+        assert graphs.statistics().fallbacks == {"other_batch": 1}
+        segments.cu_seqlens_q_padded = segments.cu_seqlens_q
+        model.decoder(torch.randn(6, 1, 32), attention_mask=None, packed_seq_params=segments)
+        assert graphs.statistics().fallbacks == {"other_batch": 1, "call_arguments": 1}
+
+
+def test_offsets_that_changed_behind_the_hosts_back_give_nan():
+    model = new_radio(packed=True)
+    segments, hidden = segments_of([(32, 32), (16, 32)]), torch.randn(6, 1, 32)
+    with graphs_on(model, **PACKED) as graphs:
+        read = graphs.workload.adapter.read
+
+        def stale(*args, **kwargs):
+            call = read(*args, **kwargs)
+            segments.cu_seqlens_q.copy_(torch.tensor([0, 2, 6]))
+            return call
+
+        graphs.workload.adapter.read = stale
+        assert model.decoder(hidden, attention_mask=None, packed_seq_params=segments).isnan().all()
+
+
+def test_layers_that_are_recomputed_are_refused():
+    model = new_radio()
+    model.decoder.config.recompute_granularity = "full"
+    with pytest.raises(OptionError, match="model.recompute_vision=True"), graphs_on(model, **TILES):
+        pass
+
+
+def test_hidden_states_on_another_device_are_refused():
+    model = new_radio()
+    with graphs_on(model, **TILES), pytest.raises(BatchError, match="is on meta"):
+        model.decoder(torch.empty(TOKENS, 2, 32, device="meta"), attention_mask=None)
+
+
+def test_no_other_tower_is_taken():
+    holder = torch.nn.Module()
+    holder.vision_model = torch.nn.Linear(2, 2)
+    assert find_encoder(holder) is None and RADIO.find(SimpleNamespace()) is None
+
+
+def test_draws_of_tiles_are_new_in_every_microbatch():
+    model = new_radio(has_cpe=True)
+    with graphs_on(model, **TILES) as graphs, torch.no_grad():
+        torch.manual_seed(1)
+        first, second = (model(draw_tiles(2)) for _ in range(2))
+        assert graphs.statistics().replays == 2 or graphs.statistics().fallbacks
+        assert not torch.equal(first, second)
