@@ -141,7 +141,7 @@ def _prepare(config: Any, gpu: Gpu, encoder: bool) -> None:
         return
     facts = facts_of(collect(config))
     _limit_vision_graphs(config, gpu, facts)
-    if model.recompute_granularity == "full" and not facts.hugging_face_tower:
+    if model.recompute_granularity == "full" and not facts.other_tower:
         _spare_the_encoder(model)
 
 

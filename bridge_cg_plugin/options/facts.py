@@ -13,8 +13,8 @@ PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
 # The release that waits for copies inside graphs brought this field.
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
-# Bridge's providers of models that take images: all but these have a vision tower that is Hugging Face's module.
-BRIDGES_MODELS = "megatron.bridge.models."
+# Bridge's providers of models that take images and whose encoder's layers are set like the language model's.
+BRIDGES_MODELS, PROVIDER = "megatron.bridge.models.", "ModelProvider"
 QWEN3_VL = (
     *("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"),
     *("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
@@ -46,7 +46,7 @@ class Facts:
         mla: Whether attention is multi-latent.
         warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
-        hugging_face_tower: Whether the vision tower is Hugging Face's module.
+        other_tower: Whether the vision encoder is another than that of Qwen3-VL and Qwen3.5-VL.
         pipeline_stages: Stages of pipeline parallelism.
         tensor_ranks: Ranks of tensor parallelism.
         context_ranks: Ranks of context parallelism.
@@ -79,7 +79,7 @@ class Facts:
     mla: bool | None = None
     warmup_steps: int | None = None
     images: bool | None = None
-    hugging_face_tower: bool | None = None
+    other_tower: bool | None = None
     pipeline_stages: int | None = None
     tensor_ranks: int | None = None
     context_ranks: int | None = None
@@ -126,7 +126,7 @@ def facts_of(written: Written) -> Facts:
         mla=_flag(settings, "multi_latent_attention"),
         warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
         images=None if tower is None else hasattr(written.model, "vision_cuda_graph_impl") and not tower,
-        hugging_face_tower=tower,
+        other_tower=tower,
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         tensor_ranks=_count(settings, "tensor_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
@@ -145,7 +145,7 @@ def facts_of(written: Written) -> Facts:
 
 def _has_tower(model: Any) -> bool:
     bases = type(model).__mro__
-    bridges = any(base.__module__.startswith(BRIDGES_MODELS) for base in bases)
+    bridges = any(b.__module__.startswith(BRIDGES_MODELS) and b.__name__.endswith(PROVIDER) for b in bases)
     return bridges and hasattr(model, "vision_cuda_graph_impl") and {b.__name__ for b in bases}.isdisjoint(QWEN3_VL)
 
 

@@ -185,11 +185,11 @@ REFUSED = {
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
     ),
-    "graphs of parts of layers of a vision tower from Hugging Face": (
+    "graphs of parts of layers of a vision encoder other than Qwen3-VL's and Qwen3.5-VL's": (
         tower_of_hugging_face(vision_cuda_graph_modules=["attn"]),
         "vision_cuda_graph_modules",
     ),
-    "vision graphs of a tower from Hugging Face with `full_iteration`": (
+    "vision graphs of an encoder other than these with `full_iteration`": (
         tower_of_hugging_face(cuda_graph_impl="full_iteration"),
         "cuda_graph_impl",
     ),
@@ -264,7 +264,7 @@ def test_recompute_does_not_reach_a_tower_of_hugging_face():
 def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
     written = normalize(tower_of_hugging_face(vision_cuda_graph_impl="none", pipeline_model_parallel_size=2))[1]
     facts = facts_of(written)
-    assert facts.hugging_face_tower and not facts.images
+    assert facts.other_tower and not facts.images
 
 
 def test_upstreams_graphs_of_mamba_layers_take_no_packs():

@@ -12,7 +12,7 @@ _ALLOWED = f"with {IMPL}=full_iteration on a model that takes images"
 
 def whole_language_model(options: GraphOptions, facts: Facts) -> bool:
     """Whether the whole language model of a model that takes images is to be on graphs."""
-    takes_images = facts.images or (options.vision.enabled and not facts.hugging_face_tower)
+    takes_images = facts.images or (options.vision.enabled and not facts.other_tower)
     return options.language_model.impl == "full_iteration" and bool(takes_images)
 
 

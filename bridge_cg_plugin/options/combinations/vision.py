@@ -12,7 +12,7 @@ FROZEN_OUTPUTS = PROVIDER_FIELDS["frozen_outputs_gb"]
 
 
 def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
-    if not options.vision.enabled or facts.recompute_granularity is None or facts.hugging_face_tower:
+    if not options.vision.enabled or facts.recompute_granularity is None or facts.other_tower:
         return False
     reaches = {"core_attn", "mlp", "layernorm"} & set(facts.recompute_modules)
     return facts.recompute_granularity != "selective" or bool(reaches)
@@ -73,9 +73,9 @@ VISION = (
         ),
     ),
     Combination(
-        "graphs of parts of layers of a vision tower from Hugging Face",
-        "Parts of layers can be captured in megatron-core's layers only",
-        lambda o, f: o.vision.enabled and f.hugging_face_tower and not o.vision.whole_encoder,
+        "graphs of parts of layers of a vision encoder other than Qwen3-VL's and Qwen3.5-VL's",
+        "Parts of layers can be captured in the layers of these two only",
+        lambda o, f: o.vision.enabled and f.other_tower and not o.vision.whole_encoder,
         lambda o, f: (
             PROVIDER_FIELDS["modules"],
             list(o.vision.modules),
@@ -84,9 +84,9 @@ VISION = (
         ),
     ),
     Combination(
-        "vision graphs of a tower from Hugging Face with `full_iteration`",
+        "vision graphs of an encoder other than these with `full_iteration`",
         "megatron-core captures the whole step of such a model, and a graph cannot replay inside a capture",
-        lambda o, f: o.vision.enabled and f.hugging_face_tower and o.language_model.impl == "full_iteration",
+        lambda o, f: o.vision.enabled and f.other_tower and o.language_model.impl == "full_iteration",
         lambda o, f: (
             IMPL,
             o.language_model.impl,
