@@ -6,7 +6,7 @@ from typing import Any
 from .announce import LOGGER
 from .upstream.seams.activation import activate, deactivate, status
 
-__all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "status"]
+__all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "release_memory", "status"]
 SWITCH = "BRIDGE_CG_PLUGIN"
 # Values of the variable that keep the plugin off.
 OFF = ("0", "false", "off")
@@ -28,6 +28,21 @@ def enable(model: Any, *options: Any) -> None:
     from .upstream.hooks.loop_driver import enable as enable_on
 
     enable_on(model, *options)
+
+
+def release_memory() -> int:
+    """Take the memory of graphs off the device, of every model that a loop other than Bridge's trains.
+
+    It returns to the same addresses with the next schedule call. Call it between steps: inside one, or while a
+    microbatch is between its forward and its backward, nothing leaves and a warning says so. Where the driver or the
+    layout cannot do it, nothing leaves either.
+
+    Returns:
+        How many bytes left.
+    """
+    from .upstream.hooks.any_loop import LOOPS
+
+    return LOOPS.release_memory()
 
 
 def autoload() -> None:

@@ -11,7 +11,9 @@ from .activations import Activations
 from .errors import CaptureError
 from .generators import default_generator
 from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .releasable_pools import allocating, releasable_pools
 from .side_stream import SideStream
+from .slot import Making
 from .streams import ReplayStream
 
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
@@ -82,6 +84,47 @@ class Executor(Protocol):
     def generators(self) -> Sequence[torch.Generator]:
         """Return what work that is recorded may draw random numbers from."""
 
+    def static_memory(self) -> Making:
+        """Return what is entered around the making of each tensor that recordings of one slot read."""
+
+    def tidy(self) -> None:
+        """Give memory back that no recording needs any more."""
+
+    @property
+    def memory_away(self) -> bool:
+        """Whether memory of pools or static tensors has left the device."""
+
+    def release_memory(self) -> int:
+        """Take the memory of pools and static tensors off the device, where it can leave; returns how many bytes left.
+
+        Raises:
+            DeviceMemoryError: The driver failed.
+        """
+
+    def restore_memory(self) -> None:
+        """Take it back, to the same addresses; the content of static tensors is what it was.
+
+        Raises:
+            NoDeviceMemory: There is not enough; then none came back.
+        """
+
+
+class StayingMemory:
+    """What an executor is whose memory never leaves the device."""
+
+    memory_away = False
+
+    def static_memory(self) -> Making:
+        """See `Executor`."""
+        return nullcontext
+
+    def release_memory(self) -> int:
+        """See `Executor`."""
+        return 0
+
+    def restore_memory(self) -> None:
+        """See `Executor`."""
+
 
 def refuse_other_allocators() -> None:
     """Refuse an allocator without private pools, in which buckets share memory and that can be measured.
@@ -108,6 +151,7 @@ class CudaGraphExecutor:
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
         beside: Whether recordings may have side work, which then gives way to the main work.
+        releasable: Whether memory of recordings can leave the device, if PyTorch and the driver can do it.
 
     Raises:
         ValueError: An event without a stream.
@@ -126,6 +170,7 @@ class CudaGraphExecutor:
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
         beside: bool = False,
+        releasable: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
@@ -136,6 +181,7 @@ class CudaGraphExecutor:
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
         self._warm: set[tuple[str, bool]] = set()
+        self._releasable = releasable_pools(self.device, self) if releasable else None
 
     def new_pool(self) -> tuple[int, int]:
         """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any.
@@ -145,7 +191,10 @@ class CudaGraphExecutor:
         """
         refuse_other_allocators()
         torch.cuda.empty_cache()
-        return torch.cuda.graph_pool_handle()
+        if self._releasable is None:
+            return torch.cuda.graph_pool_handle()
+        self._releasable.tidy()
+        return self._releasable.new_pool()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
@@ -179,7 +228,8 @@ class CudaGraphExecutor:
 
     def record(self, body: RegionBody, pool: tuple[int, int]) -> Recording:
         """See `Executor`."""
-        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
+        with nullcontext() if self._releasable is None else allocating():
+            made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
         return made if self._launched is None else ToldRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool: tuple[int, int]) -> int:
@@ -191,8 +241,33 @@ class CudaGraphExecutor:
         """See `Executor`."""
         return default_generator(self.device), *self._generators()
 
+    def static_memory(self) -> Making:
+        """See `Executor`."""
+        return nullcontext if self._releasable is None else self._releasable.static_memory()
 
-class ReferenceExecutor:
+    def tidy(self) -> None:
+        """See `Executor`."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        if self._releasable is not None:
+            self._releasable.tidy()
+
+    @property
+    def memory_away(self) -> bool:
+        """See `Executor`."""
+        return self._releasable is not None and self._releasable.memory.away
+
+    def release_memory(self) -> int:
+        """See `Executor`."""
+        return 0 if self._releasable is None else self._releasable.release()
+
+    def restore_memory(self) -> None:
+        """See `Executor`."""
+        if self._releasable is not None:
+            self._releasable.restore()
+
+
+class ReferenceExecutor(StayingMemory):
     """Runs the recorded work eagerly over the same static buffers; needs no GPU.
 
     Output memory starts as NaN, as a graph's may, so that a row nothing wrote is seen.
@@ -255,6 +330,12 @@ class ReferenceExecutor:
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""
         return (default_generator(self.device),)
+
+    def tidy(self) -> None:
+        """See `Executor`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
 
 def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:

@@ -130,6 +130,11 @@ class Fallback(StrEnum):
         "memory of parameters or of their `main_grad` moved while another microbatch was between forward and backward",
         "move memory between steps",
     )
+    MEMORY_RELEASED = (
+        "memory_released",
+        "the graphs' memory left the device between steps, and there is too little to take it back",
+        "free memory before the step; the next one tries again",
+    )
     AUTOCAST_CHANGED = (
         "autocast_changed",
         "autocast differs from the capture",

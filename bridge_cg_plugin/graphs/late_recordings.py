@@ -268,12 +268,13 @@ class LateRecordings:
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
-        before = slot.pool
         largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
-        if bucket.tokens > largest:
-            # Blocks of smaller buckets are too small for it. PyTorch takes no handle again whose graphs are all gone.
-            slot.pool = self._recorder.executor.new_pool()
+        before = slot.pool if largest else None  # without a recording, its memory goes back first
         try:
+            if bucket.tokens > largest:
+                # Blocks of smaller buckets are too small. PyTorch takes no handle again whose graphs are all gone.
+                slot.pool = None
+                slot.pool = self._recorder.executor.new_pool()
             with self._statistics.recording():
                 self._recorder.fill(source, slot, [(bucket, mode)])
         except BaseException:

@@ -26,6 +26,7 @@ from .ranges import named_range
 from .region import Region
 from .report import merge_statistics, render
 from .statistics import RegionStatistics
+from .virtual_memory import DeviceMemoryError
 from .workload import Call, Eager, Workload
 
 # Training steps whose tokens are kept, to see how far ranks are apart.
@@ -67,6 +68,8 @@ class GraphManager:
         self._paused = 0
         self._watch: ModelWatch | None = None
         self._growing: Growing | None = None
+        self._stays_away = False
+        self._warned: set[str] = set()
         workload.attach(self)
         self._instance = InstanceMethod(model, "forward", self._forward)
 
@@ -106,6 +109,10 @@ class GraphManager:
             self._look_on(call)
         elif self._paused:
             self._note_eager()
+        elif self.executor.memory_away and not self._take_back():
+            self._refuse(call, Fallback.MEMORY_RELEASED)
+            with self.paused():  # parts, too
+                return self._run_eager(call, eager)
         elif self._parts is not None:
             return self._run_parts(self._parts, call, eager)
         elif call.refusal is not None:
@@ -149,6 +156,39 @@ class GraphManager:
     def _refuse(self, call: Call, reason: Fallback) -> None:
         self._note_eager()
         self.fell_back(reason, call.tokens)
+
+    def release_memory(self) -> int:
+        """Take the graphs' memory off the device until the next microbatch that replays; returns how many bytes left.
+
+        Nothing leaves in a step, or while a microbatch is between its forward and its backward.
+        """
+        if self.in_step or not all(region.is_idle() for region in self._regions):
+            self._warn_once("memory cannot leave while a microbatch is between its forward and its backward")
+            return 0
+        try:
+            return self.executor.release_memory()
+        except DeviceMemoryError as error:
+            self._warn_once(f"memory did not leave the device: {error}")
+            return 0
+
+    def _take_back(self) -> bool:
+        """Take memory back that left; returns whether it is there. What does not fit is tried again in the next step.
+
+        Dropping the graphs instead would cost captures, and the device often has room again a step later.
+        """
+        if self._stays_away:
+            return False
+        try:
+            self.executor.restore_memory()
+        except DeviceMemoryError as error:
+            self._stays_away = True
+            self._warn_once(f"memory cannot return: {error}. Microbatches run eager; each step tries again")
+        return not self._stays_away
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn(f"{self.workload.title}: {text}")
 
     def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
         """Count a microbatch that runs eager in the whole module."""
@@ -225,9 +265,7 @@ class GraphManager:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if self.executor.device.type == "cuda":
-            torch.cuda.synchronize(self.executor.device)
-            torch.cuda.empty_cache()
+        self.executor.tidy()
         self.workload.forget()
 
     def _fail(self, error: Exception) -> None:
@@ -276,7 +314,9 @@ class GraphManager:
         Raises:
             CaptureError: It could not be recorded, and the user asked for a strict run.
         """
-        if self._growing is not None and self._growing.before_step(self.model.training):
+        self._stays_away = False
+        there = not (self.captured and self.executor.memory_away) or self._take_back()
+        if self._growing is not None and there and self._growing.before_step(self.model.training):
             self.workload.grown()
         ranges.look()
         self.step_number += 1

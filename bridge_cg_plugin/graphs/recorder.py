@@ -47,7 +47,8 @@ class Recorder:
 
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
         """Return a slot with static inputs for some buckets and no recordings."""
-        slot = Slot(index, self.executor.device, self.executor.new_pool(), self._piece.shared)
+        executor = self.executor
+        slot = Slot(index, executor.device, executor.new_pool(), self._piece.shared, executor.static_memory())
         for bucket in sorted(set(buckets), reverse=True):
             self.add_inputs(slot, bucket)
         return slot
@@ -89,6 +90,7 @@ class Recorder:
             held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
             source.forget(slot)
+            slot.pool = None  # whose memory goes back first
             slot.pool = self.executor.new_pool()
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:

@@ -1,7 +1,8 @@
 """Slots: the memory of one microbatch between its forward and its backward."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
@@ -11,16 +12,22 @@ from .buckets import Bucket
 from .errors import ReplayError
 from .program import Buffers, TensorSpec
 
+Making = Callable[[], AbstractContextManager[None]]
+
 
 class Arena:
     """Named flat storages, each as large as its largest view; smaller buckets see a prefix.
 
     A later, larger request gets a storage of its own: views of the one before stay where recordings know them.
     Floating-point storages start as NaN: a value that was never written cannot pass unnoticed.
+
+    Args:
+        device: Where they are.
+        making: Entered around the making of each.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, making: Making = nullcontext) -> None:
+        self._device, self._making = device, making
         self._flat: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -29,7 +36,8 @@ class Arena:
         flats = self._flat[name, dtype]
         if not flats or flats[-1].numel() < numel:
             fill = torch.nan if dtype.is_floating_point else 0
-            flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
+            with self._making():
+                flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
         return flats[-1][:numel].view(shape)
 
     def buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
@@ -88,15 +96,23 @@ class Slot:
         device: Where its memory is.
         pool: Memory of its recordings.
         shared: Inputs that are not the region's own.
+        making: Entered around the making of each of its static tensors.
 
     Attributes:
         buffers: Static inputs of each bucket.
         lease: Number of the lease that holds it; None while it is free.
     """
 
-    def __init__(self, index: int, device: torch.device, pool: object, shared: SharedInputs | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        pool: object,
+        shared: SharedInputs | None = None,
+        making: Making = nullcontext,
+    ) -> None:
         self.index = index
-        self.arena = Arena(device)
+        self.arena = Arena(device, making)
         self.shared = shared
         self.pool = pool
         self.buffers: dict[Bucket, Buffers] = {}

@@ -80,12 +80,14 @@ class Loops:
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
+        from .emptied_cache import after_empty_cache
         from .loop_driver import LoopDriver
 
         driver = LoopDriver(
             chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
         )
         self._drivers.add(driver)
+        after_empty_cache(self.follow_models)
         vars(chunks[0])[HELD] = _Held(driver)
         return driver
 
@@ -116,6 +118,15 @@ class Loops:
         if (driver := self._known(first)) is not None:
             self._drivers.discard(driver)
             driver.end()
+
+    def release_memory(self) -> int:
+        """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
+        return sum(driver.release_memory() for driver in list(self._drivers))
+
+    def follow_models(self) -> None:
+        """Take the memory of graphs off the device whose model has left it."""
+        for driver in list(self._drivers):
+            driver.follow_models()
 
     def report(self) -> None:
         """Print the reports of all graphs."""

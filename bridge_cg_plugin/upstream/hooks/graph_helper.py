@@ -118,6 +118,7 @@ def default_executor(
     isolated: Isolated = nullcontext,
     shared: bool = False,
     beside: bool = False,
+    releasable: bool = False,
 ) -> Executor:
     """Return what can record on this machine.
 
@@ -126,11 +127,16 @@ def default_executor(
         isolated: Entered around passes whose values nobody reads.
         shared: Whether other ranks share what is recorded, so that a replay may wait for one of them.
         beside: Whether recordings may have side work.
+        releasable: Whether memory of recordings may leave the device. That of exchanges with other ranks may not: NCCL
+            may have given it to them.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
     launched = WATCHDOG.launched if shared else None
-    return CudaGraphExecutor(generators=generators, isolated=isolated, launched=launched, beside=beside)
+    releasable = releasable and not shared
+    return CudaGraphExecutor(
+        generators=generators, isolated=isolated, launched=launched, beside=beside, releasable=releasable
+    )
 
 
 def asks_for_graphs(config: Any) -> bool:

@@ -14,6 +14,7 @@ from ...options.normalization import options_of
 from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import collect
 from ..wrappers import config_of, unwrapped
+from .emptied_cache import has_left
 from .graph_fields import apply_options
 from .packed_helper import PackedCudaGraphHelper, find_decoders
 from .provider_fields import EVERY
@@ -78,10 +79,11 @@ class LoopDriver:
         most = max(microbatches, 2 * stages * len(chunks))
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
-            settings: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "found": found}
+            settings: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "found": found, "releasable": True}
             helpers.append(VisionTECudaGraphHelper(chunks, found.model.config, **settings))
         if packed:
-            helpers.append(PackedCudaGraphHelper(chunks, config, num_microbatches=most, capture_mode=ON_DEMAND))
+            decoders: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "releasable": True}
+            helpers.append(PackedCudaGraphHelper(chunks, config, **decoders))
         self._helpers = helpers
         if stages == 1:
             self._name_what_is_missing(chunks, vision and not encoders, packed)
@@ -114,6 +116,16 @@ class LoopDriver:
         """Return the graphs that there are, each with its helper."""
         parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
         return [(part.graphs, part) for part in parts if part.graphs is not None]
+
+    def release_memory(self) -> int:
+        """Take the memory of all graphs off the device until they are needed; returns how many bytes left."""
+        return sum(graphs.release_memory() for graphs in self.graphs)
+
+    def follow_models(self) -> None:
+        """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
+        for graphs in self.graphs:
+            if graphs.captured and not graphs.in_step and has_left(graphs.model):
+                graphs.release_memory()
 
     def report(self) -> None:
         """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""

@@ -45,6 +45,7 @@ class PackedCudaGraphHelper:
         num_microbatches: Microbatches of a step; None asks megatron-core.
         capture_mode: Overrides when the options say that buckets are recorded.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
+        releasable: Whether memory of graphs may leave the device between steps.
 
     Raises:
         OptionError: An option cannot work with this model.
@@ -65,6 +66,7 @@ class PackedCudaGraphHelper:
         num_microbatches: int | None = None,
         capture_mode: CaptureMode | None = None,
         executor: Executor | None = None,
+        releasable: bool = False,
     ) -> None:
         written = collect(config)
         options = options_of(written)
@@ -79,7 +81,7 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 partial(microbatches_in_flight, config, count),
-                executor or _executor(decoder),
+                executor or _executor(decoder, releasable),
             )
             for decoder in find_decoders(model)
         ]
@@ -154,10 +156,10 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
                 yield decoder
 
 
-def _executor(decoder: nn.Module) -> Executor:
+def _executor(decoder: nn.Module, releasable: bool) -> Executor:
     """Return what records a decoder, whose layers ranks may share."""
     groups = sharing_groups(decoder)
-    return default_executor(random_states, without_collectives(*groups), shared=bool(groups))
+    return default_executor(random_states, without_collectives(*groups), shared=bool(groups), releasable=releasable)
 
 
 def _microbatches() -> int:

@@ -41,6 +41,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         options: Options; None reads them from the model's provider.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         found: The encoder; None takes the model's first.
+        releasable: Whether memory of graphs may leave the device between steps.
 
     Raises:
         OptionError: An option cannot work.
@@ -61,6 +62,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
         found: FoundEncoder | None = None,
+        releasable: bool = False,
     ) -> None:
         found = found or find_encoder(model)
         if found is None:
@@ -90,7 +92,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         graphs = GraphManager(
             vision_model,
             workload,
-            executor or self._default_executor(tensor),
+            executor or self._default_executor(tensor, releasable),
             Surroundings(
                 slots=in_flight() if slots == "auto" else slots,
                 before_replay=gather,
@@ -105,10 +107,11 @@ class VisionTECudaGraphHelper(GraphHelper):
             self._text_only = TextOnlyMicrobatches(holder, vision_model, gather, take_part)
         self._take(graphs, in_flight if slots == "auto" else None, order)
 
-    def _default_executor(self, tensor: Any) -> Executor:
+    def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
         """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
         beside = self.options.streams != 1
-        return default_executor(isolated=without_collectives(tensor), shared=tensor is not None, beside=beside)
+        isolated, shared = without_collectives(tensor), tensor is not None
+        return default_executor(isolated=isolated, shared=shared, beside=beside, releasable=releasable)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""
