@@ -53,6 +53,10 @@ class Tape(TorchDispatchMode):
             self._calls.append((func, args, kwargs, [] if in_place else tensors(made), places))
         return made
 
+    def made(self) -> list[Tensor]:
+        """Return what the operations made, which lies in a graph's own memory."""
+        return [tensor for _, _, _, made, _ in self._calls for tensor in made]
+
     @no_grad()
     def replay(self) -> None:
         """Run the operations again; what they made before is overwritten."""
@@ -88,6 +92,10 @@ class TapeRecording:
     def backward(self):
         self._backward.replay()
         return self._gradients
+
+    def made(self) -> list[Tensor]:
+        """Return what lies in the graphs' own memory."""
+        return [*self._forward.made(), *self._backward.made()]
 
 
 class TapeExecutor(ReferenceExecutor):

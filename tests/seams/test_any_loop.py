@@ -20,11 +20,14 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import direct_attention
+from bridge_cg_plugin.upstream.hooks import emptied_cache, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
+from tests.leaving import LeavingExecutor
 from tests.unit.towers import assert_close, draw, loss_of, new_tower
 
 SIZES = ([[1, 4, 6]], [[1, 8, 8], [1, 4, 4]], [[2, 4, 4]])
@@ -404,3 +407,93 @@ def test_a_schedule_call_without_graphs_costs_under_ten_microseconds_more():
     arguments = {"model": [wrapper], "num_microbatches": 2}
     assert wrapped(**arguments) == [wrapper] and not active_graphs()
     assert median_us(wrapped, arguments) - median_us(stub, arguments) < 10  # 5 on an idle machine
+
+
+@pytest.fixture
+def leaving(monkeypatch):
+    """Give models executors whose memory leaves; returns these, and for which memory may."""
+    made = []
+
+    def executor(*args, releasable=False, **kwargs):
+        made.append(LeavingExecutor() if releasable else ReferenceExecutor())
+        return made[-1]
+
+    monkeypatch.setattr(vision_helper, "default_executor", executor)
+    return made
+
+
+def leave_the_device(model):
+    """Free parameters as loops do before they generate; returns what puts them back elsewhere."""
+    before = [(parameter, parameter.data.clone()) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.data.untyped_storage().resize_(0)
+
+    def back():
+        for parameter, kept in before:
+            parameter.data = kept
+
+    return back
+
+
+@pytest.fixture
+def parameters_count_as_on_the_device(monkeypatch):
+    monkeypatch.setattr(emptied_cache, "is_on_device", lambda parameter: True)
+
+
+def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, parameters_count_as_on_the_device):
+    eager, model, other = Policy(vision_cuda_graph_impl="none"), Policy(), Policy(1)
+    for _ in range(3):
+        call(model, 2)
+        call(other, 2)
+    torch.cuda.empty_cache()
+    policy, reference = leaving
+    assert not policy.away and not reference.away
+    for seed in range(3):
+        back = leave_the_device(model.vision_model)
+        torch.cuda.empty_cache()
+        assert policy.away and not reference.away
+        back()
+        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+        assert policy.returned == policy.left == seed + 1
+    assert not active_graphs()[0].statistics().fallbacks["memory_released"]
+
+
+def test_memory_of_every_model_leaves_when_the_loop_says_so(leaving):
+    eager, models = Policy(vision_cuda_graph_impl="none"), [Policy(), Policy()]
+    assert bridge_cg_plugin.release_memory() == 0
+    for model in models:
+        for _ in range(3):
+            call(model, 2)
+    assert bridge_cg_plugin.release_memory() == 200
+    assert_equal(call(models[0], 2, seed=5), call(eager, 2, seed=5))
+    assert [executor.away for executor in leaving] == [False, True]
+
+
+def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, parameters_count_as_on_the_device):
+    model = Policy()
+    for _ in range(3):
+        call(model, 2)
+    (driver,) = LOOPS._drivers
+    with driver.step():
+        back = leave_the_device(model.vision_model)
+        torch.cuda.empty_cache()
+        back()
+    assert not leaving[0].left
+
+
+def test_the_function_that_empties_the_cache_is_put_back():
+    before = torch.cuda.empty_cache
+    call(Policy(), 1)
+    assert torch.cuda.empty_cache is not before
+    bridge_cg_plugin.deactivate()
+    assert torch.cuda.empty_cache is before
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_model_has_left_once_all_of_it_has(left, parameters_count_as_on_the_device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for layer in model[:left]:
+        layer.weight.data.untyped_storage().resize_(0)
+    assert emptied_cache.has_left(model) == (left == 2)
+    assert not emptied_cache.has_left(nn.Identity())

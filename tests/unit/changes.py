@@ -16,8 +16,8 @@ from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.piece import CallSite, Growth, Piece, Surroundings
 from bridge_cg_plugin.graphs.workload import Call, Workload
 
+from ..leaving import LeavingExecutor
 from ..rows_program import RowsProgram
-from ..tape import TapeExecutor
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -102,13 +102,6 @@ class Rows(NamedTuple):
     tokens: int
 
 
-class Pools(TapeExecutor):
-    """Tells pools apart."""
-
-    def new_pool(self) -> object:
-        return object()
-
-
 class ModelWorkload(Workload):
     """The model on graphs: all of it as one region, or the inner part of every layer as a region of its own."""
 
@@ -164,7 +157,7 @@ class ModelWorkload(Workload):
 
 def graphs_of(model: Model, parts: bool, grows: bool = False) -> GraphManager:
     """Put a model on graphs that are not captured yet."""
-    return GraphManager(model, ModelWorkload(model, parts, grows), Pools(), Surroundings(slots=SLOTS))
+    return GraphManager(model, ModelWorkload(model, parts, grows), LeavingExecutor(), Surroundings(slots=SLOTS))
 
 
 def are_close(actual: Tensor, expected: Tensor) -> bool:
@@ -396,6 +389,13 @@ class Twins:
     def step_begins(self) -> None:
         self.graphs.begin_step()
 
+    def memory_leaves(self) -> None:
+        self.graphs.release_memory()
+
+    def memory_has_no_room(self) -> None:
+        self.graphs.executor.room = self.random.random() < 0.7
+        self.step_begins()
+
     ANY_TIME = (
         adapters_switched,
         adapter_added,
@@ -406,6 +406,8 @@ class Twins:
         buffer_replaced,
         forward_hook,
         autocast_switched,
+        memory_leaves,
+        memory_has_no_room,
     )
     IDLE = (
         frozen,

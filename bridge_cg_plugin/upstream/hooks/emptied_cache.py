@@ -27,12 +27,17 @@ SEAM = Seam(
 _listeners: list[Callable[[], object]] = []
 
 
+def is_on_device(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is on a GPU, with or without memory."""
+    return parameter.is_cuda
+
+
 def has_left(model: nn.Module) -> bool:
     """Whether every parameter of a model is off the device, or has lost its memory."""
     # The first one that is there ends the search: a model that stayed costs no time.
     first = next(model.parameters(), None)
     return first is not None and all(
-        not parameter.is_cuda or parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters()
+        not is_on_device(parameter) or parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters()
     )
 
 

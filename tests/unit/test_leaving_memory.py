@@ -1,0 +1,119 @@
+"""Graphs whose memory leaves the device between steps: they compute what eager does when it is back."""
+
+import pytest
+import torch
+
+from ..leaving import LeavingExecutor
+from . import packs
+from .changes import CAPACITIES, Twins
+from .test_growing import grown
+from .towers import assert_close, forward, graphs_on, new_tower, results
+
+ROWS = ([[1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
+
+
+@pytest.fixture
+def executor():
+    return LeavingExecutor()
+
+
+def assert_equals_eager(model, graphs, rows, seed=0):
+    actual = results(model, rows, seed)
+    with graphs.paused():
+        for found, right in zip(actual, results(model, rows, seed), strict=True):
+            assert_close(found, right)
+
+
+@pytest.mark.parametrize("modules", [(), ("attn", "mlp")])
+def test_a_tower_replays_what_eager_computes_after_every_return(executor, modules):
+    model = new_tower()
+    with graphs_on(model, executor=executor, modules=modules) as graphs:
+        for seed in range(3):
+            for rows in ROWS:
+                assert_equals_eager(model, graphs, rows, seed)
+                assert graphs.release_memory() == 100
+        assert executor.left == 6 and executor.returned == 5 and executor.away
+        assert not graphs.statistics().fallbacks
+
+
+def test_packed_layers_replay_what_eager_computes_after_every_return(executor):
+    model = packs.new_model()
+    arguments = packs.pack((120, 150))
+    with packs.graphs_on(model, packs.pack((160, 300)), executor=executor) as graphs:
+        for _ in range(2):
+            losses, gradients = packs.losses_and_gradients(model, arguments)
+            with graphs.paused():
+                expected, expected_gradients = packs.losses_and_gradients(model, arguments)
+            assert_close([losses, *gradients], [expected, *expected_gradients])
+            graphs.release_memory()
+        assert executor.returned == 1 and graphs.statistics().replays > 0
+
+
+def test_nothing_leaves_between_a_forward_and_its_backward_or_in_a_step(executor, caplog):
+    model = new_tower()
+    with graphs_on(model, executor=executor, slots=2) as graphs:
+        hidden = forward(model, ROWS[0])[0]
+        for _ in range(2):
+            assert graphs.release_memory() == 0 and not executor.away
+        hidden.sum().backward()
+        with graphs.step():
+            assert graphs.release_memory() == 0
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == 1 and "between its forward and its backward" in warnings[0]
+        assert graphs.release_memory() == 100
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_without_room_microbatches_run_eager_and_each_step_tries_once(parts, caplog):
+    twins = Twins(0, parts=parts)
+    executor = twins.graphs.executor
+    twins.microbatch()
+    twins.graphs.release_memory()
+    executor.room = False
+    before = twins.graphs.statistics().replays
+    for _ in range(2):
+        with twins.graphs.step():
+            for _ in range(3):
+                twins.random.seed(1)
+                twins.microbatch()
+    found = twins.graphs.statistics()
+    assert executor.tries == 2 and found.replays == before and found.fallbacks["memory_released"] == 6
+    assert len([r for r in caplog.records if "memory cannot return" in r.getMessage()]) == 1
+    executor.room = True
+    with twins.graphs.step():
+        twins.microbatch()
+    assert twins.graphs.statistics().replays > before and executor.returned == 1
+
+
+def test_no_bucket_is_recorded_while_there_is_no_room(executor):
+    model = new_tower()
+    graphs, stack = grown(model, ROWS[0], executor=executor)
+    with stack:
+        graphs.release_memory()
+        executor.room = False
+        for seed in range(4):
+            with graphs.step():
+                assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
+        recorded = len(executor._recordings)
+        executor.room = True
+        for seed in range(8):
+            with graphs.step():
+                assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
+        assert len(executor._recordings) > recorded
+
+
+def test_graphs_are_dropped_while_their_memory_is_away(executor):
+    model = new_tower()
+    with graphs_on(model, executor=executor) as graphs:
+        graphs.release_memory()
+        graphs.detach()
+        assert executor.away
+    assert torch.equal(forward(model, ROWS[0])[0], forward(new_tower(), ROWS[0])[0])
+
+
+def test_rows_of_every_capacity_leave():
+    twins = Twins(3)
+    for _ in range(2 * len(CAPACITIES)):
+        twins.microbatch()
+        twins.graphs.release_memory()
+    assert twins.graphs.executor.returned >= 2

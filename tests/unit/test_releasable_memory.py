@@ -1,0 +1,245 @@
+"""Memory of graphs that leaves the device and returns to the same addresses."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from bridge_cg_plugin.graphs import releasable_pools as pools_module
+from bridge_cg_plugin.graphs.releasable_memory import ReleasableMemory
+from bridge_cg_plugin.graphs.releasable_pools import ReleasablePools, allocating, releasable_pools, tidy_orphans
+from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
+
+from ..fake_device import FakeVirtualMemory
+
+CAPACITY = 400
+
+
+class Memory(RuleBasedStateMachine):
+    """Allocations, departures and returns in any order, beside other users of the device."""
+
+    addresses = Bundle("addresses")
+
+    def __init__(self):
+        super().__init__()
+        self.device = FakeVirtualMemory(CAPACITY)
+        self.memory = ReleasableMemory(self.device)
+        self.others = 0
+        self.kept: dict[int, bytes] = {}
+        self.alive: dict[int, int] = {}
+
+    @rule(target=addresses, nbytes=st.integers(1, 90), kept=st.booleans(), seed=st.integers(0, 255))
+    def allocate(self, nbytes, kept, seed):
+        free = self.device.free_bytes
+        try:
+            address = self.memory.allocate(nbytes, kept)
+        except NoDeviceMemory:
+            assert free < -(-nbytes // 8) * 8 and self.device.free_bytes == free
+            return 0
+        size = self.device.reserved[address]
+        assert nbytes <= size < nbytes + 8 and address not in self.alive
+        self.alive[address] = size
+        if kept:
+            self.kept[address] = bytes([seed]) * size
+            self.device.write(address, self.kept[address])
+        return address
+
+    @rule(address=consumes(addresses))
+    def give_back(self, address):
+        self.alive.pop(address, None)
+        self.kept.pop(address, None)
+        self.memory.keep(set(self.alive))
+
+    @rule()
+    def release(self):
+        there = sum(size for address, size in self.alive.items() if address in self.device.mapped)
+        assert self.memory.release() == there
+        assert self.device.free_bytes == CAPACITY - self.others
+
+    @rule()
+    def restore(self):
+        missing = [size for address, size in self.alive.items() if address not in self.device.mapped]
+        before, fits = dict(self.device.mapped), sum(missing) <= self.device.free_bytes
+        try:
+            self.memory.restore()
+            assert fits and not self.memory.away
+        except NoDeviceMemory:
+            assert not fits and self.memory.away and self.device.mapped == before
+
+    @rule(nbytes=st.integers(1, CAPACITY))
+    def others_take(self, nbytes):
+        taken = min(nbytes, self.device.free_bytes)
+        self.others, self.device.free_bytes = self.others + taken, self.device.free_bytes - taken
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def others_give(self):
+        self.others, self.device.free_bytes = 0, self.device.free_bytes + self.others
+
+    @invariant()
+    def addresses_stay(self):
+        assert self.device.reserved == self.alive and self.memory.addresses == set(self.alive)
+
+    @invariant()
+    def every_byte_is_counted(self):
+        there = sum(self.alive[address] for address in self.device.mapped)
+        assert self.memory.nbytes == there == CAPACITY - self.others - self.device.free_bytes
+
+    @invariant()
+    def away_where_something_left(self):
+        assert self.memory.away == (set(self.device.mapped) != set(self.alive))
+
+    @invariant()
+    def kept_content_is_there(self):
+        for address, content in self.kept.items():
+            if address in self.device.mapped:
+                assert bytes(self.device.contents[self.device.mapped[address]]) == content
+
+    def teardown(self):
+        self.memory.keep(())
+        assert not (self.device.reserved or self.device.mapped or self.device.sizes)
+
+
+TestMemory = Memory.TestCase
+TestMemory.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("call", ["create", "map"])
+def test_a_failed_allocation_leaves_nothing(call):
+    device = FakeVirtualMemory()
+    device.fails = call
+    with pytest.raises(DeviceMemoryError, match=call):
+        ReleasableMemory(device).allocate(8)
+    assert not (device.reserved or device.mapped or device.sizes)
+
+
+def test_content_that_could_not_be_written_is_written_by_the_next_return():
+    device = FakeVirtualMemory()
+    memory = ReleasableMemory(device)
+    address = memory.allocate(8, kept=True)
+    device.write(address, b"contents")
+    memory.release()
+    device.fails = "write"
+    with pytest.raises(DeviceMemoryError, match="write"):
+        memory.restore()
+    assert memory.away and not device.mapped
+    device.fails = None
+    memory.restore()
+    assert device.contents[device.mapped[address]] == b"contents"
+
+
+def settings_of_pytorch():
+    return torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
+
+
+@pytest.fixture
+def allocator_settings():
+    change = torch._C._accelerator_setAllocatorSettings
+    before = settings_of_pytorch()["PYTORCH_CUDA_ALLOC_CONF"]
+    yield change
+    change("expandable_segments:False,release_lock_on_cudamalloc:False")
+    change(before)
+
+
+@pytest.mark.parametrize("written", ["", "max_split_size_mb:512,expandable_segments:True", "expandable_segments:False"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_pytorchs_settings_are_as_before_once_memory_was_made(allocator_settings, written, fails):
+    allocator_settings("expandable_segments:True,release_lock_on_cudamalloc:False")
+    allocator_settings(written)
+    before = settings_of_pytorch()
+    try:
+        with allocating():
+            inside = settings_of_pytorch()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert inside["release_lock_on_cudamalloc"] and not inside["expandable_segments"]
+    assert inside["max_split_size"] == before["max_split_size"]
+    assert settings_of_pytorch() == before
+
+
+class Owner:
+    """What captures in pools."""
+
+
+@pytest.fixture
+def made(monkeypatch):
+    monkeypatch.setattr(pools_module, "_made", [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    segments = []
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": address} for address in segments])
+    return segments
+
+
+def called_by_pytorch(pools):
+    """Return what PyTorch calls for memory, as a function of C."""
+    address = ctypes.cast(pools._allocate, ctypes.c_void_p).value
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(address)
+    return lambda nbytes: function(nbytes, 0, None)
+
+
+def test_pytorch_gets_memory_from_a_function_of_python_and_no_address_where_there_is_none(made, caplog):
+    device, owner = FakeVirtualMemory(64), Owner()
+    pools = ReleasablePools(torch.device("cuda", 0), owner, device)
+    take = called_by_pytorch(pools)
+    address = take(60)
+    assert device.reserved == {address: 64}
+    assert take(1) is None and not caplog.records
+    device.free_bytes, device.fails = 64, "map"
+    assert take(1) is None and "memory of graphs could not be made" in caplog.text
+
+
+def test_memory_goes_back_once_pytorch_has_given_it_back(made):
+    device, owner = FakeVirtualMemory(), Owner()
+    pools = ReleasablePools(torch.device("cuda", 0), owner, device)
+    take = called_by_pytorch(pools)
+    made[:] = [take(8), take(16), 7]
+    pools.tidy()
+    assert len(device.mapped) == 2
+    del made[0]
+    assert pools.release() == 16 and list(device.reserved) == [made[0]]
+    pools.restore()
+    del owner, made[:]
+    tidy_orphans()
+    assert not device.reserved and not pools_module._made
+
+
+def test_pools_of_a_living_owner_are_left_alone_by_those_who_look_for_orphans(made):
+    device, owner = FakeVirtualMemory(), Owner()
+    pools = ReleasablePools(torch.device("cuda", 0), owner, device)
+    called_by_pytorch(pools)(8)
+    tidy_orphans()
+    assert len(device.reserved) == 1 and pools_module._made == [pools]
+
+
+def test_the_cache_is_emptied_for_memory_that_does_not_fit(made, monkeypatch):
+    device, owner = FakeVirtualMemory(64), Owner()
+    pools = ReleasablePools(torch.device("cuda", 0), owner, device)
+    made.append(called_by_pytorch(pools)(64))
+    pools.release()
+    device.free_bytes = 0
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(device, "free_bytes", 64))
+    pools.restore()
+    assert not pools.memory.away
+
+
+def test_without_a_driver_a_line_says_so_and_nothing_else_happens(made, capsys, monkeypatch):
+    def no_driver(device):
+        raise OSError("libcuda.so.1: not there")
+
+    monkeypatch.setattr(pools_module, "CudaVirtualMemory", no_driver)
+    assert releasable_pools(torch.device("cuda", 0), Owner()) is None
+    assert capsys.readouterr().out == (
+        "[bridge-cg] memory of graphs stays on the device between training steps: OSError: libcuda.so.1: not there\n"
+    )
+    assert pools_module._made == []
+
+
+def test_the_function_that_gives_memory_back_is_one_of_c_without_an_effect():
+    function = getattr(ctypes.CDLL(None), pools_module.GIVE_BACK)
+    function.restype, function.argtypes = ctypes.c_long, [ctypes.c_void_p]
+    assert function(1 << 46) == 1 << 46
