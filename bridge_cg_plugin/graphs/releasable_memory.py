@@ -14,14 +14,16 @@ class _Range:
     Attributes:
         address: The first one.
         nbytes: How many there are.
+        kept: Whether content comes back with the memory.
         handle: Of the memory behind them; None while it has left.
-        content: Where the host keeps what is in the memory while it has left; None where nobody needs it afterwards.
+        content: Where the host keeps it meanwhile; empty before it left for the first time, and where it is not kept.
     """
 
     address: int
     nbytes: int
+    kept: bool
     handle: int | None = None
-    content: bytearray | None = field(default=None, repr=False)
+    content: bytearray = field(default_factory=bytearray, repr=False)
 
 
 class ReleasableMemory:
@@ -63,14 +65,12 @@ class ReleasableMemory:
         step = self._driver.granularity
         size = -(-nbytes // step) * step
         with self._lock:
-            found = _Range(self._driver.reserve(size), size)
+            found = _Range(self._driver.reserve(size), size, kept)
             try:
                 self._put_memory(found)
             except Exception:
                 self._driver.free(found.address, size)
                 raise
-            if kept:
-                found.content = bytearray(size)
             self._ranges[found.address] = found
             return found.address
 
@@ -79,7 +79,8 @@ class ReleasableMemory:
         with self._lock:
             there = [each for each in self._ranges.values() if each.handle is not None]
             for each in there:
-                if each.content is not None:
+                if each.kept:
+                    each.content = each.content or bytearray(each.nbytes)
                     self._driver.read(each.address, each.content)
             self.away = self.away or bool(there)
             for each in there:
@@ -97,7 +98,7 @@ class ReleasableMemory:
             try:
                 for each in missing:
                     self._put_memory(each)
-                    if each.content is not None:
+                    if each.kept:
                         self._driver.write(each.address, each.content)
             except Exception:
                 for each in missing:

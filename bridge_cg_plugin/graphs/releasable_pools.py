@@ -53,6 +53,7 @@ class ReleasablePools:
     """
 
     def __init__(self, device: torch.device, owner: object, driver: VirtualMemory | None = None) -> None:
+        torch.cuda.synchronize(device)  # which starts the driver
         self._device, self._owner = device, weakref.ref(owner)
         self.memory = ReleasableMemory(driver or CudaVirtualMemory(device.index))
         self._keeps = False

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.alone  # others would take and free memory of the GPU
 
 MB = 2**20
 GRID, BUCKETS = [(1, 28, 28)], (1024, 4096)
+OFFLOADED = {"offload": ("attention", "mlp"), "recompute": (), "offload_min_bytes": 1}
 SWITCHES, MOST_SECONDS, MOST_LEFT = 100, 0.5, 200 * MB
 # What the driver may round, and what a first replay or an eager pass may take for good.
 SLACK = 16 * MB
@@ -53,7 +54,7 @@ def pools():
 
 
 class SmallGraph:
-    """Doubles a static input twice, by way of 256 MiB of its pool's."""
+    """Doubles a static input twice, by way of its pool's memory and of the host's: kernels, copies and fills."""
 
     rows = 64 * MB
 
@@ -62,9 +63,13 @@ class SmallGraph:
         with pools.static_memory()():
             self.x = torch.arange(self.rows, device="cuda", dtype=torch.float32)
         self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.host = torch.empty(self.rows, pin_memory=True)
         with allocating(), capture_graph(self.graph, self.pool, self.stream):
             between = self.x * 2.0
-            self.y = between * 2.0
+            self.host.copy_(between.clone(), non_blocking=True)
+            self.y = torch.zeros_like(between)
+            self.y += between.copy_(self.host, non_blocking=True)
+            self.y += between
             del between
 
     def replay(self) -> torch.Tensor:
@@ -144,13 +149,15 @@ def tower(monkeypatch, tower_module):
 
 
 @pytest.fixture
-def helper(tower, tower_module):
+def helper(request, tower, tower_module):
+    """Put graphs on the tower that are not captured yet, with what a test has as options."""
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     model, _, batch = tower
     tower_module.step(model, batch)  # workspaces and libraries stay
-    options = VisionGraphOptions(impl="transformer_engine", strict=True, buckets=BUCKETS)
+    given = getattr(request, "param", {})
+    options = VisionGraphOptions(impl="transformer_engine", strict=True, buckets=BUCKETS, **given)
     made = VisionTECudaGraphHelper(model, model.config, options=options, releasable=True)
     yield made
     made.delete_cuda_graphs()
@@ -197,6 +204,22 @@ def test_a_towers_graphs_leave_and_return_a_hundred_times(tower_module, tower, h
     assert max(seconds) < MOST_SECONDS and left_over <= MOST_LEFT
     assert abs(away[-1] - away[4]) <= SLACK and abs(there[-1] - there[4]) <= SLACK
     assert found.capture_seconds == helper.graphs.statistics().capture_seconds
+
+
+@pytest.mark.parametrize("helper", [OFFLOADED], indirect=True, ids=["offloaded"])
+def test_graphs_that_offload_activations_leave_too(tower_module, tower, helper):
+    model, grads, batch = tower
+    helper.create_cudagraphs()
+
+    def results():
+        grads.zero()
+        return [tensor.detach().cpu() for tensor in (*tower_module.step(model, batch), *grads.copy())]
+
+    expected = results()
+    for _ in range(3):
+        assert helper.graphs.release_memory() > 0
+        assert all(map(torch.equal, results(), expected))
+    assert not helper.graphs.statistics().fallbacks
 
 
 def test_without_room_a_step_runs_eager_and_a_later_one_replays(tower_module, tower, helper, caplog):

@@ -452,6 +452,7 @@ def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, pa
         back = leave_the_device(model.vision_model)
         torch.cuda.empty_cache()
         assert policy.away and not reference.away
+        torch.cuda.empty_cache()
         back()
         assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
         assert policy.returned == policy.left == seed + 1

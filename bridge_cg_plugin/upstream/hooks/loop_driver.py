@@ -124,7 +124,8 @@ class LoopDriver:
     def follow_models(self) -> None:
         """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
         for graphs in self.graphs:
-            if graphs.captured and not graphs.in_step and has_left(graphs.model):
+            stays = graphs.in_step or not graphs.captured or graphs.executor.memory_away
+            if not stays and has_left(graphs.model):
                 graphs.release_memory()
 
     def report(self) -> None:
