@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from bridge_cg_plugin.graphs import releasable_pools as pools_module
+from bridge_cg_plugin.graphs import virtual_memory
 from bridge_cg_plugin.graphs.releasable_memory import ReleasableMemory
 from bridge_cg_plugin.graphs.releasable_pools import ReleasablePools, allocating, releasable_pools, tidy_orphans
 from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
@@ -243,3 +244,80 @@ def test_the_function_that_gives_memory_back_is_one_of_c_without_an_effect():
     function = getattr(ctypes.CDLL(None), pools_module.GIVE_BACK)
     function.restype, function.argtypes = ctypes.c_long, [ctypes.c_void_p]
     assert function(1 << 46) == 1 << 46
+
+
+class FakeDriver:
+    """What `libcuda.so.1` is, as far as its calls and their order go; `fails` names one that does, with a status."""
+
+    def __init__(self):
+        self.calls, self.fails = [], {}
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            values = [getattr(argument, "value", argument) for argument in arguments]
+            self.calls.append((name, *(value for value in values if isinstance(value, int))))
+            first = getattr(arguments[0], "_obj", None)
+            if name == "cuMemGetAllocationGranularity":
+                first.value = 2 << 20
+            elif name in ("cuMemAddressReserve", "cuMemCreate"):
+                first.value = 0x7F00_0000_0000 if name == "cuMemAddressReserve" else 77
+            elif name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_OF_A_TEST"
+            return self.fails.get(name, 0)
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = FakeDriver()
+    monkeypatch.setattr(virtual_memory.ctypes, "CDLL", lambda name: made)
+    return made
+
+
+def test_cudas_calls_get_their_arguments_in_order(driver):
+    memory = virtual_memory.CudaVirtualMemory(3)
+    size = memory.granularity
+    assert memory._properties.location.id == memory._access.location.id == 3
+    del driver.calls[:]
+    address = memory.reserve(size)
+    handle = memory.create(size)
+    memory.map(address, size, handle)
+    memory.unmap(address, size)
+    memory.destroy(handle)
+    memory.free(address, size)
+    assert driver.calls == [
+        ("cuMemAddressReserve", size, 0, 0, 0),
+        ("cuMemCreate", size, 0),
+        ("cuMemMap", address, size, 0, handle, 0),
+        ("cuMemSetAccess", address, size, 1),
+        ("cuMemUnmap", address, size),
+        ("cuMemRelease", handle),
+        ("cuMemAddressFree", address, size),
+    ]
+
+
+def test_cudas_errors_are_named_and_too_little_memory_is_told_apart(driver):
+    memory = virtual_memory.CudaVirtualMemory(0)
+    driver.fails = {"cuMemCreate": 2}
+    with pytest.raises(NoDeviceMemory, match="cuMemCreate: CUDA_ERROR_OF_A_TEST"):
+        memory.create(8)
+    driver.fails = {"cuMemSetAccess": 1}
+    with pytest.raises(DeviceMemoryError, match="cuMemSetAccess") as found:
+        memory.map(16, 8, 77)
+    assert not isinstance(found.value, NoDeviceMemory) and ("cuMemUnmap", 16, 8) in driver.calls
+
+
+def test_structures_lie_as_cuda_h_lays_them_out():
+    properties = virtual_memory._Properties
+    places = [getattr(properties, name).offset for name in ("type", "handle_types", "location", "win32", "flags")]
+    assert places == [0, 4, 8, 16, 24] and ctypes.sizeof(properties) == 32
+    assert ctypes.sizeof(virtual_memory._Access) == 12
+
+
+def test_content_is_copied_from_and_to_where_the_host_keeps_it():
+    content = bytearray(b"contents")
+    view = virtual_memory._view(content)
+    assert view.raw == b"contents"
+    ctypes.memmove(view, b"replaced", 8)
+    assert content == b"replaced"
