@@ -33,6 +33,7 @@ def enable(model: Any, *options: Any) -> None:
 def release_memory() -> int:
     """Take the memory of graphs off the device, of every model that a loop other than Bridge's trains.
 
+    Only with `BRIDGE_CG_RELEASE_MEMORY=1` in the environment before the first schedule call; else nothing leaves.
     It returns to the same addresses with the next schedule call. Call it between steps: inside one, or while a
     microbatch is between its forward and its backward, nothing leaves and a warning says so. Where the driver or the
     layout cannot do it, nothing leaves either.

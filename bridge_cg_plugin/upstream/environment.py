@@ -9,6 +9,7 @@ from .seams.registry.engine import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
+RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
 
 
 def check_process() -> None:
@@ -70,3 +71,15 @@ def watchdog_minutes() -> float | None:
             "Correct it, or unset it for the run's dist.distributed_timeout_minutes.",
         )
     return minutes
+
+
+def memory_may_leave() -> bool:
+    """Whether memory of graphs may leave the device between steps: off until it has run on a GPU.
+
+    Raises:
+        OptionError: The variable holds neither 0 nor 1.
+    """
+    value = os.environ.get(RELEASE_MEMORY, "").strip() or "0"
+    if value not in ("0", "1"):
+        raise OptionError(RELEASE_MEMORY, value, "0 or 1", "Correct it, or unset it: graphs' memory then stays.")
+    return value == "1"

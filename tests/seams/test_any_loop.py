@@ -410,7 +410,12 @@ def test_a_schedule_call_without_graphs_costs_under_ten_microseconds_more():
 
 
 @pytest.fixture
-def leaving(monkeypatch):
+def asked_for(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
+
+
+@pytest.fixture
+def leaving(monkeypatch, asked_for):
     """Give models executors whose memory leaves; returns these, and for which memory may."""
     made = []
 
@@ -482,7 +487,22 @@ def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, param
     assert not leaving[0].left
 
 
-def test_the_function_that_empties_the_cache_is_put_back():
+def test_memory_of_graphs_stays_unless_the_environment_says_that_it_may_leave(leaving, monkeypatch):
+    monkeypatch.delenv("BRIDGE_CG_RELEASE_MEMORY")
+    before, model = torch.cuda.empty_cache, Policy()
+    for _ in range(3):
+        call(model, 2)
+    assert torch.cuda.empty_cache is before and bridge_cg_plugin.release_memory() == 0
+    assert isinstance(leaving[0], ReferenceExecutor)
+
+
+def test_another_value_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
+    with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0 or 1"):
+        call(Policy(), 1)
+
+
+def test_the_function_that_empties_the_cache_is_put_back(asked_for):
     before = torch.cuda.empty_cache
     call(Policy(), 1)
     assert torch.cuda.empty_cache is not before

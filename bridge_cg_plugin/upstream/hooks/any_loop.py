@@ -80,6 +80,7 @@ class Loops:
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
+        from ..environment import memory_may_leave
         from .emptied_cache import after_empty_cache
         from .loop_driver import LoopDriver
 
@@ -87,7 +88,8 @@ class Loops:
             chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
         )
         self._drivers.add(driver)
-        after_empty_cache(self.follow_models)
+        if memory_may_leave():
+            after_empty_cache(self.follow_models)
         vars(chunks[0])[HELD] = _Held(driver)
         return driver
 

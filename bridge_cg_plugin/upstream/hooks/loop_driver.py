@@ -13,6 +13,7 @@ from ...options.language_model import IMPL
 from ...options.normalization import options_of
 from ...options.packed import MAX_PACKED_SEQS
 from ...options.sources import collect
+from ..environment import memory_may_leave
 from ..wrappers import config_of, unwrapped
 from .emptied_cache import has_left
 from .graph_fields import apply_options
@@ -77,13 +78,16 @@ class LoopDriver:
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
+        settings: Any = {
+            "num_microbatches": most,
+            "capture_mode": ON_DEMAND,
+            "releasable": memory_may_leave(),
+        }
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
-            settings: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "found": found, "releasable": True}
-            helpers.append(VisionTECudaGraphHelper(chunks, found.model.config, **settings))
+            helpers.append(VisionTECudaGraphHelper(chunks, found.model.config, found=found, **settings))
         if packed:
-            decoders: Any = {"num_microbatches": most, "capture_mode": ON_DEMAND, "releasable": True}
-            helpers.append(PackedCudaGraphHelper(chunks, config, **decoders))
+            helpers.append(PackedCudaGraphHelper(chunks, config, **settings))
         self._helpers = helpers
         if stages == 1:
             self._name_what_is_missing(chunks, vision and not encoders, packed)
