@@ -22,6 +22,7 @@ class GraphKind:
 
 KINDS = (
     GraphKind("vision", "vision CUDA graphs", "vision_cuda_graph", "graphs"),
+    GraphKind("audio", "audio CUDA graphs", "audio_cuda_graph", "audio_graphs"),
     GraphKind("language model", "language-model CUDA graphs", "language_model_cuda_graph", "language_model_graphs"),
     GraphKind("packed sequences", "packed-sequence CUDA graphs", "packed_cuda_graph", "packed_graphs"),
 )

@@ -6,6 +6,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render
 from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_tools import cli
 from bridge_cg_tools.report.gpus import peak_tflops
 from bridge_cg_tools.report.kinds import KINDS
@@ -28,6 +29,8 @@ from bridge_cg_tools.report.runs import GIB, Run, counts_of
 from bridge_cg_tools.report.sources import read_runs
 from bridge_cg_tools.report.training_log import read_graphs
 from bridge_cg_tools.report.verdict import verdicts
+
+from . import mean_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = Path(__file__).parent / "report_inputs" / "training.log"
@@ -567,10 +570,12 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
 
 
 def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
-
     from bridge_cg_plugin.language.packed.workload import PackedWorkload
     from bridge_cg_plugin.language.whole_model.workload import LanguageModelWorkload
     from bridge_cg_plugin.vision.workload import VisionWorkload
 
-    workloads = (VisionWorkload, PackedWorkload, LanguageModelWorkload)
+    model, options = mean_encoder.MeanTower(), VisionGraphOptions()
+    families = [replace(mean_encoder.ENCODER, encodes=what) for what in ("vision", "audio")]
+    encoders = [VisionWorkload(model, options, family) for family in families]
+    workloads = (*encoders, PackedWorkload, LanguageModelWorkload)
     assert {(kind.title, kind.group) for kind in KINDS} == {(each.title, each.group) for each in workloads}

@@ -76,7 +76,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("rank_peak_gb", "rank_replays", "rank_fallbacks"), list),
     "ranks_per_gpu": int,
     "graphs": (dict, type(None)),
-    **dict.fromkeys(("language_model_graphs", "packed_graphs"), (dict, type(None))),
+    **dict.fromkeys(("audio_graphs", "language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
     **dict.fromkeys(("fwd_ms", "host_ms", "replay_host_ms", "gpu_busy_ms"), NUMBER),
     **dict.fromkeys(("tflop", "capture_s", "longest_capture_s", "compile_s", "eager_share"), NUMBER),
