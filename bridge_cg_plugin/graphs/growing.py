@@ -1,6 +1,8 @@
 """Recording between two steps what microbatches asked for."""
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from ..announce import announce, warn
@@ -25,6 +27,7 @@ class Growing:
         demand: What microbatches asked for, and the buckets that they have.
         consensus: Ranks that see the same microbatches.
         strict: Whether a recording that fails raises.
+        counted: Entered around what steps wait for.
     """
 
     def __init__(
@@ -34,13 +37,15 @@ class Growing:
         demand: Demand,
         consensus: RankConsensus,
         strict: bool,
+        counted: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._title, self._regions, self.demand = title, regions, demand
-        self._consensus, self._strict = consensus, strict
+        self._consensus, self._strict, self._counted = consensus, strict, counted
         self._quiet = 0
+        self._tried = False
 
     def before_step(self, training: bool) -> bool:
-        """Record what is worth most, if no microbatch is in flight; returns whether the buckets are others now.
+        """Record what is worth most, if no microbatch is in flight; returns whether a recording was tried.
 
         Args:
             training: Whether the step trains, so that a bucket is recorded with its backward.
@@ -49,19 +54,18 @@ class Growing:
             CaptureError: It failed, and the run is strict.
         """
         self._quiet += 1
+        self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
             if bucket.tokens > max((other.tokens for other in self.demand.buckets), default=0):
                 self._quiet = 0
-            return self._recorded(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._drop, bucket))
-        wishes = [region.wishes for region, _ in self._regions]
-        if any(wishes):
+            self._recorded(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._drop, bucket))
+        elif any(wishes := [region.wishes for region, _ in self._regions]):
             first = next(found for found in wishes if found)[0]
             what = f"bucket {first[1]} for one more microbatch in flight"
             self._recorded(partial(self._fulfill, wishes, first), what)
-            return False
-        if self._quiet > SETTLED:
+        elif self._quiet > SETTLED:
             self._move()
-        return False
+        return self._tried
 
     def _move(self) -> None:
         """Make one recording again in the memory of the largest."""
@@ -76,9 +80,10 @@ class Growing:
         """Do some work on all ranks alike; returns whether it was done."""
         if not self._consensus.agree(self._idle).smallest:
             return False
-        before = sum(region.statistics.capture_seconds for region, _ in self._regions)
+        self._tried, started = True, time.perf_counter()
         try:
-            self._consensus.agree(partial(_done, work))
+            with self._counted():
+                self._consensus.agree(partial(_done, work))
         except Exception as error:
             undo()
             if self._strict:
@@ -87,8 +92,7 @@ class Growing:
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
             release_frames(error)
             return False
-        took = sum(region.statistics.capture_seconds for region, _ in self._regions) - before
-        announce(f"{self._title}: {what} captured in {took:.1f} s")
+        announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
         return True
 
     def _idle(self) -> float:

@@ -87,8 +87,8 @@ class Manager(Protocol):
     def reset(self) -> None:
         """Drop all graphs and their memory."""
 
-    def step(self) -> AbstractContextManager[None]:
-        """Be in a training step."""
+    def step(self, may_record: bool = True) -> AbstractContextManager[None]:
+        """Be in a training step, before which the module may record something or not."""
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
@@ -145,7 +145,7 @@ class Workload(ABC):
 
     @abstractmethod
     def grown(self) -> None:
-        """Note that a bucket was recorded between two steps; the module's regions have it."""
+        """Note that a recording was tried between two steps: the module's regions may have other buckets."""
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""

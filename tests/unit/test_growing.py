@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import time
 import weakref
 from contextlib import ExitStack
 
@@ -13,6 +14,7 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
+from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
@@ -76,7 +78,59 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         regions = len(graphs._regions)
         assert len(capacities(graphs)) == 2
         assert graphs.statistics().replays == before + 6 * regions
-        assert graphs.statistics().longest_capture > 0
+        assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, modules, monkeypatch):
+    graphs, stack = grown(tower, SMALL, modules=modules)
+    add, each = Region.add, 0.05
+
+    def slow(region, *args):
+        time.sleep(each)  # before its own clock runs, as what waits for another rank
+        add(region, *args)
+
+    monkeypatch.setattr(Region, "add", slow)
+    with stack:
+        for _ in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        found, regions = graphs.statistics(), len(graphs._regions)
+        assert regions > 1 or not modules
+        assert list(found.pauses) == [2] and found.pauses[2] >= regions * each
+        assert found.capture_seconds >= found.pause_seconds == found.longest_pause
+
+
+def test_seconds_of_capture_are_all_that_training_waits_for(tower):
+    class Compiler:
+        def saw(self, tokens):
+            pass
+
+        def wait(self):
+            time.sleep(0.3)
+
+    with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
+        graphs.workload.planned._compiler = Compiler()
+        tower(*_drawn(SMALL))
+        began = time.perf_counter()
+        assert graphs.capture()
+        assert 0.3 < graphs.statistics().capture_seconds <= time.perf_counter() - began
+        assert not graphs.statistics().pauses, "the first capture is nobody's pause"
+        with graphs.step():
+            assert_equals_eager(tower, graphs, SMALL)
+        assert not graphs.statistics().pauses
+
+
+def test_seconds_of_a_capture_that_failed_count(tower, monkeypatch):
+    def fail(*unused):
+        time.sleep(0.2)
+        raise torch.OutOfMemoryError("made to fail")
+
+    with graphs_on(tower, capture=False, strict=False, **ON_DEMAND) as graphs:
+        tower(*_drawn(SMALL))
+        monkeypatch.setattr(type(graphs.executor), "record", fail)
+        assert not graphs.capture()
+        assert graphs.statistics().capture_seconds > 0.2 and not graphs.statistics().pauses
 
 
 def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
@@ -273,7 +327,7 @@ def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(
         for _ in range(2):
             with graphs.step():
                 forward(tower, OTHER)
-        assert "s of it before or in one step" in graphs.report()
+        assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
         named = ",".join(map(str, capacities(graphs)))
         assert f"again: vision_cuda_graph_buckets={named} names the same buckets" in graphs.report()
 

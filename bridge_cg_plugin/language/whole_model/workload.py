@@ -46,13 +46,18 @@ class LanguageModelWorkload(Workload):
         self._observed = 0
 
     @contextmanager
-    def training_step(self, microbatches: int) -> Iterator[None]:
-        """Run the forward and backward passes of a training step inside; captures before them if it is time."""
+    def training_step(self, microbatches: int, may_record: bool = True) -> Iterator[None]:
+        """Run the forward and backward passes of a training step inside; captures before them if it is time.
+
+        Args:
+            microbatches: How many the step has.
+            may_record: Whether something may be recorded before it once there are graphs.
+        """
         manager, due = self.manager, self._example is not None and self.steps >= self._warmup_steps
         if due and not manager.captured and not manager.failure:
             manager.capture()
         before = manager.statistics().replays
-        with manager.step():
+        with manager.step(may_record):
             yield
         self.steps += 1
         self.replayed_steps += manager.statistics().replays - before == microbatches

@@ -31,7 +31,7 @@ from ..seams.activation import before_deactivation
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..wrappers import holders
-from .graph_helper import default_executor
+from .graph_helper import active_graphs, default_executor
 
 WRAPPER_PATCH = "full_iteration"
 DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
@@ -62,7 +62,8 @@ class CurrentGraphs:
             self.graphs, self._workload = make_graphs(chunks, model, warmup_steps, self._order)
         if not training or self._workload is None:
             return nullcontext()
-        return self._workload.training_step(microbatches)
+        may_record = not any(graphs.recorded for graphs in active_graphs())
+        return self._workload.training_step(microbatches, may_record)
 
     def end(self) -> None:
         """Report and drop the graphs, if there are any; the language model gets its own forward back."""

@@ -73,7 +73,7 @@ def on_graphs(
         "padding_share": first.padding_share,
         "replays": first.replays,
         "capture_s": first.capture_seconds,
-        "longest_capture_s": first.longest_capture,
+        "longest_capture_s": first.longest_pause,
         "memory_gb": first.memory_bytes / 2**30,
         "graphs": first.as_dict(),
     }
