@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class Demand:
     def refuse(self, bucket: Bucket) -> None:
         """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
         self._refused.add(bucket)
-        self.buckets = [each for each in self.buckets if each != bucket]  # other ranks may have recorded it
+        self.drop(bucket)  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._too_many = bucket.tokens
 
@@ -113,6 +113,24 @@ class Demand:
         while len(self.buckets) < count and (bucket := self.next()) is not None:
             self.buckets.append(bucket)
         return self.buckets
+
+    def drop(self, bucket: Bucket) -> None:
+        """Note that a bucket is not recorded any more; it may be again."""
+        self.buckets = [each for each in self.buckets if each != bucket]
+
+    def victim(self, last_steps: Mapping[Bucket, int], before: int) -> Bucket | None:
+        """Return the bucket that was not used for longest, None where all were used lately.
+
+        The largest one stays: others use its memory. Ranks that see the same microbatches choose alike.
+
+        Args:
+            last_steps: The number of the step in which each bucket was used last.
+            before: What was used in this step or later stays.
+        """
+        largest = max(self.buckets, default=None)
+        unused = [(last_steps[bucket], bucket) for bucket in self.buckets if bucket != largest]
+        step, bucket = min(unused, default=(before, None))
+        return bucket if step < before else None
 
     def due(self) -> bool:
         """Whether it is time to look; called once a step."""

@@ -26,6 +26,7 @@ from .progress import Progress
 from .ranges import named_range
 from .region import Region
 from .report import merge_statistics, render
+from .room import UNLIMITED, MemoryLimit
 from .statistics import RegionStatistics
 from .virtual_memory import DeviceMemoryError
 from .workload import Call, Eager, Workload
@@ -243,12 +244,15 @@ class GraphManager:
             self._own.pauses[self.step_number] += pause
         self._noted_seconds = self._seconds()
 
-    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
+    def record(
+        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+    ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
             pieces: One whose call is the module's forward, or parts of it with call sites.
             demand: What microbatches ask for, of pieces that grow.
+            limit: What recordings of these may take.
 
         Returns:
             Their regions, in their order.
@@ -260,7 +264,7 @@ class GraphManager:
         self._regions += regions
         progress = Progress(self.workload.title, len(regions))
         for region in regions:
-            region.statistics.known = self._own.known
+            region.statistics.known, region.statistics.step = self._own.known, self.step_number
             region.capture(progress)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
@@ -269,7 +273,7 @@ class GraphManager:
         if demand is not None:
             grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]
             title, strict = self.workload.title, self.workload.strict
-            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted)
+            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, limit)
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:

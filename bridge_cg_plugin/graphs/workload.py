@@ -13,6 +13,7 @@ from .fallback import Fallback
 from .piece import Piece
 from .rank_consensus import RankConsensus
 from .region import Region
+from .room import UNLIMITED, MemoryLimit
 from .statistics import RegionStatistics
 
 Eager = Callable[[], Any]
@@ -81,7 +82,9 @@ class Manager(Protocol):
     def capture(self) -> bool:
         """Have the workload plan and capture; returns whether graphs exist now."""
 
-    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
+    def record(
+        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+    ) -> list[Region]:
         """Capture pieces of the module between two steps; returns their regions."""
 
     def reset(self) -> None:

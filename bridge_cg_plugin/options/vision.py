@@ -122,8 +122,17 @@ class VisionGraphOptions:
         positive_number,
         "GIB",
         "graph memory of one slot that automatic buckets may use",
-        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. No effect "
-        "without a GPU or in deterministic mode",
+        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
+        "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
+    )
+    drop_unused_steps: int | None = option(
+        None,
+        whole_number(1),
+        "STEPS",
+        "drop a bucket that was used in none of so many steps for another one that memory is short for",
+        "Only for buckets captured on demand. Memory is short if `vision_cuda_graph_buckets_max_gb` is reached or a "
+        "capture fails. The largest bucket stays. With None, the bucket that finds no memory is left out",
+        tuning=True,
     )
     capture_mode: CaptureMode = capture_option()
     exact_below: int = option(

@@ -3,8 +3,8 @@
     python scripts/performance/parity_vision.py --out docs/benchmarks/vision_parity.jsonl
     python scripts/performance/parity_vision.py --on-demand
 
-Runs itself once more with deterministic algorithms, where gradients must agree to rounding. With --on-demand there are no
-captures to begin with: steps run over all mixes, whose buckets are chosen and recorded on the way.
+Runs itself once more with deterministic algorithms, where gradients must agree to rounding. With --on-demand there are
+no captures to begin with: steps run over all mixes, whose buckets are chosen and recorded on the way.
 """
 
 import argparse

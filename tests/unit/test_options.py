@@ -106,6 +106,7 @@ ACCEPTED = [
     ("max_frames", 8, 8),
     ("buckets_max_gb", 2, 2.0),
     ("buckets_max_gb", "2.5", 2.5),
+    ("drop_unused_steps", "64", 64),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
     ("kernels", "auto", "auto"),
@@ -312,7 +313,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "streams": (int, str),
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
         "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-        "offload_host_max_gb": float,
+        "offload_host_max_gb": float, "drop_unused_steps": int,
         "balance": (float, str),
     }  # fmt: skip
     assert isinstance(value, kinds[option])
