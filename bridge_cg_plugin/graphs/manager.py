@@ -52,7 +52,8 @@ class GraphManager:
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
-        recorded: Whether a recording was tried before the last step.
+        turn: Number of the last time that it might record, from 1.
+        recorded: Whether it tried to, then.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class GraphManager:
         self.slots = self.surroundings.slots
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
-        self.step_number, self.in_step, self.recorded = 0, False, False
+        self.step_number, self.in_step = 0, False
+        self.turn, self.recorded = 0, False
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()
@@ -350,10 +352,7 @@ class GraphManager:
         """
         self._stays_away = False
         there = not (self.captured and self.executor.memory_away) or self._take_back()
-        grows = self._growing if may_record and there else None
-        self.recorded = grows is not None and grows.before_step(self.model.training)
-        if self.recorded:
-            self.workload.grown()
+        self._grow(may_record and there)
         ranges.look()
         self.step_number += 1
         self._own.step = self.step_number
@@ -361,6 +360,28 @@ class GraphManager:
             region.statistics.step = self.step_number
         if self.workload.counts_tokens:
             self._step_tokens.append(0)
+
+    def before_evaluation(self, may_record: bool = True) -> None:
+        """Note that forward passes without a backward follow, and record a bucket that the last ones missed.
+
+        Args:
+            may_record: Whether this module may record now.
+
+        Raises:
+            CaptureError: It could not be recorded, and the user asked for a strict run.
+        """
+        self._grow(may_record and not (self.captured and self.executor.memory_away))
+
+    def _grow(self, may_record: bool) -> None:
+        """Look for a bucket that is worth recording for the mode that the model is in."""
+        self.turn, self.recorded = self.turn + 1, False
+        if self._growing is None:
+            return
+        training = self.model.training
+        self._growing.demand.turn_to(training)
+        if may_record and self._growing.before_step(training):
+            self.recorded = True
+            self.workload.grown()
 
     @contextmanager
     def step(self, may_record: bool = True) -> Iterator[None]:

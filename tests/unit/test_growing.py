@@ -13,6 +13,7 @@ import torch
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
+from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
@@ -186,6 +187,37 @@ def test_a_size_of_evaluation_alone_is_recorded_without_a_backward(tower):
         (region,) = graphs._regions
         modes = {mode.gradients for _, bucket, mode in region.sources.current.recordings if bucket.tokens > 64}
         assert modes == {False} and graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        (region,) = graphs._regions
+        for _ in range(2):
+            with torch.no_grad():
+                tower.eval()
+                graphs.before_evaluation()
+                forward(tower, LARGE)  # the last one of an evaluation is recorded in the next evaluation
+                tower.train()
+            for seed in range(2):
+                with graphs.step():
+                    assert_equals_eager(tower, graphs, SMALL, seed)
+        modes = {(bucket.tokens, mode.gradients) for _, bucket, mode in region.sources.current.recordings}
+        assert modes == {(64, True), (384, False)}
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+        for seed in range(4):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 2}
+
+
+def test_evaluation_records_nothing_inside_a_step(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        with graphs.step():
+            assert_equals_eager(tower, graphs, LARGE)
+            before_evaluation([graphs])
+        assert capacities(graphs) == [64]
 
 
 def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(tower):

@@ -18,16 +18,16 @@ class Module:
 
     def __init__(self, ranks=(), wants=()):
         self.bucket_consensus = SimpleNamespace(ranks=ranks)
-        self.wants, self.step_number, self.recorded = list(wants), 0, False
+        self.wants, self.turn, self.recorded = list(wants), 0, False
         self.allowed, self.made = [], []
 
     @contextmanager
     def step(self, may_record):
         self.allowed.append(may_record)
-        self.recorded = may_record and bool(self.wants) and self.wants[0] <= self.step_number
+        self.recorded = may_record and bool(self.wants) and self.wants[0] <= self.turn
         if self.recorded:
-            self.made.append((self.wants.pop(0), self.step_number))
-        self.step_number += 1
+            self.made.append((self.wants.pop(0), self.turn))
+        self.turn += 1
         yield
 
 

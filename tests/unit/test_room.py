@@ -94,9 +94,9 @@ def test_a_bucket_that_was_not_used_for_long_is_dropped_for_one_that_is_wanted(t
         steps(tower, graphs, OTHER, SMALL, count=3)
         assert capacities(graphs) == [64, 192]
         # Until then everything is used.
-        graphs._growing.demand._seen.clear()
+        graphs._growing.demand._lately.seen.clear()
         steps(tower, graphs, OTHER, count=UNUSED)
-        graphs._growing.demand._seen.clear()
+        graphs._growing.demand._lately.seen.clear()
         limit(graphs, slot_bytes(graphs) * 0.999, UNUSED)
         steps(tower, graphs, [[1, 8, 16]], count=2)
         assert 64 not in capacities(graphs) and 192 in capacities(graphs)
@@ -125,7 +125,7 @@ def test_a_bucket_without_memory_is_tried_again_once_others_made_room(tower, mon
         steps(tower, graphs, OTHER, SMALL, count=3)
         steps(tower, graphs, OTHER, count=UNUSED + 1)
         limit(graphs, None, UNUSED)
-        graphs._growing.demand._seen.clear()
+        graphs._growing.demand._lately.seen.clear()
         monkeypatch.setattr(LateRecordings, "record", fail_once)
         steps(tower, graphs, LARGE, count=3)
         assert failed and capacities(graphs) == [192, 384]
