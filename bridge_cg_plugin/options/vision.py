@@ -12,7 +12,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
-from .capture import CaptureMode, capture_option, on_demand
+from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
@@ -125,6 +125,7 @@ class VisionGraphOptions:
         "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
         "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
     )
+    bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
     drop_unused_steps: int | None = option(
         None,
         whole_number(1),
@@ -335,6 +336,9 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
+        check_limits(
+            options.bucket_limits, options.buckets, PROVIDER_FIELDS["bucket_limits"], PROVIDER_FIELDS["buckets"]
+        )
         check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
@@ -349,6 +353,7 @@ def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
         exact_below=0,
         capture_mode="on_demand",
         balance=None,
+        bucket_limits=None,
     )
 
 

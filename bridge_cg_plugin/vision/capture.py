@@ -108,7 +108,7 @@ class EncoderCapture:
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program = self.encoder_program()
-        menu = menu_of(self._options, self._adapter, program, self.plan.max_frames(), self.kernels.attends_directly)
+        menu = menu_of(self._options, self._adapter.unit, program, self.plan.max_frames(), self._buckets_of)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -204,13 +204,15 @@ class EncoderCapture:
         """Return the whole encoder, or a part of every layer."""
         frames, options = self.plan.max_frames(), self._options
         if options.whole_encoder:
-            directly = self.kernels.attends_directly
-            buckets = [Bucket(c, limits) for c in capacities for limits in self._adapter.bounds(c, frames, directly)]
+            buckets = [bucket for capacity in capacities for bucket in self._buckets_of(capacity)]
             return [self._piece(manager, self.encoder_program(), buckets)]
         return [
             self._piece(manager, part.program, [Bucket(c, part.limits(frames)) for c in capacities], part.site)
             for part in self._parts()
         ]
+
+    def _buckets_of(self, capacity: int) -> list[Bucket]:
+        return self.plan.buckets_of(capacity, self.kernels.attends_directly)
 
     def _parts(self) -> Sequence[LayerPart]:
         """Return that part of every layer which the options name.
