@@ -113,8 +113,8 @@ class EncoderCapture:
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        pieces, limit = self._growing_pieces(manager, program, self.demand), self._memory_limit()
-        self._regions = manager.record(pieces, self.demand, limit)
+        pieces, allowed = self._growing_pieces(manager, program, self.demand), self._memory_limit()
+        self._regions = manager.record(pieces, self.demand, allowed)
         self.note_buckets()
 
     def note_buckets(self) -> None:
