@@ -116,6 +116,10 @@ class Demand:
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._too_many = bucket.tokens
 
+    def refuses(self, bucket: Bucket) -> bool:
+        """Whether a bucket could not be recorded, or memory was not enough for less."""
+        return bucket in self._refused or bucket.tokens >= self._too_many
+
     def begin(self, count: int) -> list[Bucket]:
         """Return the buckets to begin with: the most useful of what was seen, the largest among them first.
 

@@ -24,7 +24,7 @@ from ..environment import check_process
 from ..exempt import EXEMPT
 from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
-from ..parallel.process_groups import tensor_group
+from ..parallel.process_groups import sharing_groups, tensor_group
 from ..parallel.reduction_order import ReductionOrder
 from ..random_states import random_states
 from ..seams.activation import before_deactivation
@@ -86,7 +86,8 @@ def make_graphs(
     """Return the graphs of a model's language model, not captured yet, and its workload."""
     language_model = model.language_model
     deepstack = len(model.vision_model.config.deepstack_visual_indexes)
-    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps)
+    grows = not sharing_groups(model)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps, grows)
     graphs = GraphManager(
         language_model,
         workload,
