@@ -35,6 +35,20 @@ class Bucket(NamedTuple):
         return "/".join(map(str, (self.tokens, *self.limits)))
 
 
+def named_buckets(limits: Iterable[tuple[int, ...]] | None, capacity: int) -> list[Bucket]:
+    """Return the buckets of a capacity that were named with their limits; none where none was."""
+    return [Bucket(tokens, tuple(bounds)) for tokens, *bounds in limits or () if tokens == capacity]
+
+
+def again(buckets: Iterable[Bucket], capacities_field: str, limits_field: str) -> str:
+    """Return the options by which another run records these buckets and no others."""
+    found = sorted(buckets)
+    words = [f"{capacities_field}=[{','.join(map(str, dict.fromkeys(bucket.tokens for bucket in found)))}]"]
+    if limited := [str(bucket) for bucket in found if bucket.limits]:
+        words.append(f"{limits_field}={'+'.join(limited)}")
+    return f"{' '.join(words)} names the same buckets for the next run"
+
+
 def choose(tokens: int, buckets: Iterable[Bucket], refuse: Callable[[Bucket], Fallback | None]) -> Bucket | Fallback:
     """Return the first bucket that accepts a batch, or the reason why none does.
 

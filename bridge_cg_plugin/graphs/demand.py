@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,17 @@ class Menu:
         return [round_up(tokens, step), *found] if often else found
 
 
+class _Lately:
+    """The last microbatches of one mode, and when to look at them again."""
+
+    def __init__(self) -> None:
+        self.seen: deque[Hashable] = deque(maxlen=WINDOW)
+        self.missed = False
+        self.wait = self.waited = 0
+
+
 class Demand:
-    """What a module's microbatches asked for lately, in one mode.
+    """What a module's microbatches asked for lately, those of training and those without a backward apart.
 
     Ranks that see the same microbatches choose alike: only these count, no times.
 
@@ -85,24 +94,31 @@ class Demand:
         self._too_many = math.inf
         self.buckets: list[Bucket] = []
         self._refused: set[Bucket] = set()
-        self._seen: deque[Hashable] = deque(maxlen=WINDOW)
+        self._modes = {training: _Lately() for training in (False, True)}
+        self.turn_to(training=True)
+
+    def turn_to(self, training: bool) -> None:
+        """Note whether microbatches train from now on; buckets are chosen for those of the same mode."""
+        self._lately = self._modes[training]
         # Called for every microbatch with its shape, which has `tokens`: no line of Python.
-        self.saw = self._seen.append
-        self._missed = False
-        self._wait = self._waited = 0
+        self.saw = self._lately.seen.append
 
     def missed(self, shape: Any) -> bool:
         """Note a shape that no recording takes; returns whether a bucket that does may be recorded later."""
         found = any(self._menu.accepts(shape, bucket) for bucket in self._candidates({shape: 1}))
-        self._missed |= found
+        self._lately.missed |= found
         return found
 
     def refuse(self, bucket: Bucket) -> None:
         """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
         self._refused.add(bucket)
-        self.buckets = [each for each in self.buckets if each != bucket]  # other ranks may have recorded it
+        self.drop(bucket)  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._too_many = bucket.tokens
+
+    def refuses(self, bucket: Bucket) -> bool:
+        """Whether a bucket could not be recorded, or memory was not enough for less."""
+        return bucket in self._refused or bucket.tokens >= self._too_many
 
     def begin(self, count: int) -> list[Bucket]:
         """Return the buckets to begin with: the most useful of what was seen, the largest among them first.
@@ -114,17 +130,37 @@ class Demand:
             self.buckets.append(bucket)
         return self.buckets
 
+    def drop(self, bucket: Bucket) -> None:
+        """Note that a bucket is not recorded any more; it may be again."""
+        self.buckets = [each for each in self.buckets if each != bucket]
+
+    def victim(self, last_steps: Mapping[Bucket, int], before: int) -> Bucket | None:
+        """Return the bucket that was not used for longest, None where all were used lately.
+
+        The largest one stays: others use its memory. Ranks that see the same microbatches choose alike.
+
+        Args:
+            last_steps: The number of the step in which each bucket was used last.
+            before: What was used in this step or later stays.
+        """
+        largest = max(self.buckets, default=None)
+        unused = [(last_steps[bucket], bucket) for bucket in self.buckets if bucket != largest]
+        step, bucket = min(unused, default=(before, None))
+        return bucket if step < before else None
+
     def due(self) -> bool:
         """Whether it is time to look; called once a step."""
-        self._waited += 1
-        return self._missed or self._waited > self._wait
+        lately = self._lately
+        lately.waited += 1
+        return lately.missed or lately.waited > lately.wait
 
     def next(self) -> Bucket | None:
         """Return the bucket that saves most if the microbatches seen come again, None where none saves its price."""
-        self._missed, self._waited = False, 0
-        shapes: Counter[Any] = Counter(self._seen)
+        lately = self._lately
+        lately.missed, lately.waited = False, 0
+        shapes: Counter[Any] = Counter(lately.seen)
         replayed = {shape: self._replayed(shape) for shape in shapes}
-        often = HORIZON / max(len(self._seen), 1)
+        often = HORIZON / max(len(lately.seen), 1)
         best, most = None, RECORDING
         for bucket in self._candidates(shapes):
             if bucket in self.buckets or bucket in self._refused:
@@ -137,7 +173,7 @@ class Demand:
                     saved += count * times * (price - cost)
             if saved > most:
                 best, most = bucket, saved
-        self._wait = min(max(2 * self._wait, 1), LONGEST_WAIT) if best is None else 0
+        lately.wait = min(max(2 * lately.wait, 1), LONGEST_WAIT) if best is None else 0
         return best
 
     def _replayed(self, shape: Any) -> float | None:

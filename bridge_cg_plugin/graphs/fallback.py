@@ -165,8 +165,8 @@ class Fallback(StrEnum):
     )
     OTHER_SHAPES = (
         "other_shapes",
-        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type than in the last warm-up "
-        "step",
+        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type than what is captured. A "
+        "shape that comes often is captured, eight at most, unless ranks share layers",
         "use one micro batch size and the same dataset fields",
     )
     OTHER_LAYOUT = (

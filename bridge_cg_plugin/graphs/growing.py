@@ -1,6 +1,8 @@
 """Recording between two steps what microbatches asked for."""
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from ..announce import announce, warn
@@ -11,6 +13,7 @@ from .late_recordings import Wish
 from .piece import Growth
 from .rank_consensus import RankConsensus
 from .region import Region
+from .room import MemoryLimit, Room
 
 # Steps without a larger bucket after which recordings move into the memory of the largest.
 SETTLED = 16
@@ -25,6 +28,8 @@ class Growing:
         demand: What microbatches asked for, and the buckets that they have.
         consensus: Ranks that see the same microbatches.
         strict: Whether a recording that fails raises.
+        counted: Entered around what steps wait for.
+        limit: What recordings may take.
     """
 
     def __init__(
@@ -34,13 +39,17 @@ class Growing:
         demand: Demand,
         consensus: RankConsensus,
         strict: bool,
+        counted: Callable[[], AbstractContextManager[None]],
+        limit: MemoryLimit,
     ) -> None:
         self._title, self._regions, self.demand = title, regions, demand
-        self._consensus, self._strict = consensus, strict
+        self._consensus, self._strict, self._counted = consensus, strict, counted
+        self._room = Room(limit, regions, demand)
         self._quiet = 0
+        self._tried = False
 
     def before_step(self, training: bool) -> bool:
-        """Record what is worth most, if no microbatch is in flight; returns whether the buckets are others now.
+        """Record what is worth most, if no microbatch is in flight; returns whether a recording was tried.
 
         Args:
             training: Whether the step trains, so that a bucket is recorded with its backward.
@@ -49,19 +58,21 @@ class Growing:
             CaptureError: It failed, and the run is strict.
         """
         self._quiet += 1
+        self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
             if bucket.tokens > max((other.tokens for other in self.demand.buckets), default=0):
                 self._quiet = 0
-            return self._recorded(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._drop, bucket))
-        wishes = [region.wishes for region, _ in self._regions]
-        if any(wishes):
+            add, undo = partial(self._add, bucket, training), partial(self._make_room, bucket)
+            if self._recorded(add, f"bucket {bucket}", undo):
+                self._fit(bucket)
+        elif any(wishes := [region.wishes for region, _ in self._regions]):
             first = next(found for found in wishes if found)[0]
             what = f"bucket {first[1]} for one more microbatch in flight"
-            self._recorded(partial(self._fulfill, wishes, first), what)
-            return False
-        if self._quiet > SETTLED:
+            if self._recorded(partial(self._fulfill, wishes, first), what):
+                self._fit()
+        elif self._quiet > SETTLED:
             self._move()
-        return False
+        return self._tried
 
     def _move(self) -> None:
         """Make one recording again in the memory of the largest."""
@@ -72,23 +83,31 @@ class Growing:
         elif not self._recorded(partial(self._renew, found), f"bucket {found[0][1][1]} anew, in less memory"):
             self._quiet = -SETTLED
 
-    def _recorded(self, work: Callable[[], None], what: str, undo: Callable[[], None] = lambda: None) -> bool:
-        """Do some work on all ranks alike; returns whether it was done."""
+    def _recorded(self, work: Callable[[], None], what: str, undo: Callable[[], bool] = lambda: False) -> bool:
+        """Do some work on all ranks alike; returns whether it was done.
+
+        Args:
+            work: The work.
+            what: Names it.
+            undo: Called if it failed; returns whether it can be tried again.
+        """
         if not self._consensus.agree(self._idle).smallest:
             return False
-        before = sum(region.statistics.capture_seconds for region, _ in self._regions)
+        self._tried, started = True, time.perf_counter()
         try:
-            self._consensus.agree(partial(_done, work))
+            with self._counted():
+                self._consensus.agree(partial(_done, work))
         except Exception as error:
-            undo()
+            if undo():
+                release_frames(error)
+                return False
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
             if not isinstance(error, OtherRankFailed):  # the rank that failed says it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
             release_frames(error)
             return False
-        took = sum(region.statistics.capture_seconds for region, _ in self._regions) - before
-        announce(f"{self._title}: {what} captured in {took:.1f} s")
+        announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
         return True
 
     def _idle(self) -> float:
@@ -99,11 +118,51 @@ class Growing:
             region.add(growth.bucket_of(bucket), training)
         self.demand.buckets.append(bucket)
 
-    def _drop(self, bucket: Bucket) -> None:
-        """Forget a bucket that failed; no larger one is tried where it was the largest."""
-        for region, growth in self._regions:
-            region.drop(growth.bucket_of(bucket))
-        self.demand.refuse(bucket)
+    def _make_room(self, bucket: Bucket) -> bool:
+        """Forget a bucket that failed; returns whether others were dropped, so that it can be tried again.
+
+        Otherwise no larger one is tried where it was the largest.
+        """
+        self._room.drop(bucket)
+        if not self._dropped(bucket):
+            self.demand.refuse(bucket)
+            return False
+        while self._dropped(bucket):
+            pass
+        return True
+
+    def _dropped(self, wanted: Bucket) -> bool:
+        """Drop the bucket that was not used for longest, if one may be; returns whether one was."""
+        victim = self._room.victim()
+        if victim is None or victim == wanted:
+            return False
+        self._room.drop(victim)
+        announce(f"{self._title}: bucket {victim} was not used for long and is dropped for bucket {wanted}")
+        return True
+
+    def _fit(self, bucket: Bucket | None = None) -> None:
+        """Keep within the memory limit after a recording.
+
+        What was not used for long goes first, then the bucket itself, unless it fits once all share its memory: then
+        the others are recorded again when microbatches ask for them.
+        """
+        if not self._room.limited:
+            return
+        with self._counted():
+            while self._over() and bucket is not None and self._dropped(bucket):
+                pass
+            if not self._over():
+                return
+            if bucket is not None and self._over(settled=True):
+                self._room.drop(bucket)
+                self.demand.refuse(bucket)
+                warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
+            else:
+                self._room.drop_outdated()
+
+    def _over(self, settled: bool = False) -> bool:
+        """Whether recordings take more than they may on some rank."""
+        return self._consensus.agree(partial(self._room.excess, settled)).largest > 1
 
     def _fulfill(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> None:
         index, bucket, mode = first

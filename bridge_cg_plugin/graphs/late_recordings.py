@@ -78,6 +78,28 @@ class LateRecordings:
             for (_, bucket, _), recorded in source.recordings.items():
                 statistics.buckets[bucket].memory += recorded.nbytes
 
+    def slot_bytes(self, settled: bool) -> int:
+        """Return the device memory of the slot that takes most, in bytes.
+
+        Args:
+            settled: Whether to leave out recordings in memory that larger ones do not share.
+        """
+        taken = {slot.index: slot.arena.nbytes for slot in self._every_slot()}
+        for slot in self._every_slot():
+            for source in self._sources:
+                held = (source.recordings[place] for place in source.in_slot(slot))
+                taken[slot.index] += sum(each.nbytes for each in held if not settled or each.pool == slot.pool)
+        return max(taken.values(), default=0)
+
+    def drop_outdated(self) -> None:
+        """Drop all but each slot's largest recordings, and give memory back that these do not share."""
+        largest: Counter[int] = Counter()
+        for place in (place for source in self._sources for place in source.recordings):
+            largest[place[0]] = max(largest[place[0]], _tokens(place))
+        self._forget(lambda place: _tokens(place) < largest[place[0]])
+        self._tidy()
+        self._recorder.executor.tidy()
+
     def find(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
     ) -> tuple[Slot, Recorded] | Fallback:
@@ -151,13 +173,23 @@ class LateRecordings:
 
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket with what was recorded for it, and give its memory back."""
-        for source in self._sources:
-            for place in [place for place in source.recordings if place[1] == bucket]:
-                del source.recordings[place]
+        self._forget(lambda place: place[1] == bucket)
         for slot in self._every_slot():
             slot.buffers.pop(bucket, None)
         self.wishes = {wish: source for wish, source in self.wishes.items() if wish[1] != bucket}
         self._tidy()
+        self._recorder.executor.tidy()
+
+    def _forget(self, which: Callable[[Wish], bool]) -> None:
+        """Forget some recordings, as other ranks do; their last replays have ended by then."""
+        self._recorder.executor.tidy()
+        for source in self._sources:
+            source.recordings = {place: made for place, made in source.recordings.items() if not which(place)}
+            source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if not which(p))
+        for slot in self._every_slot():
+            held = [(place, source.recordings[place]) for source in self._sources for place in source.in_slot(slot)]
+            if held and not any(made.pool == slot.pool for _, made in held):  # PyTorch takes no handle without graphs
+                slot.pool = max(held, key=lambda each: _tokens(each[0]))[1].pool
 
     def _tidy(self) -> None:
         """Give back what no recording reads any more, and count the rest."""

@@ -1,5 +1,6 @@
 """A module that runs on graphs over a training run: observe, plan, record, dispatch, fall back, report."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from .progress import Progress
 from .ranges import named_range
 from .region import Region
 from .report import merge_statistics, render
+from .room import UNLIMITED, MemoryLimit
 from .statistics import RegionStatistics
 from .virtual_memory import DeviceMemoryError
 from .workload import Call, Eager, Workload
@@ -50,6 +52,8 @@ class GraphManager:
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
+        turn: Number of the last time that it might record, from 1.
+        recorded: Whether it tried to, then.
     """
 
     def __init__(
@@ -61,9 +65,12 @@ class GraphManager:
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
         self.step_number, self.in_step = 0, False
+        self.turn, self.recorded = 0, False
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()
+        # Seconds of recordings of which it is known whether a step waited for them.
+        self._noted_seconds = 0.0
         self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._paused = 0
         self._watch: ModelWatch | None = None
@@ -205,25 +212,49 @@ class GraphManager:
         Raises:
             CaptureError: Capturing failed and the user asked for a strict run.
         """
+        self._note_pause()
         self.reset()
         try:
-            self.workload.capture()
-            self.workload.captured()
+            with self._counted():
+                self.workload.capture()
+                self.workload.captured()
         except BaseException as error:
             self.reset()
             if not isinstance(error, Exception):
                 raise
             self._fail(error)
             return False
-        self.failure = None
+        self.failure, self._noted_seconds = None, self._seconds()
         return True
 
-    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count all the time inside as that of recordings: what waits for other ranks and for compilers, too."""
+        before, started = self._seconds(), time.perf_counter()
+        try:
+            yield
+        finally:
+            counted = self._seconds() - before
+            self._own.capture_seconds += time.perf_counter() - started - counted
+
+    def _seconds(self) -> float:
+        return self._own.capture_seconds + sum(region.statistics.capture_seconds for region in self._regions)
+
+    def _note_pause(self) -> None:
+        """Note that a step waited for what was recorded since the last look."""
+        if (pause := self._seconds() - self._noted_seconds) > 0:
+            self._own.pauses[self.step_number] += pause
+        self._noted_seconds = self._seconds()
+
+    def record(
+        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+    ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
             pieces: One whose call is the module's forward, or parts of it with call sites.
             demand: What microbatches ask for, of pieces that grow.
+            limit: What recordings of these may take.
 
         Returns:
             Their regions, in their order.
@@ -235,7 +266,7 @@ class GraphManager:
         self._regions += regions
         progress = Progress(self.workload.title, len(regions))
         for region in regions:
-            region.statistics.known = self._own.known
+            region.statistics.known, region.statistics.step = self._own.known, self.step_number
             region.capture(progress)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
@@ -243,7 +274,8 @@ class GraphManager:
                 self._parts.install(region, piece.site)
         if demand is not None:
             grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]
-            self._growing = Growing(self.workload.title, grow, demand, self.bucket_consensus, self.workload.strict)
+            title, strict = self.workload.title, self.workload.strict
+            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, limit)
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
@@ -262,6 +294,7 @@ class GraphManager:
         for region in self._regions:
             region.reset()
         self._regions = []
+        self._noted_seconds = self._seconds()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -308,16 +341,18 @@ class GraphManager:
         """Whether the module is inside `paused`."""
         return self._paused > 0
 
-    def begin_step(self) -> None:
+    def begin_step(self, may_record: bool = True) -> None:
         """Note that a training step begins, and record one of the buckets that microbatches missed.
+
+        Args:
+            may_record: Whether this module may record before this step.
 
         Raises:
             CaptureError: It could not be recorded, and the user asked for a strict run.
         """
         self._stays_away = False
         there = not (self.captured and self.executor.memory_away) or self._take_back()
-        if self._growing is not None and there and self._growing.before_step(self.model.training):
-            self.workload.grown()
+        self._grow(may_record and there)
         ranges.look()
         self.step_number += 1
         self._own.step = self.step_number
@@ -326,10 +361,36 @@ class GraphManager:
         if self.workload.counts_tokens:
             self._step_tokens.append(0)
 
+    def before_evaluation(self, may_record: bool = True) -> None:
+        """Note that forward passes without a backward follow, and record a bucket that the last ones missed.
+
+        Args:
+            may_record: Whether this module may record now.
+
+        Raises:
+            CaptureError: It could not be recorded, and the user asked for a strict run.
+        """
+        self._grow(may_record and not (self.captured and self.executor.memory_away))
+
+    def _grow(self, may_record: bool) -> None:
+        """Look for a bucket that is worth recording for the mode that the model is in."""
+        self.turn, self.recorded = self.turn + 1, False
+        if self._growing is None:
+            return
+        training = self.model.training
+        self._growing.demand.turn_to(training)
+        if may_record and self._growing.before_step(training):
+            self.recorded = True
+            self.workload.grown()
+
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
-        self.begin_step()
+    def step(self, may_record: bool = True) -> Iterator[None]:
+        """Be in a training step: its first replay looks whether memory is where it was, the others do not.
+
+        Args:
+            may_record: See `begin_step`.
+        """
+        self.begin_step(may_record)
         with ExitStack() as stack:
             for region in self._regions:
                 stack.enter_context(region.memory_kept())
@@ -338,6 +399,7 @@ class GraphManager:
                 yield
             finally:
                 self.in_step = False
+                self._note_pause()
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
@@ -345,6 +407,7 @@ class GraphManager:
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
+        self._note_pause()
         total = merge_statistics([self._own, *(region.statistics for region in self._regions)])
         total.warmup_microbatches = self.workload.warmup_microbatches()
         total.step_tokens = list(self._step_tokens)

@@ -34,7 +34,13 @@ def digest(*planned: object) -> float:
 
 
 class RankConsensus(Protocol):
-    """The ranks that stay together; each calls `agree` as often as the others."""
+    """The ranks that stay together; each calls `agree` as often as the others.
+
+    Attributes:
+        ranks: Their numbers in the whole job; none where this rank has nobody to agree with.
+    """
+
+    ranks: tuple[int, ...]
 
     def agree(self, work: Callable[[], float]) -> Agreed:
         """Do this rank's work; returns once every rank did its own.
@@ -50,6 +56,8 @@ class RankConsensus(Protocol):
 
 class SingleRank:
     """One rank, which has nobody to agree with."""
+
+    ranks: tuple[int, ...] = ()
 
     def agree(self, work: Callable[[], float]) -> Agreed:
         """See `RankConsensus`."""
@@ -67,6 +75,7 @@ class GroupConsensus:
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self.ranks = tuple(distributed.get_process_group_ranks(group))
         # Made here: a rank that runs out of memory must still be able to say so.
         self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -85,8 +94,7 @@ class GroupConsensus:
         first = min(reasons)
         if failure is None or distributed.get_rank() != first:
             raise OtherRankFailed(f"rank {first} failed: {reasons[first]}") from failure
-        ranks = ", ".join(map(str, distributed.get_process_group_ranks(self._group)))
-        failure.add_note(f"This was rank {first}; ranks {ranks} stay together.")
+        failure.add_note(f"This was rank {first}; ranks {', '.join(map(str, self.ranks))} stay together.")
         raise failure
 
     def _largest(self, values: tuple[float, ...]) -> list[float]:

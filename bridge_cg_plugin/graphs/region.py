@@ -114,7 +114,8 @@ class Region:
         started = time.perf_counter()
         progress = progress or Progress(self.program.name, 1)
         self.reset()
-        self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
+        step = self.statistics.step
+        self.statistics.buckets = {bucket: BucketStatistics(last_step=step) for bucket in self.buckets}
         slots: list[Slot] = []
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
@@ -181,7 +182,7 @@ class Region:
             CaptureError: It could not be recorded; `drop` it then.
         """
         made = self._captured()
-        self.statistics.buckets.setdefault(bucket, BucketStatistics())
+        self.statistics.buckets.setdefault(bucket, BucketStatistics()).last_step = self.statistics.step
         made.late.add_inputs(bucket)
         source = self._source(made.sources, gradients=True) if record else None
         if isinstance(source, Source):
@@ -189,9 +190,21 @@ class Region:
         self.buckets = self._ordered((*self.buckets, bucket))
 
     def drop(self, bucket: Bucket) -> None:
-        """Forget a bucket that could not be recorded."""
+        """Forget a bucket: it could not be recorded, or its memory is wanted for others."""
         self.buckets = tuple(each for each in self.buckets if each != bucket)
         self._captured().late.drop(bucket)
+
+    def slot_bytes(self, settled: bool) -> float:
+        """Return the device memory of the slot that takes most, in bytes, with its share of gradients.
+
+        Args:
+            settled: Whether to leave out recordings in memory that larger ones do not share.
+        """
+        return self._captured().late.slot_bytes(settled) + self.statistics.gradient_bytes / self.slot_count
+
+    def drop_outdated(self) -> None:
+        """Drop all but the largest recordings; steps that miss others ask for them again, in shared memory."""
+        self._captured().late.drop_outdated()
 
     @property
     def wishes(self) -> list[Wish]:

@@ -16,7 +16,8 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     for part in parts:
         total.fallbacks.update(part.fallbacks)
         total.capture_seconds += part.capture_seconds
-        total.longest_capture = max(total.longest_capture, part.longest_capture)
+        for step, seconds in part.pauses.items():
+            total.pauses[step] += seconds
         total.static_bytes += part.static_bytes
         total.gradient_bytes += part.gradient_bytes
         total.pinned_bytes += part.pinned_bytes
@@ -28,6 +29,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
             sums.tokens += counts.tokens
             sums.padding += counts.padding
             sums.memory += counts.memory
+            sums.last_step = max(sums.last_step, counts.last_step)
     runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
     total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total
@@ -44,6 +46,7 @@ def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
         f"{prefix}/padding_share": statistics.padding_share,
         f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
         f"{prefix}/pinned_gb": statistics.pinned_bytes / GIB,
+        **pause_metrics([statistics], prefix),
         **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
 
@@ -57,11 +60,24 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
     return {
         **total,
         **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
+        **pause_metrics(ranks, prefix),
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
         f"{prefix}/token_imbalance": token_imbalance(ranks),
     }
+
+
+def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
+    """Return for how long a job's steps waited for recordings, in all and at most: each step for the slowest rank."""
+    pauses = pauses_of_job(ranks).values()
+    return {f"{prefix}/pause_s": sum(pauses), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
+
+
+def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:
+    """Return for how long each step waited for recordings of the rank that took longest, in seconds."""
+    steps = sorted({step for rank in ranks for step in rank.pauses})
+    return {step: max(rank.pauses.get(step, 0.0) for rank in ranks) for step in steps}
 
 
 def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
@@ -88,23 +104,29 @@ def _tokens(rank: RegionStatistics) -> int:
 def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
     """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
 
+    It also tells how long each rank recorded after the first capture, and how long it waited meanwhile for others that
+    took longer in the same step.
+
     Args:
         ranks: Statistics by the number of their rank.
         title: The first line.
     """
     tokens = dict(zip(ranks, _tokens_of_steps(list(ranks.values())), strict=True))
     most = [max(step) for step in zip(*tokens.values(), strict=True)]
+    paused = sum(pauses_of_job(list(ranks.values())).values())
     shown = sorted(sorted(ranks, key=lambda rank: -sum(tokens[rank]))[:SHOWN_RANKS])
     lines = [
         title,
-        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'tokens/step':>12} {'most in':>8}",
+        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'tokens/step':>12} {'most in':>8} "
+        f"{'records s':>10} {'waits s':>8}",
     ]
     for rank in shown:
         found, own = ranks[rank], tokens[rank]
         share = fmean(mine == step > 0 for mine, step in zip(own, most, strict=True))
         lines.append(
             f"{rank:>6} {found.replays:>8} {sum(found.fallbacks.values()):>6} {found.padding_share:>8.1%} "
-            f"{found.memory_bytes / GIB:>11.2f} {fmean(own):>12.0f} {share:>8.0%}"
+            f"{found.memory_bytes / GIB:>11.2f} {fmean(own):>12.0f} {share:>8.0%} "
+            f"{found.pause_seconds:>10.1f} {paused - found.pause_seconds:>8.1f}"
         )
     left = len(ranks) - len(shown)
     return "\n".join([*lines, *([f"and {left} ranks with fewer tokens a step"] if left else [])])
@@ -138,9 +160,11 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
 
 
 def _pauses(statistics: RegionStatistics) -> str:
-    """Return how long a step waited for a recording at most, where any did."""
-    longest = statistics.longest_capture
-    return f", at most {longest:.1f} s of it before or in one step" if longest else ""
+    """Return how long steps waited for recordings after the first capture, where any did."""
+    if not statistics.pauses:
+        return ""
+    waited = f"{len(statistics.pauses)} step(s) waited {statistics.pause_seconds:.1f} s of it"
+    return f", {waited}, at most {statistics.longest_pause:.1f} s before or in one step"
 
 
 def _last_fallbacks(statistics: RegionStatistics) -> list[str]:

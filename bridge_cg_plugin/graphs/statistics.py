@@ -1,7 +1,7 @@
 """What a region did: replays per bucket, padding, fallbacks with their reasons, memory, capture time."""
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ class BucketStatistics:
         tokens: Real tokens replayed, forward-only ones included.
         padding: Padding tokens beside them.
         memory: Device memory in bytes that the bucket's recordings added to their pools.
+        last_step: Number of the training step that used the bucket last, or got it.
     """
 
     replays: int = 0
@@ -50,6 +51,7 @@ class BucketStatistics:
     tokens: int = 0
     padding: int = 0
     memory: int = 0
+    last_step: int = 0
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class RegionStatistics:
         known: Reasons that were announced; regions of one module share the set.
         step: Number of the training step under way, from 1; 0 where nobody counts them.
         capture_seconds: Time that recordings took.
-        longest_capture: The longest of those after the first capture, in seconds; other ranks may have waited for it.
+        pauses: Of those after the first capture, in seconds, by the training step that waited for them; other ranks may
+            have waited, too.
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
@@ -77,7 +80,7 @@ class RegionStatistics:
     step: int = 0
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
-    longest_capture: float = 0.0
+    pauses: defaultdict[int, float] = field(default_factory=partial(defaultdict, float))
     static_bytes: int = 0
     gradient_bytes: int = 0
     pinned_bytes: int = 0
@@ -90,9 +93,7 @@ class RegionStatistics:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - started
-            self.capture_seconds += seconds
-            self.longest_capture = max(self.longest_capture, seconds)
+            self.capture_seconds += time.perf_counter() - started
 
     def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
         """Count one replay of `tokens` real tokens."""
@@ -101,6 +102,7 @@ class RegionStatistics:
             counts.replays += 1
         else:
             counts.evaluations += 1
+        counts.last_step = self.step
         counts.tokens += tokens
         counts.padding += bucket.tokens - tokens
 
@@ -126,6 +128,16 @@ class RegionStatistics:
         return sum(b.replays + b.evaluations for b in self.buckets.values())
 
     @property
+    def pause_seconds(self) -> float:
+        """Seconds that training steps waited for recordings after the first capture."""
+        return sum(self.pauses.values())
+
+    @property
+    def longest_pause(self) -> float:
+        """The most that one training step waited for recordings, in seconds."""
+        return max(self.pauses.values(), default=0.0)
+
+    @property
     def padding_share(self) -> float:
         """Padding tokens over all tokens replayed, 0 to 1."""
         padding = sum(b.padding for b in self.buckets.values())
@@ -145,7 +157,8 @@ class RegionStatistics:
             "warmup_microbatches": self.warmup_microbatches,
             "padding_share": self.padding_share,
             "capture_seconds": self.capture_seconds,
-            "longest_capture": self.longest_capture,
+            "pause_seconds": self.pause_seconds,
+            "longest_pause": self.longest_pause,
             "memory_bytes": self.memory_bytes,
             "static_bytes": self.static_bytes,
             "gradient_bytes": self.gradient_bytes,

@@ -13,6 +13,7 @@ from .fallback import Fallback
 from .piece import Piece
 from .rank_consensus import RankConsensus
 from .region import Region
+from .room import UNLIMITED, MemoryLimit
 from .statistics import RegionStatistics
 
 Eager = Callable[[], Any]
@@ -81,14 +82,16 @@ class Manager(Protocol):
     def capture(self) -> bool:
         """Have the workload plan and capture; returns whether graphs exist now."""
 
-    def record(self, pieces: Sequence[Piece], demand: Demand | None = None) -> list[Region]:
+    def record(
+        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+    ) -> list[Region]:
         """Capture pieces of the module between two steps; returns their regions."""
 
     def reset(self) -> None:
         """Drop all graphs and their memory."""
 
-    def step(self) -> AbstractContextManager[None]:
-        """Be in a training step."""
+    def step(self, may_record: bool = True) -> AbstractContextManager[None]:
+        """Be in a training step, before which the module may record something or not."""
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
@@ -145,7 +148,7 @@ class Workload(ABC):
 
     @abstractmethod
     def grown(self) -> None:
-        """Note that a bucket was recorded between two steps; the module's regions have it."""
+        """Note that a recording was tried between two steps: the module's regions may have other buckets."""
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""

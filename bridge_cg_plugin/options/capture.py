@@ -1,9 +1,10 @@
-"""When buckets are recorded: an option of vision graphs and of packed-sequence graphs."""
+"""When buckets are recorded, and for which limits: options of vision graphs and of packed-sequence graphs."""
 
 from typing import Any, Literal
 
 from .declaration import option
-from .values import one_of
+from .errors import OptionError
+from .values import bucket_limits, one_of
 
 type CaptureMode = Literal["auto", "at_once", "on_demand"]
 
@@ -26,3 +27,28 @@ def capture_option() -> Any:
         "automatic ones",
         tuning=True,
     )
+
+
+def limits_option() -> Any:
+    """Declare which limits the named buckets have."""
+    return option(
+        None,
+        bucket_limits,
+        "LIST",
+        "named buckets with the only limits to capture them for, joined by +",
+        "As the report's line `again` writes them. With None, a named bucket is captured for several limits",
+        tuning=True,
+    )
+
+
+def check_limits(limits: tuple[tuple[int, ...], ...] | None, buckets: object, field: str, buckets_field: str) -> None:
+    """Make sure that limits are of named buckets.
+
+    Raises:
+        OptionError: One is not.
+    """
+    for each in limits or ():
+        if not isinstance(buckets, tuple) or each[0] not in buckets:
+            written = "/".join(map(str, each))
+            allowed = f"of a bucket of {buckets_field}"
+            raise OptionError(field, written, allowed, f"Add {each[0]} to {buckets_field} or remove the limits.")

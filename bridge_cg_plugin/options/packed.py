@@ -11,7 +11,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
-from .capture import CaptureMode, capture_option, on_demand
+from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, option
 from .errors import OptionError
 from .values import capacities, flag, whole_number
@@ -46,6 +46,7 @@ class PackedOptions:
         "None is the bucket's tokens",
         tuning=True,
     )
+    bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
     capture_mode: CaptureMode = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
@@ -94,4 +95,5 @@ def packed_options(source: Any) -> PackedOptions:
     options = PackedOptions(**PACKED.read(source))
     if options.buckets != "auto" and options.buckets[0] < 1:
         raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "a token count of at least 1", "Correct it.")
+    check_limits(options.bucket_limits, options.buckets, PACKED_FIELDS["bucket_limits"], PACKED_FIELDS["buckets"])
     return options

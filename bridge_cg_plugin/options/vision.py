@@ -12,7 +12,7 @@ from .activations import (
     offload_option,
     recompute_option,
 )
-from .capture import CaptureMode, capture_option, on_demand
+from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, getter, option
 from .errors import OptionError
 from .values import (
@@ -122,8 +122,18 @@ class VisionGraphOptions:
         positive_number,
         "GIB",
         "graph memory of one slot that automatic buckets may use",
-        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. No effect "
-        "without a GPU or in deterministic mode",
+        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
+        "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
+    )
+    bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
+    drop_unused_steps: int | None = option(
+        None,
+        whole_number(1),
+        "STEPS",
+        "drop a bucket that was used in none of so many steps for another one that memory is short for",
+        "Only for buckets captured on demand. Memory is short if `vision_cuda_graph_buckets_max_gb` is reached or a "
+        "capture fails. The largest bucket stays. With None, the bucket that finds no memory is left out",
+        tuning=True,
     )
     capture_mode: CaptureMode = capture_option()
     exact_below: int = option(
@@ -326,6 +336,9 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
+        check_limits(
+            options.bucket_limits, options.buckets, PROVIDER_FIELDS["bucket_limits"], PROVIDER_FIELDS["buckets"]
+        )
         check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
@@ -340,6 +353,7 @@ def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
         exact_below=0,
         capture_mode="on_demand",
         balance=None,
+        bucket_limits=None,
     )
 
 

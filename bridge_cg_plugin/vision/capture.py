@@ -17,6 +17,7 @@ from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.region import Region
 from ..graphs.report import GIB
+from ..graphs.room import MemoryLimit
 from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
@@ -107,12 +108,13 @@ class EncoderCapture:
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program = self.encoder_program()
-        menu = menu_of(self._options, self._adapter, program, self.plan.max_frames(), self.kernels.attends_directly)
+        menu = menu_of(self._options, self._adapter.unit, program, self.plan.max_frames(), self._buckets_of)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        self._regions = manager.record(self._growing_pieces(manager, program, self.demand), self.demand)
+        pieces, allowed = self._growing_pieces(manager, program, self.demand), self._memory_limit()
+        self._regions = manager.record(pieces, self.demand, allowed)
         self.note_buckets()
 
     def note_buckets(self) -> None:
@@ -177,9 +179,19 @@ class EncoderCapture:
 
     def _excess(self, slots: int) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
-        if self._options.buckets_max_gb is None or self._options.buckets != "auto":
+        limit = self._memory_limit().bytes_per_slot
+        if limit is None:
             return 0.0
-        return self._memory_bytes() / slots / (self._options.buckets_max_gb * GIB)
+        if self._options.on_demand:  # the first slot alone has recordings yet
+            return sum(region.slot_bytes(settled=True) for region in self._regions) / limit
+        return self._memory_bytes() / slots / limit
+
+    def _memory_limit(self) -> MemoryLimit:
+        """Return what recordings may take, of buckets that are chosen here."""
+        options = self._options
+        limited = options.buckets_max_gb is not None and options.buckets == "auto"
+        limit = (options.buckets_max_gb or 0) * GIB if limited else None
+        return MemoryLimit(limit, options.drop_unused_steps)
 
     def _memory_bytes(self) -> int:
         return sum(region.statistics.memory_bytes for region in self._regions)
@@ -192,13 +204,15 @@ class EncoderCapture:
         """Return the whole encoder, or a part of every layer."""
         frames, options = self.plan.max_frames(), self._options
         if options.whole_encoder:
-            directly = self.kernels.attends_directly
-            buckets = [Bucket(c, limits) for c in capacities for limits in self._adapter.bounds(c, frames, directly)]
+            buckets = [bucket for capacity in capacities for bucket in self._buckets_of(capacity)]
             return [self._piece(manager, self.encoder_program(), buckets)]
         return [
             self._piece(manager, part.program, [Bucket(c, part.limits(frames)) for c in capacities], part.site)
             for part in self._parts()
         ]
+
+    def _buckets_of(self, capacity: int) -> list[Bucket]:
+        return self.plan.buckets_of(capacity, self.kernels.attends_directly)
 
     def _parts(self) -> Sequence[LayerPart]:
         """Return that part of every layer which the options name.

@@ -1,5 +1,6 @@
 """What may be recorded of an encoder while training runs, and what asks for it."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,33 +11,31 @@ from ..graphs.fallback import Fallback
 from ..graphs.piece import Growth
 from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderBatch, LayerPart
+from .adapter import EncoderBatch, LayerPart
 from .shape import Shape
 
 
 def menu_of(
-    options: VisionGraphOptions, adapter: EncoderAdapter, program: RegionProgram, frames: int, directly: bool
+    options: VisionGraphOptions,
+    unit: int,
+    program: RegionProgram,
+    frames: int,
+    buckets_of: Callable[[int], Sequence[Bucket]],
 ) -> Menu:
     """Return what may be recorded of an encoder.
 
     Args:
         options: What the user asked for.
-        adapter: The encoder's.
+        unit: Capacities are multiples of it.
         program: The whole encoder.
-        frames: Most frames that any bucket takes.
-        directly: Whether cuDNN's attention is called directly.
+        frames: Most frames that any bucket of a layer's part takes.
+        buckets_of: Returns the whole encoder's buckets of a capacity, cheapest first.
     """
-
-    def buckets_of(capacity: int) -> list[Bucket]:
-        if not options.whole_encoder:
-            return [Bucket(capacity)]
-        return [Bucket(capacity, limits) for limits in adapter.bounds(capacity, frames, directly)]
-
     return Menu(
-        buckets_of=buckets_of,
+        buckets_of=buckets_of if options.whole_encoder else lambda capacity: [Bucket(capacity)],
         refuse=program.refuse if options.whole_encoder else partial(_refuse_part, frames, options.exact_below),
         cost=replay_cost,
-        unit=adapter.unit,
+        unit=unit,
         exact_below=options.exact_below,
         capacities=() if options.buckets == "auto" else options.buckets,
     )

@@ -4,13 +4,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from ..attention_bounds import deterministic
-from ..graphs.buckets import BucketPlan, plan_buckets
+from ..attention_bounds import deterministic, replay_cost
+from ..graphs.buckets import Bucket, BucketPlan, named_buckets, plan_buckets
 from ..graphs.demand import WINDOW
+from ..graphs.errors import CaptureError
 from ..graphs.executor import Executor
 from ..graphs.program import RegionProgram
 from ..graphs.report import GIB
-from ..options import VisionGraphOptions
+from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
 from .memory import measure_memory
 from .shape import Shape
@@ -75,6 +76,24 @@ class EncoderPlan:
             exact_below=options.exact_below,
             headroom=headroom,
         )
+
+    def buckets_of(self, capacity: int, directly: bool) -> list[Bucket]:
+        """Return the whole encoder's buckets of a capacity, cheapest first: with limits that were named, or all useful.
+
+        Args:
+            capacity: Tokens.
+            directly: Whether cuDNN's attention is called directly.
+
+        Raises:
+            CaptureError: Named limits are not of this encoder.
+        """
+        usual = [Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(), directly)]
+        named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
+        if wrong := [bucket for bucket in named if len(bucket.limits) != len(usual[0].limits)]:
+            raise CaptureError(
+                f"{PROVIDER_FIELDS['bucket_limits']}: a bucket of this encoder is written as {usual[0]}, not {wrong[0]}"
+            )
+        return named or usual
 
     @property
     def largest(self) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import BucketPlan
+from ..graphs.buckets import BucketPlan, again
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
@@ -152,9 +152,9 @@ class VisionWorkload(Workload):
         notes = {}
         if self.buckets is not None:
             notes["plan"] = str(self.buckets)
-        if self.planned.demand is not None and self.buckets is not None and self.family.encodes == "vision":
-            named = ",".join(map(str, self.buckets.capacities))
-            notes["again"] = f"{PROVIDER_FIELDS['buckets']}={named} names the same buckets for the next run"
+        demand = self.planned.demand
+        if demand is not None and demand.buckets and self.family.encodes == "vision":
+            notes["again"] = again(demand.buckets, PROVIDER_FIELDS["buckets"], PROVIDER_FIELDS["bucket_limits"])
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.room import MemoryLimit
+
 from .test_parity import MIXES, check_grid
 
 WARM, LARGE = [(1, 28, 28)], [(1, 64, 64)] * 4
@@ -53,3 +55,26 @@ def test_no_memory_for_a_later_bucket_leaves_the_graphs_there_are(tower_module, 
             check_grid(tower_module, model, grads, helper, LARGE, seed, "large")
     assert helper.graphs.statistics().replays == before + 3
     assert helper.graphs.statistics().fallbacks["not_captured_yet"] >= 1
+
+
+def test_a_memory_limit_bounds_buckets_that_come_later(tower_module, model, grads, graphs_of, caplog):
+    helper = graphs_of(capture=False, strict=False, kernels="exact")
+    tower_module.step(model, tower_module.make_batch(WARM, model))
+    helper.create_cudagraphs()
+    region = helper.graphs._regions[0]
+    small = region.slot_bytes(settled=False)
+    helper.graphs._growing._room._limit = MemoryLimit(2 * small)  # the large one takes five times as much
+    for seed in range(4):
+        with helper.graphs.step():
+            check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
+            check_grid(tower_module, model, grads, helper, LARGE, seed, "large")
+    assert sum("does not fit the memory limit" in record.message for record in caplog.records) == 1
+    assert region.slot_bytes(settled=False) <= 1.05 * small
+    assert helper.graphs.statistics().replays == 4
+    helper.graphs._growing._room._limit = MemoryLimit(2**40)
+    middle = [(1, 32, 36)] * 2
+    for seed in range(3):
+        with helper.graphs.step():
+            check_grid(tower_module, model, grads, helper, middle, seed, "middle")
+            check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
+    assert helper.graphs.statistics().replays == 4 + 2 + 3

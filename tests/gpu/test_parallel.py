@@ -124,6 +124,37 @@ def test_tensor_parallel_ranks_replay_the_same_buckets(trained, run):
     assert len(counts) == layout_in(run.words).tensor and all(count == counts[0] for count in counts)
 
 
+# Buckets that a run chooses itself: the first step shows some of the sizes, the nine after it the others.
+AUTOMATIC = (*BUCKETS[1:], "cuda_graph_warmup_steps=1")
+AUTOMATIC_STEPS, EVALUATED = 10, ("--validate-every", "4")
+GROWING = {"DP2": DP2, "TP2": TP2, "PP2": PP2, "PP2, evaluated": (*PP2, *EVALUATED)}
+
+
+def on_demand(words):
+    """Return an eager run and one whose buckets appear while it trains."""
+    plain = Training("eager", (*SMALL, *words), steps=AUTOMATIC_STEPS)
+    return plain, Training("graphs", (*SMALL, *AUTOMATIC, *words), steps=AUTOMATIC_STEPS)
+
+
+@pytest.mark.parametrize("expected, run", [on_demand(words) for words in GROWING.values()], ids=GROWING.keys())
+def test_buckets_that_appear_while_training_runs(trained, expected, run):
+    result, other = trained(run), trained(expected)
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+    found = encoders(result, run)
+    for graph in found:
+        print(graph["buckets"].keys(), graph["fallbacks"], graph["pause_seconds"])
+        assert set(graph["fallbacks"]) <= {"not_captured_yet"}
+        assert graph["replays"] > sum(graph["fallbacks"].values())
+    assert max(graph["pause_seconds"] for graph in found) > 0, "no bucket appeared after the capture"
+    if "--tensor-parallel" in run.words:
+        assert len({tuple(graph["buckets"]) for graph in found}) == 1
+    evaluations = sum(bucket["evaluations"] for graph in found for bucket in graph["buckets"].values())
+    assert (evaluations > 0) is ("--validate-every" in run.words)
+    assert result["evaluations"] == pytest.approx(other["evaluations"], rel=5e-3)
+    assert bool(result["evaluations"]) is ("--validate-every" in run.words)
+
+
 PP4 = ("--pipeline-parallel", "4", "--language-model", "6x1024")
 
 

@@ -21,12 +21,13 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.hooks import emptied_cache, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from tests.leaving import LeavingExecutor
 from tests.unit.towers import assert_close, draw, loss_of, new_tower
 
@@ -209,6 +210,37 @@ def test_a_model_that_bridges_loop_trains_is_left_to_it():
     LOOPS.leave_to_bridge([model])
     call(model, 1)
     assert not active_graphs()
+
+
+def forward_only_modes(graphs):
+    return {(bucket.tokens, mode.gradients) for _, bucket, mode in graphs._regions[0].sources.current.recordings}
+
+
+def test_an_evaluation_in_bridges_loop_gets_its_buckets_between_its_iterations():
+    """One bucket before each iteration, no backward for sizes that training never has."""
+    auto = {"vision_cuda_graph_buckets": "auto", "vision_cuda_graph_tuning": {"exact_below": 0, "cost_fallback": False}}
+    model, eager = Policy(**auto), Policy(vision_cuda_graph_impl="none").eval()
+    LOOPS.leave_to_bridge([model])
+    helper = VisionTECudaGraphHelper(model, model.vision_model.config, options=vision_options(model.config))
+    call(model, 1)
+    helper.create_cudagraphs()
+    with helper.graphs.step():
+        call(model, 1)
+    trained = forward_only_modes(helper.graphs)
+    model.eval()
+    with torch.no_grad():
+        for seed in range(4):
+            assert_equal(call(model, 2, True, seed), call(eager, 2, True, seed))
+    assert helper.graphs.step_number == 1
+    found = helper.graphs.statistics()
+    assert found.fallbacks == {"not_captured_yet": 1}
+    assert sum(counts.evaluations for counts in found.buckets.values()) == 7
+    model.train()
+    for seed in range(2):
+        with helper.graphs.step():
+            call(model, 1, seed=seed)
+    assert {(tokens, True) for tokens, gradients in forward_only_modes(helper.graphs) if gradients} == trained
+    helper.delete_cuda_graphs()
 
 
 def test_options_that_cannot_work_are_refused_before_the_first_pass():

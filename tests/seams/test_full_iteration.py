@@ -12,8 +12,10 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.language.whole_model import workload as workload_module
 from bridge_cg_plugin.language.whole_model.program import dense_order
 from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
+from bridge_cg_plugin.upstream.hooks import full_iteration
 from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT, find_model
 from bridge_cg_plugin.upstream.random_states import random_states
 
@@ -89,17 +91,18 @@ def test_the_hooks_of_data_parallelism_fire_as_in_eager():
         assert graphs.parallel.flags == [False] * len(graphs.parallel.flags)
 
 
-@pytest.mark.parametrize("frozen", ["vision_model", "language_model"])
-def test_a_frozen_part(frozen):
+# Without an image nothing of a frozen language model needs a backward: that recording comes when it is asked for.
+@pytest.mark.parametrize("frozen, replayed", [("vision_model", 3), ("language_model", 2)])
+def test_a_frozen_part(frozen, replayed):
     trainers = []
     for graphs in (False, True):
         with on_cpu():
             model = build(graphs=graphs)
         getattr(model, frozen).requires_grad_(False)
         trainers.append(Trainer(model, graphs=graphs))
-    assert_steps_equal(*trainers, [samples(MIX, step) for step in range(3)])
+    assert_steps_equal(*trainers, [samples(MIX, step) for step in range(4)])
     assert len(trainers[1].trained) > 5 and all(p.main_grad.any() for p in trainers[1].trained)
-    assert CURRENT.graphs.workload.replayed_steps == 2
+    assert CURRENT.graphs.workload.replayed_steps == replayed
 
 
 def test_beside_vision_graphs():
@@ -129,18 +132,64 @@ def test_evaluation_before_training_captures_nothing():
     assert CURRENT.graphs.captured
 
 
-def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
-    eager, graphs = pair()
-    double = sample(ONE, 3)
+def double_batch(seed=3):
+    """Return a microbatch of two sequences."""
+    double = sample(ONE, seed)
     for name in ("tokens", "labels", "loss_mask"):
         double[name] = double[name].repeat(2, 1)
     grid, pixels = double["visual_inputs"].image_grid_thw, double["visual_inputs"].pixel_values
     double["visual_inputs"].image_grid_thw = grid.repeat(2, 1)
     double["visual_inputs"].pixel_values = pixels.repeat(2, 1)
-    mixed = [sample(TWO, 4), double, sample(TEXT, 5)]
+    return double
+
+
+def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
+    eager, graphs = pair()
+    mixed = [sample(TWO, 4), double_batch(), sample(TEXT, 5)]
     assert_steps_equal(eager, graphs, [samples(MIX), mixed, mixed])
     assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 2}
     assert CURRENT.graphs.workload.replayed_steps == 0
+
+
+def test_a_shape_that_comes_often_gets_graphs_of_its_own():
+    eager, graphs = pair()
+    steps = [[sample(TWO, 4 + seed), double_batch(seed), sample(TEXT, 5 + seed)] for seed in range(7)]
+    assert_steps_equal(eager, graphs, [samples(MIX), *steps[:5]])
+    found, workload = CURRENT.graphs.statistics(), CURRENT.graphs.workload
+    # Three sightings make it known, the next step asks for it, the one after that replays.
+    assert found.fallbacks == {"other_shapes": 3, "not_captured_yet": 1}
+    assert workload.replayed_steps == 1
+    poison()
+    assert_steps_equal(eager, graphs, steps[5:])
+    assert workload.replayed_steps == 3 and CURRENT.graphs.statistics().fallbacks == found.fallbacks
+    assert len(found.pauses) == 1
+    assert_steps_equal(eager, graphs, [[double_batch(9), sample(ONE, 7)]], training=False)
+    assert sum(bucket.evaluations for bucket in CURRENT.graphs.statistics().buckets.values()) == 2
+
+
+def test_a_shape_that_finds_no_memory_runs_eager(caplog):
+    eager, graphs = pair()
+    steps = [[sample(TWO, 4 + seed), double_batch(seed)] for seed in range(6)]
+    assert_steps_equal(eager, graphs, [samples(MIX), steps[0]])
+    with mock.patch.object(ReferenceExecutor, "record", side_effect=torch.OutOfMemoryError("made to fail")):
+        assert_steps_equal(eager, graphs, steps[1:])
+    assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5, "not_captured_yet": 1}
+    assert sum("could not be captured" in record.message for record in caplog.records) == 1
+    assert CURRENT.graphs.statistics().replays == 6
+
+
+def test_ranks_that_share_layers_record_one_shape():
+    eager, graphs = pair()
+    with mock.patch.object(full_iteration, "sharing_groups", lambda model: (object(),)):
+        assert_steps_equal(eager, graphs, [samples(MIX), *[[sample(TWO, 4), double_batch()]] * 5])
+    assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5}
+
+
+def test_as_many_shapes_are_recorded_as_may_be(monkeypatch):
+    monkeypatch.setattr(workload_module, "MOST_SHAPES", 1)
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(MIX), *[[sample(TWO, 4), double_batch()]] * 5])
+    assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5}
 
 
 def test_a_call_without_embeddings_runs_eager_and_is_counted():

@@ -35,6 +35,8 @@ VALUES = {
     "slots": 3,
     "max_frames": 8,
     "buckets_max_gb": 2.5,
+    "bucket_limits": [(64, 8, 64)],
+    "drop_unused_steps": 64,
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import bridge_cg_plugin
+from bridge_cg_plugin.attention_bounds import scanned_limits
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_tools.benchmarks.models import modes, tower
+from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from bridge_cg_tools.benchmarks.vision import captures, group, sizes, workers
 from bridge_cg_tools.benchmarks.vision.task import Task
@@ -361,6 +363,14 @@ def test_images_of_real_sizes_eager_and_on_graphs(monkeypatch, capsys, tmp_path)
     assert plugin["grad_rel"] <= 1e-4
     assert plugin["ratio"] == pytest.approx(plugin["ms"] / found["eager"]["ms"])
     assert found["limit"]["ms"] > 0
+
+
+def test_one_bucket_for_each_size_of_photographs_takes_few_recordings():
+    grids = coco_microbatches(200, 4, 1)
+    options = sizes.options_of("each_size", "exact", grids)
+    assert options["max_frames"] == 4 and len(options["buckets"]) > 150
+    recordings = sum(len(scanned_limits(tokens, options["max_frames"])) for tokens in options["buckets"])
+    assert recordings <= 2 * len(options["buckets"])
 
 
 def test_recordings_of_two_models_in_two_processes(monkeypatch, tmp_path):

@@ -171,6 +171,19 @@ def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
         assert any(often <= bucket.tokens for bucket in demand.buckets)
 
 
+def test_buckets_are_chosen_for_microbatches_of_the_same_mode():
+    demand = shown(Demand(plain_menu()), *[1024] * 4)
+    demand.begin(1)
+    demand.turn_to(training=False)
+    assert demand.next() is None, "what training saw says nothing of evaluation"
+    shown(demand, *[8192] * 4)
+    assert demand.missed(Rows(8192))
+    demand.turn_to(training=True)
+    assert demand.next() is None
+    demand.turn_to(training=False)
+    assert demand.due() and demand.next() == Bucket(8192)
+
+
 def test_ranks_that_see_the_same_choose_the_same():
     shapes = [Shape(n := random.Random(seed).randrange(300, 9000), 1, n) for seed in range(40)]
     first, second = (shown(Demand(image_menu()), *order) for order in (shapes, shapes))

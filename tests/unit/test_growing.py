@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import time
 import weakref
 from contextlib import ExitStack
 
@@ -12,7 +13,10 @@ import torch
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
+from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
@@ -76,7 +80,59 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         regions = len(graphs._regions)
         assert len(capacities(graphs)) == 2
         assert graphs.statistics().replays == before + 6 * regions
-        assert graphs.statistics().longest_capture > 0
+        assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, modules, monkeypatch):
+    graphs, stack = grown(tower, SMALL, modules=modules)
+    add, each = Region.add, 0.05
+
+    def slow(region, *args):
+        time.sleep(each)  # before its own clock runs, as what waits for another rank
+        add(region, *args)
+
+    monkeypatch.setattr(Region, "add", slow)
+    with stack:
+        for _ in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        found, regions = graphs.statistics(), len(graphs._regions)
+        assert regions > 1 or not modules
+        assert list(found.pauses) == [2] and found.pauses[2] >= regions * each
+        assert found.capture_seconds >= found.pause_seconds == found.longest_pause
+
+
+def test_seconds_of_capture_are_all_that_training_waits_for(tower):
+    class Compiler:
+        def saw(self, tokens):
+            pass
+
+        def wait(self):
+            time.sleep(0.3)
+
+    with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
+        graphs.workload.planned._compiler = Compiler()
+        tower(*_drawn(SMALL))
+        began = time.perf_counter()
+        assert graphs.capture()
+        assert 0.3 < graphs.statistics().capture_seconds <= time.perf_counter() - began
+        assert not graphs.statistics().pauses, "the first capture is nobody's pause"
+        with graphs.step():
+            assert_equals_eager(tower, graphs, SMALL)
+        assert not graphs.statistics().pauses
+
+
+def test_seconds_of_a_capture_that_failed_count(tower, monkeypatch):
+    def fail(*unused):
+        time.sleep(0.2)
+        raise torch.OutOfMemoryError("made to fail")
+
+    with graphs_on(tower, capture=False, strict=False, **ON_DEMAND) as graphs:
+        tower(*_drawn(SMALL))
+        monkeypatch.setattr(type(graphs.executor), "record", fail)
+        assert not graphs.capture()
+        assert graphs.statistics().capture_seconds > 0.2 and not graphs.statistics().pauses
 
 
 def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
@@ -132,6 +188,37 @@ def test_a_size_of_evaluation_alone_is_recorded_without_a_backward(tower):
         (region,) = graphs._regions
         modes = {mode.gradients for _, bucket, mode in region.sources.current.recordings if bucket.tokens > 64}
         assert modes == {False} and graphs.statistics().fallbacks == {"not_captured_yet": 1}
+
+
+def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        (region,) = graphs._regions
+        for _ in range(2):
+            with torch.no_grad():
+                tower.eval()
+                graphs.before_evaluation()
+                forward(tower, LARGE)  # the last one of an evaluation is recorded in the next evaluation
+                tower.train()
+            for seed in range(2):
+                with graphs.step():
+                    assert_equals_eager(tower, graphs, SMALL, seed)
+        modes = {(bucket.tokens, mode.gradients) for _, bucket, mode in region.sources.current.recordings}
+        assert modes == {(64, True), (384, False)}
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
+        for seed in range(4):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE, seed)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 2}
+
+
+def test_evaluation_records_nothing_inside_a_step(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        with graphs.step():
+            assert_equals_eager(tower, graphs, LARGE)
+            before_evaluation([graphs])
+        assert capacities(graphs) == [64]
 
 
 def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(tower):
@@ -273,9 +360,68 @@ def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(
         for _ in range(2):
             with graphs.step():
                 forward(tower, OTHER)
-        assert "s of it before or in one step" in graphs.report()
+        assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
         named = ",".join(map(str, capacities(graphs)))
-        assert f"again: vision_cuda_graph_buckets={named} names the same buckets" in graphs.report()
+        assert f"again: vision_cuda_graph_buckets=[{named}] vision_cuda_graph_tuning.bucket_limits=" in graphs.report()
+
+
+def options_again(graphs):
+    """Return what the report says to write for the same buckets, by field."""
+    (line,) = (line for line in graphs.report().splitlines() if line.startswith("again: "))
+    words = line.removeprefix("again: ").split(" names the same")[0].split()
+    return dict(word.split("=", 1) for word in words)
+
+
+def buckets_of(graphs):
+    return sorted(graphs._regions[0].buckets)
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tower, modules):
+    graphs, stack = grown(tower, SMALL, modules=modules)
+    with stack:
+        for _ in range(4):
+            with graphs.step():
+                forward(tower, OTHER)
+                forward(tower, LARGE)
+        found, written = buckets_of(graphs), options_again(graphs)
+        assert len(found) == 2
+    read = vision_options({"vision_cuda_graph_impl": "transformer_engine", **written})
+    named = {"buckets": read.buckets, "bucket_limits": read.bucket_limits}
+    with graphs_on(tower, modules=modules, **named) as graphs:
+        assert buckets_of(graphs) == found
+        assert_equals_eager(tower, graphs, LARGE)
+        assert not graphs.statistics().fallbacks
+    graphs, stack = grown(tower, LARGE, modules=modules, **{**ON_DEMAND, **named})
+    with stack:
+        for _ in range(4):
+            with graphs.step():
+                forward(tower, OTHER)
+                forward(tower, SMALL)
+        assert set(buckets_of(graphs)) <= set(found)
+
+
+def test_limits_of_another_encoder_are_refused(tower):
+    said = "a bucket of this encoder is written as 64/.*, not 64/1"
+    graphs_there = graphs_on(tower, buckets=(64,), bucket_limits=((64, 1),), capture=False)
+    with graphs_there as graphs, pytest.raises(CaptureError, match=said):
+        graphs.capture()
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"]])
+def test_packs_are_named_for_another_run(modules):
+    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (500, 90, 10), (400, 190)]
+    common = {"cuda_graph_modules": modules, "cuda_graph_impl": "transformer_engine"}
+    auto = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
+    with packs.graphs_on(model, packs.pack(seen[0]), **common, **auto) as graphs:
+        for seed, lengths in enumerate(seen):
+            with graphs.step():
+                packs.losses_and_gradients(model, packs.pack(lengths, seed))
+        found, written = buckets_of(graphs), options_again(graphs)
+    limits = written.pop("cuda_graph_packed_tuning.bucket_limits")
+    named = {**written, "cuda_graph_packed_tuning": {"bucket_limits": limits}}
+    with packs.graphs_on(model, packs.pack(seen[0]), **common, **named) as graphs:
+        assert len(found) > 1 and buckets_of(graphs) == found
 
 
 @pytest.mark.parametrize("modules", MODULES)

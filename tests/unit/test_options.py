@@ -106,6 +106,9 @@ ACCEPTED = [
     ("max_frames", 8, 8),
     ("buckets_max_gb", 2, 2.0),
     ("buckets_max_gb", "2.5", 2.5),
+    ("bucket_limits", "64/8/64+128/1/128", ((64, 8, 64), (128, 1, 128))),
+    ("bucket_limits", ["64/8/64", (128, 1)], ((64, 8, 64), (128, 1))),
+    ("drop_unused_steps", "64", 64),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
     ("kernels", "auto", "auto"),
@@ -294,6 +297,20 @@ def test_a_refusal_shows_the_value_as_it_was_given(option, value):
     assert f"{PROVIDER_FIELDS[option]}={value!r}" in str(caught.value)
 
 
+def test_limits_are_of_named_buckets():
+    fields = {"vision_cuda_graph_impl": "transformer_engine", "vision_cuda_graph_tuning": {"bucket_limits": "64/8/64"}}
+    assert vision_options({**fields, "vision_cuda_graph_buckets": [64, 128]}).bucket_limits == ((64, 8, 64),)
+    for buckets in ("auto", [128]):
+        with pytest.raises(OptionError, match=r"bucket_limits.*64/8/64.*of a bucket of vision_cuda_graph_buckets"):
+            vision_options({**fields, "vision_cuda_graph_buckets": buckets})
+
+
+@pytest.mark.parametrize("written", ["64", "64/0/64", "64/a", "", [[]], 64])
+def test_what_is_no_limit_is_refused(written):
+    with pytest.raises(OptionError, match="buckets with their limits"):
+        _PARSERS["bucket_limits"](PROVIDER_FIELDS["bucket_limits"], written)
+
+
 @given(
     st.sampled_from(sorted(_PARSERS)), st.one_of(st.text(max_size=12), st.text("0123456789,[]. -eaunitof", max_size=12))
 )
@@ -312,7 +329,8 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         "streams": (int, str),
         "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
         "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-        "offload_host_max_gb": float,
+        "offload_host_max_gb": float, "drop_unused_steps": int,
+        "bucket_limits": tuple,
         "balance": (float, str),
     }  # fmt: skip
     assert isinstance(value, kinds[option])

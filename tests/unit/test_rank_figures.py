@@ -10,9 +10,10 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, render_ranks, token_imbalance
+from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, pause_metrics, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.rank_figures import LastFigures, pauses_of_ranks
 from bridge_cg_plugin.upstream.parallel.failures import named_failure
 from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
 from bridge_cg_plugin.vision.host_grids import token_count
@@ -33,6 +34,8 @@ def statistics(tokens, padding, memory, **fallbacks):
 def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
     ranks = [statistics(30, 10, 2**30), statistics(90, 0, 2**31, too_many_tokens=2)]
     ranks[0].pinned_bytes = 3 * 2**30
+    ranks[0].pauses.update({3: 0.5, 4: 1.0})
+    ranks[1].pauses.update({4: 2.0, 9: 0.25})
     found = metrics_of_ranks(ranks, "v")
     assert found == pytest.approx(
         {
@@ -47,6 +50,8 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/smallest_replayed_share": 0.5,
             "v/largest_padding_share": 0.25,
             "v/token_imbalance": 1.5,
+            "v/pause_s": 0.5 + 2.0 + 0.25,
+            "v/longest_pause_s": 2.0,
         }
     )
 
@@ -60,10 +65,12 @@ def test_ranks_are_as_far_apart_as_in_a_step_not_as_over_the_run():
 def test_the_table_of_ranks_names_those_that_the_others_wait_for():
     ranks = {0: statistics(30, 10, 2**30), 3: statistics(90, 0, 2**31, too_many_tokens=2)}
     ranks[0].step_tokens, ranks[3].step_tokens = [9, 40, 20, 0], [40, 30, 0]
+    ranks[0].pauses.update({3: 0.5, 4: 1.0})
+    ranks[3].pauses.update({4: 2.0})
     lines = render_ranks(ranks, "title").splitlines()
     assert lines[0] == "title" and len(lines) == 4
-    assert lines[2].split() == ["0", "2", "0", "25.0%", "1.00", "20", "33%"]
-    assert lines[3].split() == ["3", "2", "2", "0.0%", "2.00", "23", "67%"]
+    assert lines[2].split() == ["0", "2", "0", "25.0%", "1.00", "20", "33%", "1.5", "1.0"]
+    assert lines[3].split() == ["3", "2", "2", "0.0%", "2.00", "23", "67%", "2.0", "0.5"]
     many = {n: RegionStatistics(step_tokens=[n % 37]) for n in range(40)}
     table = render_ranks(many, "title").splitlines()
     assert [int(line.split()[0]) for line in table[2:-1]] == list(range(21, 37))
@@ -85,6 +92,21 @@ def test_patches_of_each_training_step_are_counted_replayed_or_not():
     images, many = (token_count(tuple(map(tuple, rows))) for rows in (IMAGES, TOO_MANY_TOKENS))
     assert helper.graphs.statistics().step_tokens == [images, images, many + images]
     helper.delete_cuda_graphs()
+
+
+def test_a_step_waits_for_the_recordings_of_all_modules_of_a_rank():
+    vision, packs = ({0: statistics(1, 1, 0), 1: statistics(1, 1, 0)} for _ in range(2))
+    vision[0].pauses.update({2: 0.5})
+    vision[1].pauses.update({2: 0.75})
+    packs[0].pauses.update({2: 0.5, 7: 0.25})
+    found = {"vision": vision, "packs": packs}
+    assert pause_metrics(pauses_of_ranks(found), "all") == {"all/pause_s": 1.25, "all/longest_pause_s": 1.0}
+    last = LastFigures()
+    last.take(9, found)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        last.tell()
+    assert "steps waited 1.2 s for recordings of all modules, at most 1.0 s in one step" in printed.getvalue()
 
 
 def test_figures_of_one_rank_are_its_own():

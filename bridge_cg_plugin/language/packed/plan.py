@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...attention_bounds import replay_cost
-from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, plan_buckets
+from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets
 from ...graphs.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import PackedBatch, PackShape
@@ -16,6 +17,7 @@ from .fit import pack_buckets
 from .program import PackedProgram
 
 MOST_EXACT_BUCKETS = 12
+PARTS_OF_A_BUCKET = 3
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
 Kind = tuple[tuple[str, ...], int, int, torch.dtype]
 
@@ -80,7 +82,12 @@ class PackPlan:
 
     def buckets(self, plan: BucketPlan) -> list[Bucket]:
         """Return the buckets of planned capacities."""
-        return pack_buckets(plan.capacities, self.documents, self._options.max_seqlen)
+        return [bucket for capacity in plan.capacities for bucket in self._buckets_of(self.documents, capacity)]
+
+    def _buckets_of(self, documents: int, capacity: int) -> list[Bucket]:
+        """Return the buckets of a capacity, cheapest first: with limits that were named, or all useful."""
+        named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
+        return named or pack_buckets([capacity], documents, self._options.max_seqlen)
 
     @property
     def documents(self) -> int:
@@ -93,9 +100,9 @@ class PackPlan:
 
     def menu(self, program: PackedProgram) -> Menu:
         """Return what may be recorded on demand for a program."""
-        options, documents = self._options, self.documents
+        options = self._options
         return Menu(
-            buckets_of=lambda capacity: pack_buckets([capacity], documents, options.max_seqlen),
+            buckets_of=partial(self._buckets_of, self.documents),
             refuse=program.refuse,
             cost=replay_cost,
             unit=self._unit,
@@ -118,6 +125,10 @@ class PackPlan:
         return math.lcm(shards * ranks, 2 * ranks if ranks > 1 else 1)
 
     def _check_buckets(self) -> None:
+        for limits in self._options.bucket_limits or ():
+            if len(limits) != PARTS_OF_A_BUCKET:
+                allowed = "tokens, documents and tokens of the longest document, as in 4096/8/4096"
+                raise OptionError(PACKED_FIELDS["bucket_limits"], "/".join(map(str, limits)), allowed, "Correct it.")
         if self._options.buckets == "auto":
             return
         if wrong := [tokens for tokens in self._options.buckets if tokens % self._unit]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
 from ...graphs.inputs import want_gradients
 
@@ -36,6 +37,12 @@ class Microbatch:
     def tokens(self) -> int:
         """Tokens, padding of sequences included."""
         return self.decoder_input.shape[0] * self.decoder_input.shape[1]
+
+    @property
+    def bucket(self) -> Bucket:
+        """What it is recorded for: its tokens, in this many sequences of this length."""
+        sequence, batch, _ = self.decoder_input.shape
+        return Bucket(sequence * batch, (batch, sequence))
 
     def shapes(self) -> "Microbatch":
         """Return a microbatch of the same shapes, types and constants that keeps no memory of a device."""

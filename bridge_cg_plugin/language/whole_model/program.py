@@ -1,6 +1,6 @@
 """Qwen3-VL's language model (dense) as a region: the layers, the output layer and the loss of every token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -26,7 +26,8 @@ class LanguageModel:
     Args:
         model: Bridge's `Qwen3VLGPTModel`, or one with the same parts.
         forward: The model's eager forward.
-        example: A microbatch, whose shapes, types and constants are recorded.
+        examples: A microbatch of each bucket, whose shapes and types are recorded; all have the same constants. Others
+            may come later.
         deepstack: How many layers add features.
         recording: Makes upstream's block add dense features, and what else recording needs.
     """
@@ -37,7 +38,7 @@ class LanguageModel:
         self,
         model: nn.Module,
         forward: Callable[..., Tensor],
-        example: Microbatch,
+        examples: Mapping[Bucket, Microbatch],
         deepstack: int,
         recording: Recording,
     ) -> None:
@@ -45,16 +46,7 @@ class LanguageModel:
         self._forward = forward
         self._recording = recording
         self._deepstack = tuple(f"{DEEPSTACK}.{index}" for index in range(deepstack))
-        self._constants = dict(example.constants)
-        self._tensors = {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in example.tensors.items()}
-        hidden = example.decoder_input
-        self._hidden = TensorSpec(tuple(hidden.shape), hidden.dtype, differentiable=True)
-
-    @property
-    def bucket(self) -> Bucket:
-        """What is recorded for: the tokens of a microbatch, in this many sequences."""
-        sequence, batch, _ = self._hidden.shape
-        return Bucket(sequence * batch, (batch,))
+        self._examples = examples
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`. The embedding runs eager, so its weight is not the region's, unless it is tied."""
@@ -63,13 +55,15 @@ class LanguageModel:
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
-        sequence, batch, width = self._hidden.shape
-        rows = TensorSpec((sequence * batch, width), self._hidden.dtype, differentiable=True)
+        example = self._examples[bucket]
+        hidden = example.decoder_input
+        sequence, batch, width = hidden.shape
+        rows = TensorSpec((sequence * batch, width), hidden.dtype, differentiable=True)
         return {
-            DIFFERENTIABLE: self._hidden,
+            DIFFERENTIABLE: TensorSpec(tuple(hidden.shape), hidden.dtype, differentiable=True),
             **dict.fromkeys(self._deepstack, rows),
             POSITIONS: TensorSpec((batch, sequence), torch.bool),
-            **self._tensors,
+            **{name: TensorSpec(tuple(t.shape), t.dtype) for name, t in example.tensors.items()},
         }
 
     def size(self, batch: Microbatch) -> int:
@@ -77,8 +71,8 @@ class LanguageModel:
         return batch.tokens
 
     def refuse(self, batch: Microbatch, bucket: Bucket) -> Fallback | None:
-        """See `RegionProgram`: microbatches of other shapes do not get here."""
-        return None
+        """See `RegionProgram`: nothing is padded."""
+        return None if batch.bucket == bucket else Fallback.OTHER_SHAPES
 
     def load(self, buffers: Buffers, batch: Microbatch) -> None:
         """See `RegionProgram`."""
@@ -96,7 +90,7 @@ class LanguageModel:
         """The deepstack features; without images there are none, and as many of no row stand for them."""
         if batch.deepstack:
             return batch.deepstack
-        return (batch.decoder_input.new_empty((0, self._hidden.shape[-1])),) * len(self._deepstack)
+        return (batch.decoder_input.new_empty((0, batch.decoder_input.shape[-1])),) * len(self._deepstack)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
@@ -105,7 +99,8 @@ class LanguageModel:
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        sequence, batch, width = self._hidden.shape
+        sequence, batch, width = buffers[DIFFERENTIABLE].shape
+        example = self._examples[bucket]
         order = dense_order(buffers[POSITIONS])
         features = [
             buffers[name].index_select(0, order).view(batch, sequence, width).transpose(0, 1)
@@ -115,8 +110,8 @@ class LanguageModel:
             decoder_input=buffers[DIFFERENTIABLE],
             visual_pos_masks=buffers[POSITIONS],
             deepstack_visual_embeds=features or None,
-            **{name: buffers[name] for name in self._tensors},
-            **self._constants,
+            **{name: buffers[name] for name in example.tensors},
+            **example.constants,
         )
         return (loss,)
 

@@ -1,5 +1,7 @@
-"""A language model as the graph manager sees it: microbatches of one shape, replayed from embeddings to losses."""
+"""A language model as the graph manager sees it: microbatches of few shapes, replayed from embeddings to losses."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import announce
+from ...graphs.buckets import Bucket
+from ...graphs.demand import Demand, Menu
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
-from ...graphs.piece import Piece
+from ...graphs.piece import Growth, Piece
 from ...graphs.workload import Call, Workload
 from .microbatch import Microbatch, read_call
 from .program import LanguageModel, Recording
+
+# A shape is recorded once training has shown it so often, and so many are at most: where every microbatch has a shape
+# of its own, recordings would never end.
+OFTEN, MOST_SHAPES = 3, 8
 
 
 class LanguageModelWorkload(Workload):
@@ -26,6 +34,8 @@ class LanguageModelWorkload(Workload):
         deepstack: How many of its layers add features of images.
         recording: Entered around recorded work; see `Recording`.
         warmup_steps: Eager training steps before capture.
+        grows: Whether other shapes than the first one are recorded when they are asked for. Ranks that share layers
+            would have to agree on them.
 
     Attributes:
         steps: Training steps since the object was made.
@@ -37,22 +47,29 @@ class LanguageModelWorkload(Workload):
     group = "language_model_cuda_graph"
     out_of_memory_remedy = "Lower the sequence length or the microbatch size."
 
-    def __init__(self, model: nn.Module, deepstack: int, recording: Recording, warmup_steps: int) -> None:
+    def __init__(self, model: nn.Module, deepstack: int, recording: Recording, warmup_steps: int, grows: bool) -> None:
         self.steps = self.replayed_steps = 0
         self._model, self._deepstack = model, deepstack
-        self._recording, self._warmup_steps = recording, warmup_steps
+        self._recording, self._warmup_steps, self._grows = recording, warmup_steps, grows
         self._example: Microbatch | None = None
-        self._recorded = False
+        self._examples: dict[Bucket, Microbatch] = {}
+        self._demand: Demand | None = None
+        self._asked: Counter[Bucket] = Counter()
         self._observed = 0
 
     @contextmanager
-    def training_step(self, microbatches: int) -> Iterator[None]:
-        """Run the forward and backward passes of a training step inside; captures before them if it is time."""
+    def training_step(self, microbatches: int, may_record: bool = True) -> Iterator[None]:
+        """Run the forward and backward passes of a training step inside; captures before them if it is time.
+
+        Args:
+            microbatches: How many the step has.
+            may_record: Whether something may be recorded before it once there are graphs.
+        """
         manager, due = self.manager, self._example is not None and self.steps >= self._warmup_steps
         if due and not manager.captured and not manager.failure:
             manager.capture()
         before = manager.statistics().replays
-        with manager.step():
+        with manager.step(may_record):
             yield
         self.steps += 1
         self.replayed_steps += manager.statistics().replays - before == microbatches
@@ -62,14 +79,33 @@ class LanguageModelWorkload(Workload):
         microbatch = read_call(args, kwargs)
         if microbatch is None:
             return Call(None, Fallback.CALL_ARGUMENTS)
-        refusal = microbatch.fits(self._shapes()) if self._recorded else None
-        return Call(microbatch, refusal, microbatch.tokens)
+        if not self._examples:
+            return Call(microbatch, None, microbatch.tokens)
+        refusal = self._refusal(microbatch)
+        return Call(microbatch, refusal, microbatch.tokens, note=None if refusal else microbatch.bucket)
+
+    def _refusal(self, microbatch: Microbatch) -> Fallback | None:
+        """Return why a microbatch has no graphs and will have none soon."""
+        bucket = microbatch.bucket
+        if (example := self._examples.get(bucket)) is not None:
+            given_up = self._demand is not None and self._demand.refuses(bucket)
+            return Fallback.OTHER_SHAPES if given_up else microbatch.fits(example)
+        if microbatch.constants != self._shapes().constants:
+            return Fallback.CALL_ARGUMENTS
+        self._ask(bucket)
+        if self._demand is not None and self._asked[bucket] >= OFTEN and len(self._examples) < MOST_SHAPES:
+            self._examples[bucket] = microbatch.shapes()
+        return Fallback.OTHER_SHAPES
+
+    def _ask(self, bucket: Bucket) -> None:
+        self._asked[bucket] += self._model.training and torch.is_grad_enabled()
 
     def observe(self, call: Call) -> None:
         """See `Workload`."""
         if call.batch is not None and self._model.training and torch.is_grad_enabled():
             self._example = call.batch.shapes()
             self._observed += 1
+            self._ask(call.batch.bucket)
 
     def _shapes(self) -> Microbatch:
         """Return the shapes of the last observed microbatch.
@@ -83,11 +119,16 @@ class LanguageModelWorkload(Workload):
 
     def capture(self) -> None:
         """Capture for the shapes of the last observed microbatch. See `Workload`."""
-        program = LanguageModel(
-            self._model, self.manager.eager_forward, self._shapes(), self._deepstack, self._recording
-        )
-        self.manager.record([Piece(program=program, buckets=[program.bucket])])
-        self._recorded = True
+        first = self._shapes()
+        examples = {first.bucket: first}
+        program = LanguageModel(self._model, self.manager.eager_forward, examples, self._deepstack, self._recording)
+        demand = Demand(_menu(examples)) if self._grows else None
+        growth = None
+        if demand is not None:
+            demand.buckets.append(first.bucket)
+            growth = Growth(_tokens, lambda microbatch: demand.missed(microbatch.bucket))
+        self.manager.record([Piece(program=program, buckets=[first.bucket], growth=growth)], demand)
+        self._examples, self._demand = examples, demand
 
     def captured(self) -> None:
         """See `Workload`."""
@@ -96,10 +137,10 @@ class LanguageModelWorkload(Workload):
 
     def forget(self) -> None:
         """See `Workload`."""
-        self._recorded = False
+        self._examples, self._demand = {}, None
 
     def grown(self) -> None:
-        """See `Workload`; microbatches have one shape."""
+        """See `Workload`; the region has all that is known of shapes."""
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
         """See `Workload`: the losses."""
@@ -112,3 +153,17 @@ class LanguageModelWorkload(Workload):
     def notes(self) -> dict[str, str]:
         """See `Workload`."""
         return {"steps": f"{self.replayed_steps} of {self.steps} training steps replayed every microbatch"}
+
+
+def _menu(examples: dict[Bucket, Microbatch]) -> Menu:
+    """Return what may be recorded: the shapes that there are examples of, each for itself."""
+    return Menu(
+        buckets_of=lambda tokens: [bucket for bucket in examples if bucket.tokens == tokens],
+        refuse=lambda shape, bucket: None if shape == bucket else Fallback.OTHER_SHAPES,
+        cost=_tokens,
+        exact_below=math.inf,
+    )
+
+
+def _tokens(bucket: Bucket) -> float:
+    return float(bucket.tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...graphs.joint_step import before_evaluation
 from ...options import PROVIDER_FIELDS, OptionError
 from ...options.language_model import IMPL
 from ...options.packed import MAX_PACKED_SEQS
@@ -23,7 +24,7 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.loops import SCHEDULES
 from ..wrappers import config_of
-from .graph_helper import has_helper
+from .graph_helper import active_graphs, has_helper
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
@@ -121,6 +122,10 @@ class Loops:
             self._drivers.discard(driver)
             driver.end()
 
+    def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
+        """Whether Bridge's own loop trains a model."""
+        return next(iter([model] if isinstance(model, nn.Module) else model), None) in self._bridges
+
     def release_memory(self) -> int:
         """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
         return sum(driver.release_memory() for driver in list(self._drivers))
@@ -152,8 +157,11 @@ def _with_graphs(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def schedule(*args: Any, **kwargs: Any) -> Any:
-        driver = LOOPS.driver_of(argument("model", args, kwargs), argument("num_microbatches", args, kwargs))
+        model = argument("model", args, kwargs)
+        driver = LOOPS.driver_of(model, argument("num_microbatches", args, kwargs))
         if driver is None:
+            if argument("forward_only", args, kwargs) and LOOPS.is_bridges(model):
+                before_evaluation(active_graphs())
             return old(*args, **kwargs)
         with driver.step():
             return old(*args, **kwargs)

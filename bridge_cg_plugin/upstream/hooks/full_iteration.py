@@ -24,14 +24,14 @@ from ..environment import check_process
 from ..exempt import EXEMPT
 from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
-from ..parallel.process_groups import tensor_group
+from ..parallel.process_groups import sharing_groups, tensor_group
 from ..parallel.reduction_order import ReductionOrder
 from ..random_states import random_states
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..wrappers import holders
-from .graph_helper import default_executor
+from .graph_helper import active_graphs, default_executor
 
 WRAPPER_PATCH = "full_iteration"
 DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
@@ -62,7 +62,8 @@ class CurrentGraphs:
             self.graphs, self._workload = make_graphs(chunks, model, warmup_steps, self._order)
         if not training or self._workload is None:
             return nullcontext()
-        return self._workload.training_step(microbatches)
+        may_record = not any(graphs.recorded for graphs in active_graphs())
+        return self._workload.training_step(microbatches, may_record)
 
     def end(self) -> None:
         """Report and drop the graphs, if there are any; the language model gets its own forward back."""
@@ -85,7 +86,8 @@ def make_graphs(
     """Return the graphs of a model's language model, not captured yet, and its workload."""
     language_model = model.language_model
     deepstack = len(model.vision_model.config.deepstack_visual_indexes)
-    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps)
+    grows = not sharing_groups(model)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps, grows)
     graphs = GraphManager(
         language_model,
         workload,

@@ -1,5 +1,6 @@
 """What Bridge's train loop drives: the interface of megatron-core's graph helpers over graphed modules."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from ..parallel.watchdog import WATCHDOG
 from ..seams.activation import before_deactivation
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class GraphHelper:
@@ -30,6 +32,7 @@ class GraphHelper:
     graphs: GraphManager | None = None
     _in_flight: Callable[[], int] | None = None
     _order: ReductionOrder | None = None
+    _number = 0
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict.
@@ -72,14 +75,15 @@ class GraphHelper:
             order: Of the module's gradient reductions, kept while the graphs are this helper's.
         """
         self.graphs, self._in_flight, self._order = graphs, in_flight, order
+        self._number = next(_numbers)
         if order is not None:
             order.keep(graphs.adds_later)
         _active.add(self)
 
 
 def active_helpers() -> list[GraphHelper]:
-    """Return the helpers whose module is still theirs."""
-    return [helper for helper in _active if helper.graphs is not None]
+    """Return the helpers whose module is still theirs, oldest first: in one order on all ranks."""
+    return sorted((helper for helper in _active if helper.graphs is not None), key=lambda helper: helper._number)
 
 
 def any_on_graphs() -> bool:
@@ -88,8 +92,8 @@ def any_on_graphs() -> bool:
 
 
 def active_graphs() -> list[GraphManager]:
-    """Return the graphs of the helpers whose module is still theirs."""
-    return [helper.graphs for helper in _active if helper.graphs is not None]
+    """Return the graphs of the helpers whose module is still theirs, oldest first."""
+    return [helper.graphs for helper in active_helpers() if helper.graphs is not None]
 
 
 def has_helper(chunks: Sequence[nn.Module]) -> bool:

@@ -1,12 +1,13 @@
 """One model's graphs over the schedule calls of a training loop."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
 
 from ...announce import announce, warn
+from ...graphs.joint_step import joint_step
 from ...graphs.manager import GraphManager
 from ...options import OptionError, check_options, facts_of, graph_options
 from ...options.language_model import IMPL
@@ -111,9 +112,7 @@ class LoopDriver:
                 if not graphs.captured and graphs.failure is None:
                     helper.create_cudagraphs()
         self._calls += 1
-        with ExitStack() as stack:
-            for graphs in self.graphs:
-                stack.enter_context(graphs.step())
+        with joint_step(self.graphs):
             yield
 
     def _graphed(self) -> list[tuple[GraphManager, Any]]:

@@ -7,10 +7,13 @@ from torch import distributed
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.report import merge_statistics, render_ranks
+from ...graphs.report import merge_statistics, pause_metrics, render_ranks
 from ...graphs.statistics import RegionStatistics
 from ..parallel.failures import several_ranks
 from .graph_helper import GraphHelper, asks_for_graphs
+
+# Group of the figures of all modules together.
+ALL_MODULES = "cuda_graph"
 
 
 def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[str, dict[int, RegionStatistics]]:
@@ -35,6 +38,12 @@ def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[st
     return {group: {n: rank[group] for n, rank in enumerate(ranks) if group in rank} for group in groups}
 
 
+def pauses_of_ranks(found: dict[str, dict[int, RegionStatistics]]) -> list[RegionStatistics]:
+    """Return for each rank the statistics of all its modules together: a step waits for the recordings of all."""
+    ranks = sorted({rank for group in found.values() for rank in group})
+    return [merge_statistics([group[rank] for group in found.values() if rank in group]) for rank in ranks]
+
+
 class LastFigures:
     """The figures of all ranks that were exchanged last, for the end of training, when no rank may wait for another."""
 
@@ -51,6 +60,10 @@ class LastFigures:
         for group, ranks in self._found.items():
             if len(ranks) > 1:
                 announce(render_ranks(ranks, f"{group} of {len(ranks)} ranks after step {self._step}"))
+        if len(self._found) > 1:
+            waited = pause_metrics(pauses_of_ranks(self._found), ALL_MODULES)
+            in_all, most = waited[f"{ALL_MODULES}/pause_s"], waited[f"{ALL_MODULES}/longest_pause_s"]
+            announce(f"steps waited {in_all:.1f} s for recordings of all modules, at most {most:.1f} s in one step")
         self._found = {}
 
 

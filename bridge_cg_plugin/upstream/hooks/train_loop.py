@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ...graphs.report import metrics_of_ranks
+from ...graphs.joint_step import joint_step
+from ...graphs.report import metrics_of_ranks, pause_metrics
 from ..parallel.failures import named_failure, several_ranks
 from ..parallel.watchdog import WATCHDOG, timeout_s
 from ..seams.call_arguments import arguments_of
@@ -17,7 +18,7 @@ from ..wrappers import unwrapped
 from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
-from .rank_figures import LastFigures, phase_of, statistics_of_ranks
+from .rank_figures import ALL_MODULES, LastFigures, pauses_of_ranks, phase_of, statistics_of_ranks
 from .step_driver import OwnLoop
 from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
@@ -45,8 +46,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
-            for graphs in active_graphs():
-                stack.enter_context(graphs.step())
+            stack.enter_context(joint_step(active_graphs()))
             return old(*args, **kwargs)
 
     return train_step
@@ -77,6 +77,8 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
             LAST_FIGURES.take(state.train_state.step, found)
             for group, ranks in found.items():
                 write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
+            if len(found) > 1:
+                write_metrics(state, pause_metrics(pauses_of_ranks(found), ALL_MODULES))
         return result
 
     return training_log

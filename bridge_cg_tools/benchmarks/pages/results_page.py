@@ -21,6 +21,10 @@ More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), 
 [other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md).
 [Performance](../performance.md) has the conclusions for users."""
 
+CAPTURES = """Captures of these runs: all their seconds; from the end of the last warm-up step until the first step
+with a replay begins to train; the most that a later step waited; microbatches on graphs from the 10th step after
+warm-up on. Empty: not in the record."""
+
 
 def speed(records: Records) -> str:
     """Return the encoder's times with exact kernels and with default options."""
@@ -89,6 +93,17 @@ def training(records: Records) -> str:
             + [len(eager), *(f"{share:.2f}" for share in shares)]
         )
     header = ["case", "Bridge", "steps", "eager ms", "graphs ms", "ratio", "eager runs", "losses", "gradient norms"]
+    return table(header, rows)
+
+
+def captures(records: Records) -> str:
+    """Return how long the whole runs captured, how soon they were on graphs, and how far."""
+    rows = [
+        [r["case"], release(r), number(r["graphs"], "capture_seconds"), number(r, "first_graphed_s")]
+        + [number(r["graphs"], "longest_pause"), number(r, "settled_graph_share", ".1%")]
+        for r, _ in _with_eager(records)
+    ]
+    header = ["case", "Bridge", "capture s", "s to the first graphed step", "longest pause s", "on graphs later"]
     return table(header, rows)
 
 
@@ -206,7 +221,8 @@ def write_pages() -> None:
     shown = summary(bench, mixes, runs)
     sections = [
         f"# Measured results\n\n{HEAD}",
-        f"## Summary\n\n{shown}\n\nPeak device memory of these runs:\n\n{training_memory(runs)}",
+        f"## Summary\n\n{shown}\n\nPeak device memory of these runs:\n\n{training_memory(runs)}\n\n{CAPTURES}\n\n"
+        f"{captures(runs)}",
         f"## Differences and memory of the encoder\n\n{exactness(bench)}",
         f"## Loading the plugin\n\n{autoload(loading)}".rstrip(),
         (FOLDER / "notes.md").read_text(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
+from bridge_cg_tools.benchmarks.photographs.coverage import first_graphed_s, settled_graph_share
 from bridge_cg_tools.benchmarks.records.results import provenance, read_records, write_records
 from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 
@@ -41,6 +42,8 @@ def compare(
         times = f"eager {eager_ms:.1f} ms, graphs {ms:.1f} ms"
         print(f"step time: {times}, ratio {ratio:.3f}, {1 / ratio:.2f}x")
         print(f"longest steps of graphs, as step: seconds: {longest(graphs['step_ms'])}")
+    for name, value in coverage_of(graphs).items():
+        print(f"{name}: {value:.3f}")
     print(f"peak memory allocated: eager {peaks(eager[0])}, graphs {peaks(graphs)}")
     print(f"graphs: {json.dumps(graphs['graphs'])}")
     print(f"language-model layers on graphs: {graphs.get('language_model_layers', 0)}")
@@ -70,6 +73,12 @@ def case_of(arguments: list[str]) -> str:
     graphs = [word for word in words if word.startswith("cuda_graph_")]
     kind = "_full_iteration" if any("full_iteration" in word for word in graphs) else "_language_model"
     return ("single" if "--single" in arguments else "mixed") + (kind if graphs else "") + where
+
+
+def coverage_of(run: dict[str, Any]) -> dict[str, float]:
+    """Return the record's fields that say how soon and how far a run was on graphs, as far as that is known."""
+    found = {"first_graphed_s": first_graphed_s(run), "settled_graph_share": settled_graph_share(run)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def peaks(run: dict[str, Any]) -> str:
@@ -104,6 +113,7 @@ def write(path: Path, runs: dict[str, dict[str, Any]], ratio: float | None, same
             "inside_spread": same if graphed else None,
             "peak_gb": run["peak_gb"],
             "graphs": run["graphs"],
+            **coverage_of(run),
             **origin,
         }
         if "ranks" in run:

@@ -29,6 +29,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.report import merge_statistics
+from bridge_cg_plugin.graphs.statistics import RegionStatistics
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
@@ -241,25 +243,32 @@ def training_config(run: Run) -> ConfigContainer:
 
 
 class Recorder(Callback):
-    """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses."""
+    """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses.
+
+    Attributes:
+        between_s: Seconds between each step and the one before it.
+    """
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.step_ms: list[float] = []
+        self.between_s: list[float] = []
         self.evaluations: list[float] = []
         self.peak_gb = 0.0
-        self._began = 0.0
+        self._began = self._ended = 0.0
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock."""
         torch.cuda.synchronize()
         self._began = time.perf_counter()
+        self.between_s.append(self._began - self._ended if self._ended else 0.0)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop the clock and keep the step's figures."""
         torch.cuda.synchronize()
-        self.step_ms.append((time.perf_counter() - self._began) * 1e3)
+        self._ended = time.perf_counter()
+        self.step_ms.append((self._ended - self._began) * 1e3)
         self.losses.append(float(next(iter((context.loss_dict or {}).values()), torch.nan)))
         self.grad_norms.append(float(context.grad_norm or 0.0))
         self.peak_gb = torch.cuda.max_memory_allocated() / 2**30
@@ -300,13 +309,23 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class StatisticsKeeper(Callback):
-    """Keeps the graphs' statistics as of the last step."""
+    """Keeps the graphs' statistics as of the last step, and what all encoders' graphs did until each step.
+
+    Attributes:
+        steps: Replays, eager microbatches and seconds of capture until the end of each step, those before it apart.
+    """
 
     def __init__(self) -> None:
         self.value: dict[str, Any] | None = None
         self.checks: list[tuple[float, float | None]] = []
         self.language_model_layers = 0
         self.language_model: dict[str, Any] | None = None
+        self.steps: list[dict[str, Any]] = []
+        self._capture_s = 0.0
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Keep the seconds of captures before the step."""
+        self._capture_s = all_encoders().capture_seconds
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
@@ -323,6 +342,16 @@ class StatisticsKeeper(Callback):
             graphs: Any = helper.graphs
             self.value = graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in graphs.workload.checks]
+        found = all_encoders()
+        seconds = {"capture_s_before": self._capture_s, "capture_s": found.capture_seconds}
+        self.steps.append({"replays": found.replays, "eager": found.fallbacks.total(), **seconds})
+
+
+def all_encoders() -> RegionStatistics:
+    """Return what the graphs of all encoders did so far."""
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+
+    return merge_statistics([graphs.statistics() for graphs in active_graphs()])
 
 
 class RankResults(Callback):
@@ -352,6 +381,10 @@ class RankResults(Callback):
             "checks": statistics.checks,
             "language_model_layers": statistics.language_model_layers,
             "language_model_graphs": statistics.language_model,
+            "step_graphs": [
+                {**counts, "between_s": seconds}
+                for counts, seconds in zip(statistics.steps, recorder.between_s, strict=True)
+            ],
         }
 
     def on_train_end(self, context: CallbackContext) -> None:

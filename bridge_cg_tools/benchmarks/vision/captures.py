@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,10 @@ def _of_one_model(
     chosen = VisionGraphOptions(impl="transformer_engine", buckets=buckets, **options)
     helper = VisionTECudaGraphHelper(model, model.config, options=chosen)
     tower.step(model, batches[0])
-    helper.create_cudagraphs()
-    seconds = [helper.graphs.statistics().capture_seconds]
+    seconds = [seconds_of(helper.create_cudagraphs)]
     with helper.graphs.step():
         tower.step(model, batches[1])
-    with helper.graphs.step():
-        seconds.append(helper.graphs.statistics().capture_seconds - seconds[0])
+    seconds.append(seconds_of(helper.graphs.begin_step))
     records = []
     for case, batch, took in zip((name, "later"), batches, seconds, strict=True):
         before = helper.graphs.statistics().replays
@@ -81,6 +80,17 @@ def _of_one_model(
         records.append({"case": f"{case}_{batch.tokens}", "tokens": batch.tokens, **found})
     helper.delete_cuda_graphs()
     return records
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return how long training waits for some work: from the end of all before it, compilers in other threads too."""
+    from bridge_cg_tools.benchmarks.measuring import measure
+
+    measure.synchronize()
+    began = time.perf_counter()
+    work()
+    measure.synchronize()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

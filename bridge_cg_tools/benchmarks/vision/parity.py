@@ -1,8 +1,9 @@
-"""Parity of replays with eager: many mixes of images and video from the same captures."""
+"""Parity of replays with eager: many mixes of images and video from the same captures, or from what they ask for."""
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ BUCKETS = (4, 240, 768, 784, 1024, 2304, 3136, 4096, 6720, 8192)
 MAX_FRAMES = 64
 # Tokens of the largest bucket under deterministic algorithms.
 LARGEST_DETERMINISTIC = 2304
+# Rounds over all mixes until each is replayed from what was recorded for it.
+MOST_ROUNDS = 8
+ON_DEMAND = "_on_demand"
 
 Record = dict[str, Any]
 
@@ -63,23 +67,32 @@ def mixes() -> dict[str, list[tuple[int, int, int]]]:
 
 
 class Comparison:
-    """The tower, eager and on graphs of all buckets.
+    """The tower, eager and on graphs of all buckets or of those that mixes ask for.
 
     Args:
         deterministic: Whether algorithms are; then larger mixes are left out.
+        on_demand: Whether buckets are chosen and recorded while steps run, none before the first one.
     """
 
-    def __init__(self, deterministic: bool) -> None:
-        self.deterministic = deterministic
+    def __init__(self, deterministic: bool, on_demand: bool = False) -> None:
+        self.deterministic, self.on_demand = deterministic, on_demand
         self.model = tower.build_tower()
         self.grads = tower.MainGrads(self.model)
         buckets = tuple(b for b in BUCKETS if b <= LARGEST_DETERMINISTIC) if deterministic else BUCKETS
+        chosen: dict[str, Any] = {"buckets": buckets}
+        if on_demand:
+            chosen = {"capture_mode": "on_demand", "max_seq_length": max(buckets), "cost_fallback": False}
         options = VisionGraphOptions(
-            impl="transformer_engine", buckets=buckets, slots=1, max_frames=MAX_FRAMES, kernels="exact", strict=True
+            impl="transformer_engine", slots=1, max_frames=MAX_FRAMES, kernels="exact", strict=True, **chosen
         )
         helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
         helper.create_cudagraphs()
         self.graphs: Any = helper.graphs
+
+    @property
+    def mode(self) -> str:
+        """The mode's name in records."""
+        return "plugin" + "_deterministic" * self.deterministic + ON_DEMAND * self.on_demand
 
     def record(self, name: str, batch: tower.Batch) -> Record | None:
         """Replay a mix and compare it with two eager runs.
@@ -91,7 +104,7 @@ class Comparison:
         before = dict(self.graphs.statistics().fallbacks)
         found = self.graphs._regions[0].choose(_as_vision_batch(batch))
         bucket = None if isinstance(found, Fallback) else found
-        if bucket is None and self.deterministic:
+        if bucket is None and self.deterministic and found is not Fallback.NOT_CAPTURED_YET:
             return None
         outputs, replayed = self._without_waiting(batch) if bucket is not None else self._run(batch)
         with self.graphs.paused():
@@ -99,7 +112,7 @@ class Comparison:
         fallbacks = self.graphs.statistics().fallbacks
         return {
             "case": name,
-            "mode": "plugin_deterministic" if self.deterministic else "plugin",
+            "mode": self.mode,
             "tokens": batch.tokens,
             "images": len(batch.rows),
             "bucket": bucket and str(bucket),
@@ -119,25 +132,53 @@ class Comparison:
 
     def _without_waiting(self, batch: tower.Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Return the same of a step that must not wait for the device."""
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         self.grads.zero()
-        outputs = tower.step(self.model, batch)
-        torch.cuda.set_sync_debug_mode("default")
+        with no_waiting():
+            outputs = tower.step(self.model, batch)
         return outputs, self.grads.copy()
 
 
-def measure(repeats: int) -> list[Record]:
-    """Replay every mix from one set of captures, so often, and compare the last replay with two eager runs."""
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Make each wait for the device inside an error."""
+    if not tower.on_gpu():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def measure(repeats: int, on_demand: bool = False) -> list[Record]:
+    """Replay every mix so often, and compare the last replay with two eager runs.
+
+    Args:
+        repeats: How often each mix is replayed.
+        on_demand: Whether mixes get their buckets while steps run, instead of all from one set of captures. Each mix is
+            then a step; rounds over all of them are repeated until each has been replayed.
+    """
     tower.start_process()
-    comparison = Comparison(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0")
+    comparison = Comparison(os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", on_demand)
     batches = {name: tower.make_batch(grid, comparison.model, seed=i) for i, (name, grid) in enumerate(mixes().items())}
+    if on_demand:
+        for _ in range(MOST_ROUNDS):
+            if not any(r["fallback"] == Fallback.NOT_CAPTURED_YET for r in round_of(comparison, batches)):
+                break
     records: list[Record] = []
     for _ in range(repeats):
-        found = (comparison.record(name, batch) for name, batch in batches.items())
-        records = [{**record, **provenance(repeats, 0)} for record in found if record is not None]
+        records = [{**record, **provenance(repeats, 0)} for record in round_of(comparison, batches)]
     print(comparison.graphs.report())
     return records
+
+
+def round_of(comparison: Comparison, batches: Mapping[str, tower.Batch]) -> list[Record]:
+    """Run each mix in a step of its own; returns what was found of those that have a bucket or ask for one."""
+    records = []
+    for name, batch in batches.items():
+        with comparison.graphs.step():
+            records.append(comparison.record(name, batch))
+    return [record for record in records if record is not None]
 
 
 def worst_parameter(model: nn.Module, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -154,12 +195,23 @@ def _as_vision_batch(batch: tower.Batch) -> VisionBatch:
 def failures(records: list[Record]) -> list[str]:
     """Return what misses its limit."""
     missed = []
-    noise = max(r["grad_noise"] for r in records if r["mode"] == "plugin")
+    noise = max((r["grad_noise"] for r in records if not _is_deterministic(r)), default=0.0)
     for r in records:
-        deterministic = r["mode"] == "plugin_deterministic"
+        deterministic = _is_deterministic(r)
         limit = DETERMINISTIC_LIMIT if deterministic else NOISE_FACTOR * max(r["grad_noise"], noise)
         if not r["forward_rel"] <= FORWARD_LIMIT:
             missed.append(f"{r['mode']} {r['case']}: forward {r['forward_rel']:.2e} > {FORWARD_LIMIT:.0e}")
         if not r["grad_rel"] <= limit:
             missed.append(f"{r['mode']} {r['case']}: gradient {r['grad_rel']:.2e} > {limit:.2e}")
+        if r["fallback"] == Fallback.NOT_CAPTURED_YET:
+            missed.append(f"{r['mode']} {r['case']}: no bucket was recorded for it")
     return missed
+
+
+def _is_deterministic(record: Record) -> bool:
+    return str(record["mode"]).startswith("plugin_deterministic")
+
+
+def without_modes(records: Iterable[Record], on_demand: bool) -> list[Record]:
+    """Return the records of the other modes than those that are measured with or without buckets on demand."""
+    return [record for record in records if record["mode"].endswith(ON_DEMAND) != on_demand]

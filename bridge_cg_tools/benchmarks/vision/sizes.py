@@ -47,7 +47,8 @@ def measure(
 def options_of(mode: str, kernels: str, grids: Sequence[Grid]) -> dict[str, Any]:
     """Return the options of a way to choose buckets."""
     if mode == "each_size":
-        return {"kernels": kernels, "buckets": tuple(sorted(set(map(tokens_of, grids))))}
+        frames = max(sum(t for t, _, _ in grid) for grid in grids)  # bounds of more would be recorded for each size
+        return {"kernels": kernels, "buckets": tuple(sorted(set(map(tokens_of, grids)))), "max_frames": frames}
     return {"kernels": kernels, "capture_mode": "on_demand" if mode == "on_demand" else "at_once"}
 
 
@@ -73,7 +74,7 @@ def on_graphs(
         "padding_share": first.padding_share,
         "replays": first.replays,
         "capture_s": first.capture_seconds,
-        "longest_capture_s": first.longest_capture,
+        "longest_capture_s": first.longest_pause,
         "memory_gb": first.memory_bytes / 2**30,
         "graphs": first.as_dict(),
     }
