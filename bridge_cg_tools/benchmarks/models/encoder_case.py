@@ -17,8 +17,12 @@ from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid, one_image, 
 
 # Query, key and value weights that make attention as peaked as in a trained model.
 PEAKED_STD = 0.05
-# One image of 784, 2304 and 8192 patches, and a mix of 6720.
-IMAGES = {**{name: CASES[name] for name in ("1x448", "1x768", "8mix")}, "1x8192": one_image(8192)}
+# One image of 784, 2304 and 8192 patches, and mixes of 6720 and 8192.
+IMAGES: dict[str, Grid] = {
+    **{name: CASES[name] for name in ("1x448", "1x768", "8mix")},
+    "1x8192": one_image(8192),
+    "9mix": [*CASES["8mix"], (1, 32, 46)],
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 
 PATCH = 16
-# As Bridge's providers set them; megatron-core adds as many class tokens for layers that may compute in fp8.
+# As Nemotron VL's provider sets them; megatron-core adds as many class tokens for layers that may compute in fp8.
 TILE = {"img_h": 512, "img_w": 512, "max_img_h": 2048, "max_img_w": 2048, "class_token_len": 16}
 SMALL_TILE = {"img_h": 64, "img_w": 64, "max_img_h": 128, "max_img_w": 128, "class_token_len": 2}
 PEAKED = ("linear_qkv.weight",)

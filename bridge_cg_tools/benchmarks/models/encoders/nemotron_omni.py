@@ -25,8 +25,9 @@ class PackedTower(nn.Module):
 
 
 def build_nemotron_omni(layers: int) -> nn.Module:
-    """Build the tower of Nemotron 3 Nano Omni (32 layers)."""
-    return PackedTower(build_radio(layers=layers, packed=True, force_eval_mode=True, interpolate_only_cpe=True))
+    """Build the tower of Nemotron 3 Nano Omni (32 layers), as Bridge's conversion of its configuration sets it up."""
+    settings = {"force_eval_mode": True, "force_cpe_eval_mode": True, "class_token_len": 10}
+    return PackedTower(build_radio(layers=layers, packed=True, **settings))
 
 
 def images_batch(model: Any, rows: Grid, seed: int) -> Batch:

@@ -25,6 +25,6 @@ ENCODER = Encoder(
     build_nemotron_vl,
     tiles_batch,
     lambda returned: [returned],
-    {"1_tile": 1, "2_tiles": 2, "7_tiles": 7},
+    {"1_tile": 1, "2_tiles": 2, "7_tiles": 7, "8_tiles": 8},
     modes=("plugin",),
 )

@@ -44,7 +44,13 @@ ENCODER = Encoder(
     build_qwen3_omni_audio,
     audio_batch,
     lambda returned: [returned.last_hidden_state],
-    {"8_s": [800], "30_s": [3000], "8_clips": [1230, 310, 2750, 480, 990, 150, 1800, 620]},
+    {
+        "8_s": [800],
+        "30_s": [3000],
+        "8_clips": [1230, 310, 2750, 480, 990, 150, 1800, 620],
+        "5_clips": [3000] * 4 + [2400],  # 2304 tokens, as buckets count them
+        "18_clips": [3000] * 17 + [200],  # 8192
+    },
     modes=("plugin",),
     noise=("k_proj.bias",),  # softmax does not change with it
 )
