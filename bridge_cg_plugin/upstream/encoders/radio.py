@@ -150,6 +150,26 @@ class PackedLayers(RadioLayers):
         return (self.run(hidden, pack_segments(offsets, bucket.limits[1])),)
 
 
+# Settings of the layers that no graph takes -> the field of Bridge's provider that they come from, and the reason.
+_ACTIVATIONS = "Its activations are in graph memory."
+_WEIGHTS = "Weights are quantized only in the first microbatch of a step."
+_REFUSED = {
+    "recompute_granularity": ("model.recompute_vision", _ACTIVATIONS),
+    "cpu_offloading": ("model.cpu_offloading", _ACTIVATIONS),
+    "fp8": ("model.fp8", _WEIGHTS),
+    "fp4": ("model.fp4", _WEIGHTS),
+}
+
+
+def _check(config: Any) -> None:
+    for name, (field, reason) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value:
+            off, found = ("null", value) if reason is _WEIGHTS else ("false", True)
+            remedy = f"{reason} Set it to {off}, or switch vision graphs off."
+            raise OptionError(field, found, f"{off} with vision graphs of RADIO", remedy)
+
+
 class _RadioAdapter:
     """What adapters of RADIO's layers have in common; see `EncoderAdapter`.
 
@@ -157,18 +177,11 @@ class _RadioAdapter:
         layers: megatron-core's `TransformerBlock` of a `RADIOViTModel`.
 
     Raises:
-        OptionError: The layers are recomputed in the backward.
+        OptionError: The layers are recomputed in the backward, offload activations or compute in fp8 or fp4.
     """
 
     def __init__(self, layers: UpstreamModule) -> None:
-        granularity = layers.config.recompute_granularity
-        if granularity is not None:
-            raise OptionError(
-                "model.recompute_vision",
-                True,
-                "false with vision graphs of RADIO",
-                "Its activations are in graph memory. Set it to false, or switch vision graphs off.",
-            )
+        _check(layers.config)
         self._layers = layers
 
     def _call(self, hidden: Any, batch: EmbeddedImages | None, usual: bool) -> Call:
