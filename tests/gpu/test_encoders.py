@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bridge_cg_tools.benchmarks.models.encoder_case import Fp32Copy, forward, step
+from bridge_cg_tools.benchmarks.models.encoder_case import forward, step
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import loss_distance
 
@@ -120,7 +120,7 @@ def test_replays_equal_eager_to_the_bit(encoder, streams):
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
     """Eager attends frame by frame, and flash attention splits small frames, but not where they are packed."""
-    reference = Fp32Copy(encoder.kind, encoder.model)
+    reference = encoder.kind.reference(encoder.kind, encoder.model)
     said = encoder.kind.compared(encoder.model)
     helper = encoder.on_graphs(kernels=kernels)
     for name, size in encoder.sizes.items():
