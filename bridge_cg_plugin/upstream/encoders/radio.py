@@ -27,7 +27,10 @@ from ...vision.batch import EmbeddedImages, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.host_grids import HostGrids
+from ..kernels.ahead import compile_kernels
+from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.saved_tensors import known_activations
+from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
 from .qwen3_vl import accumulating_products, pack_segments
@@ -331,13 +334,21 @@ def find_layers(packed: bool) -> Callable[[nn.Module], nn.Module | None]:
 
 @contextmanager
 def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let recorded layers draw random numbers anew in each replay, and choose attention without reading the device.
+    """Let recorded layers call the plugin's kernels, and choose attention without reading the device.
 
     Raises:
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with usable_random_states(modules):
+    fused = fused_layer_kernels(modules) if kernels_available() else nullcontext()
+    with usable_random_states(modules), side_workspace(), fused:
+        yield
+
+
+@contextmanager
+def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let recorded layers call kernels that round a gradient otherwise than eager does."""
+    with fused_layernorm_backward(modules) if kernels_available() else nullcontext():
         yield
 
 
@@ -347,6 +358,8 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any]) -> 
         find=find_layers(packed),
         adapt=adapt,
         kernels=recording_kernels,
+        reordering_kernels=reordering_kernels,
+        compile_kernels=compile_kernels,
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,

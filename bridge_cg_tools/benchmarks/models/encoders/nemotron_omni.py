@@ -57,7 +57,6 @@ ENCODER = Encoder(
     images_batch,
     lambda returned: [returned],
     IMAGES,
-    modes=("plugin",),
     mixes=ImageMixes(CLASS_TOKENS),
     reference=fp32_copy,
 )

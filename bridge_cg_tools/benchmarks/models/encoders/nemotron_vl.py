@@ -34,7 +34,6 @@ ENCODER = Encoder(
     tiles_batch,
     lambda returned: [returned],
     {"1_tile": 1, "2_tiles": 2, "7_tiles": 7, "8_tiles": 8},
-    modes=("plugin",),
     mixes=CountMixes(room_of),
     reference=lambda encoder, model: Fp32Copy(encoder, *fp32_radio(model, **SETTINGS)),
 )
