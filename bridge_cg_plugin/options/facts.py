@@ -19,6 +19,8 @@ QWEN3_VL = (
     *("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"),
     *("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
 )
+# Nemotron Omni's provider is one of these.
+NEMOTRON_VL = "NemotronVLModelProvider"
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
 # wildcards may mean those of the language model alone.
 ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -47,6 +49,7 @@ class Facts:
         warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         other_tower: Whether the vision encoder is another than that of Qwen3-VL and Qwen3.5-VL.
+        copied_settings: Whether the vision encoder's layers are set up by a copy of the language model's settings.
         pipeline_stages: Stages of pipeline parallelism.
         tensor_ranks: Ranks of tensor parallelism.
         context_ranks: Ranks of context parallelism.
@@ -80,6 +83,7 @@ class Facts:
     warmup_steps: int | None = None
     images: bool | None = None
     other_tower: bool | None = None
+    copied_settings: bool | None = None
     pipeline_stages: int | None = None
     tensor_ranks: int | None = None
     context_ranks: int | None = None
@@ -127,6 +131,7 @@ def facts_of(written: Written) -> Facts:
         warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
         images=None if tower is None else hasattr(written.model, "vision_cuda_graph_impl") and not tower,
         other_tower=tower,
+        copied_settings=None if written.model is None else NEMOTRON_VL in _bases(written.model),
         pipeline_stages=_count(settings, "pipeline_model_parallel_size"),
         tensor_ranks=_count(settings, "tensor_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
@@ -143,10 +148,14 @@ def facts_of(written: Written) -> Facts:
     )
 
 
+def _bases(model: Any) -> set[str]:
+    return {base.__name__ for base in type(model).__mro__}
+
+
 def _has_tower(model: Any) -> bool:
-    bases = type(model).__mro__
-    bridges = any(b.__module__.startswith(BRIDGES_MODELS) and b.__name__.endswith(PROVIDER) for b in bases)
-    return bridges and hasattr(model, "vision_cuda_graph_impl") and {b.__name__ for b in bases}.isdisjoint(QWEN3_VL)
+    mro = type(model).__mro__
+    bridges = any(b.__module__.startswith(BRIDGES_MODELS) and b.__name__.endswith(PROVIDER) for b in mro)
+    return bridges and hasattr(model, "vision_cuda_graph_impl") and _bases(model).isdisjoint(QWEN3_VL)
 
 
 def _flag(settings: dict[str, Any], name: str) -> bool | None:

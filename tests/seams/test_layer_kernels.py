@@ -318,6 +318,44 @@ except RuntimeError as error:
 """
 
 
+RADIO_SCRIPT = """
+import torch
+
+from bridge_cg_plugin.upstream.encoders.radio import recording_kernels
+from bridge_cg_plugin.upstream.kernels import layers
+from bridge_cg_plugin.vision.kernels import bias
+from tests.interpreted import prepare
+from tests.unit.radio_towers import TOKENS, new_radio
+from bridge_cg_plugin.upstream.encoders import radio
+
+prepare()
+radio.kernels_available = lambda: True
+called = []
+for name in ("bias_add", "bias_residual"):
+    setattr(bias, name, lambda *args, kernel=getattr(bias, name), name=name: called.append(name) or kernel(*args))
+model = new_radio()
+hidden = torch.randn(TOKENS, 3, 32, requires_grad=True)
+
+def run():
+    out = model.decoder(hidden, attention_mask=None)
+    loss = (out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum()
+    return [out.detach(), *torch.autograd.grad(loss, [hidden, *model.decoder.parameters()])]
+
+expected = run()
+assert not called
+with recording_kernels([model.decoder]):
+    found = run()
+assert torch.equal(found[0], expected[0])
+for a, b in zip(found, expected, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+print({name: called.count(name) for name in sorted(set(called))}, len(model.decoder.layers))
+"""
+
+
+def test_radios_layers_add_biases_by_the_plugins_kernels():
+    assert interpreted(RADIO_SCRIPT).splitlines()[-1] == "{'bias_add': 3, 'bias_residual': 6} 3"
+
+
 def test_a_residual_gradient_that_nobody_takes_is_an_error():
     written = interpreted(LOST_SCRIPT)
     assert written.startswith("1 residual gradients were never added")
@@ -348,3 +386,4 @@ def test_only_a_plain_mlp_is_swapped(change, fits):
     assert layer_kernels.adds_bias_before_gelu(made) == fits
     made.activation_func = F.gelu
     assert not layer_kernels.adds_bias_before_gelu(made)
+    assert layer_kernels.adds_bias_before_activation(made) == fits

@@ -8,7 +8,8 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.gradients import SMALL
 from bridge_cg_plugin.graphs.side_stream import SideStream
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import fused_kernels
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, fused_kernels
+from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.kernels import side_products
 from bridge_cg_plugin.upstream.kernels.side_products import side_weight_gradients, side_workspace
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
@@ -83,7 +84,7 @@ def used(module, times: int = 1) -> None:
 @pytest.mark.parametrize("owner", OWNERS, ids=["Linear", "LayerNormLinear"])
 def test_a_weights_gradient_runs_beside_with_a_workspace_of_its_own(gemm, owner):
     side, module = Recorder(), Linear()
-    with side.active(), side_workspace(), side_weight_gradients([module]):
+    with side.active(), side_weight_gradients([module]):
         x, made = weight_gradient(module, owner)
         ((result, reads),) = side.ran
         assert result is made
@@ -191,6 +192,16 @@ def test_communication_has_the_workspaces_that_it_had(gemm):
     with side.active(), side_workspace():
         found = side.run(lambda: [GEMM.get_cublas_workspace(0, *kind) for kind in ((True, False), (False, True))])
     assert found == ["main", "main"]
+
+
+@pytest.mark.parametrize("family", [QWEN3_VL, RADIO, PACKED_RADIO], ids=lambda family: family.name)
+def test_products_beside_write_to_no_workspace_of_the_main_stream(gemm, family):
+    """Products that run at the same time in one workspace write to each other's intermediate results."""
+    side, module = Recorder(), Linear()
+    with side.active(), family.kernels([module]), family.fused_accumulation([module]):
+        weight_gradient(module)
+        OWNERS[0].general_gemm(module.weight, torch.ones(3, 2))
+    assert len(side.ran) == 1 and gemm == [("side", 64), "main"]
 
 
 def test_mergers_beside_have_a_workspace_of_their_own_where_weight_gradients_stay_on_the_main_stream(gemm):

@@ -405,6 +405,23 @@ def test_tables_of_other_encoders(folder):
     assert "eager |" not in parts["encoder-differences"]
 
 
+def test_the_table_of_encoders_mixes(tmp_path):
+    far = {"fp32_output": 1e-2, "fp32_worst": 5e-2}
+    mixes = []
+    for number, (output, gradient) in enumerate(((0.0, 1e-2), (1e-3, 3e-2))):
+        case, eager = f"nemotron_vl_{number}_32layers", record()
+        eager = {name: value for name, value in eager.items() if name not in ("ms", "ratio")}
+        mixes.append({**eager, "case": case, "mode": "eager", "fp32_mean": 2e-2, **far})
+        found = {"forward_rel": output, "forward_noise": 0.0, "bit_equal": output == 0.0, "grad_rel": gradient}
+        found |= {"grad_noise": 1e-2, "bucket": "1088", "fallback": None, "fp32_mean": 4e-2}
+        mixes.append({**eager, "case": case, "mode": "plugin", **found, **far})
+    for one in mixes:
+        results.check_record(one)
+    results.write_records(tmp_path / "encoders_parity.jsonl", mixes)
+    found = encoder_parts(tmp_path)["encoder-parity"]
+    assert lines(found, "| nemotron_vl |") == ["| nemotron_vl | 2 | 1 | 1e-03 | 3e-02 | 1e-02 | 4e-02 | 2e-02 |"]
+
+
 def test_tables_of_memory(folder):
     parts = memory_parts(folder)
     assert lines(parts["memory"], "| 1x2048 | mixed 40 |")[0].endswith(

@@ -29,6 +29,14 @@ def tower_of_hugging_face(**fields):
     return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
 
 
+def nemotron(**fields):
+    """Return the provider of a model whose encoder has the language model's settings, with vision graphs on."""
+    module = "megatron.bridge.models.nemotron_omni.nemotron_omni_provider"
+    base = type("NemotronVLModelProvider", (SimpleNamespace,), {"__module__": module})
+    kind = type("NemotronOmniModelProvider", (base,), {"__module__": module})
+    return kind(**{"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "none", **fields})
+
+
 def offloading(**fields):
     """Return the provider of a release before 0.6, with megatron-core's offloading on."""
     return SimpleNamespace(**{"cuda_graph_impl": "none", "fine_grained_activation_offloading": True, **fields})
@@ -113,6 +121,11 @@ REFUSED = {
     "vision graphs with recompute that reaches the vision encoder": (
         f"{VISION} recompute_granularity=selective",
         "model.recompute_granularity",
+    ),
+    "vision graphs of Nemotron's encoder with fp8 or fp4": (nemotron(fp8="hybrid"), "model.fp8"),
+    "vision graphs of Nemotron's encoder with `cpu_offloading`": (
+        nemotron(cpu_offloading=True),
+        "model.cpu_offloading",
     ),
     "`vision_cuda_graph_balance` with context parallelism": (
         f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
@@ -255,6 +268,14 @@ REFUSED = {
         "activation_offload_min_bytes",
     ),
 }
+
+
+@pytest.mark.parametrize("setting", [{"fp8": "hybrid"}, {"fp4": "e2m1"}, {"cpu_offloading": True}])
+def test_settings_of_layers_do_not_reach_a_tower_of_hugging_face(setting):
+    graph_options(tower_of_hugging_face(**setting))
+    graph_options(nemotron(**{"vision_cuda_graph_impl": "none", **setting}))
+    with pytest.raises(OptionError):
+        graph_options(nemotron(**setting))
 
 
 def test_recompute_does_not_reach_a_tower_of_hugging_face():

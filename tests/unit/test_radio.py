@@ -199,10 +199,19 @@ def test_offsets_that_changed_behind_the_hosts_back_give_nan():
         assert model.decoder(hidden, attention_mask=None, packed_seq_params=segments).isnan().all()
 
 
-def test_layers_that_are_recomputed_are_refused():
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("recompute_granularity", "full", "model.recompute_vision=True: it must be false with vision graphs of RADIO"),
+        ("cpu_offloading", True, "model.cpu_offloading=True: it must be false with vision graphs of RADIO"),
+        ("fp8", "hybrid", "model.fp8='hybrid': it must be null with vision graphs of RADIO"),
+        ("fp4", "e2m1", "model.fp4='e2m1': it must be null with vision graphs of RADIO"),
+    ],
+)
+def test_layers_that_no_graph_takes_are_refused(setting, value, said):
     model = new_radio()
-    model.decoder.config.recompute_granularity = "full"
-    with pytest.raises(OptionError, match="model.recompute_vision=True"), graphs_on(model, **TILES):
+    setattr(model.decoder.config, setting, value)
+    with pytest.raises(OptionError, match=said), graphs_on(model, **TILES):
         pass
 
 

@@ -23,6 +23,8 @@ for case in cases:
     out = apply_rotary(x, *cos_and_sin(case["angles"]))
     (gradient,) = torch.autograd.grad(out, x, case["gradient"])
     case.update(out=out.detach(), input_gradient=gradient, contiguous=out.is_contiguous())
+    rounded = apply_rotary(x, *cos_and_sin(case["angles"]), rounds=True)
+    case["rounded"] = rounded.detach(), *torch.autograd.grad(rounded, x, case["gradient"])
 
 calls = []
 shim = _Rotation(lambda t, *unused: calls.append(1) or t).rotated
@@ -126,6 +128,24 @@ def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(computed, inde
     assert torch.equal(case["out"], as_stored(expected, x.dtype))
     (gradient,) = torch.autograd.grad(expected, single, case["gradient"].float())
     assert torch.equal(case["input_gradient"], as_stored(gradient, x.dtype))
+
+
+def turned(x, cosines, sines, dtype):
+    """Rotate in fp32, with everything rounded to `dtype` that a kernel would store."""
+    first, second = (half * cosines for half in x.chunk(2, dim=-1))
+    other, another = (half * sines for half in x.chunk(2, dim=-1))
+    first, second, other, another = (as_stored(t, dtype).float() for t in (first, second, other, another))
+    return as_stored(torch.cat((first - another, second + other), dim=-1), dtype)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_products_are_rounded_where_eager_computes_in_the_inputs_dtype(computed, index):
+    case = computed["cases"][index]
+    out, gradient = case["rounded"]
+    half = case["angles"][:, 0, :, : WIDTH // 2]
+    cosines, sines = torch.cos(half), torch.sin(half)
+    assert torch.equal(out, turned(taken_part(case).float(), cosines, sines, out.dtype))
+    assert torch.equal(gradient, turned(case["gradient"].float(), cosines, -sines, out.dtype))
 
 
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[0] == torch.float32])

@@ -18,6 +18,7 @@ def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
     return facts.recompute_granularity != "selective" or bool(reaches)
 
 
+_ON_THIS_MODEL = f"{VISION_IMPL}=transformer_engine on this model"
 _INSTEAD_OF_SHARDING = "Use DDP with the distributed optimizer."
 
 
@@ -49,6 +50,18 @@ VISION = (
             f"null with {VISION_IMPL}=transformer_engine",
             f"Lower {PROVIDER_FIELDS['max_seq_length']} if memory is short.",
         ),
+    ),
+    Combination(
+        "vision graphs of Nemotron's encoder with fp8 or fp4",
+        "The encoder's layers compute in it, too, and quantize weights only in the first microbatch of a step",
+        lambda o, f: o.vision.enabled and f.copied_settings and f.low_precision,
+        lambda o, f: ("model.fp8", f.low_precision, f"null with {_ON_THIS_MODEL}", "Train in bf16."),
+    ),
+    Combination(
+        "vision graphs of Nemotron's encoder with `cpu_offloading`",
+        "It offloads the encoder's layers, too, and their activations are in graph memory",
+        lambda o, f: o.vision.enabled and f.copied_settings and f.cpu_offloading,
+        lambda o, f: ("model.cpu_offloading", True, f"false with {_ON_THIS_MODEL}", "Switch one of both off."),
     ),
     Combination(
         "`vision_cuda_graph_balance` with context parallelism",
@@ -90,7 +103,7 @@ VISION = (
         lambda o, f: (
             IMPL,
             o.language_model.impl,
-            f"none or transformer_engine with {VISION_IMPL}=transformer_engine on this model",
+            f"none or transformer_engine with {_ON_THIS_MODEL}",
             "Change either.",
         ),
     ),

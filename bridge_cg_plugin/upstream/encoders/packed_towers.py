@@ -4,8 +4,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ...graphs.buckets import Bucket
 from ...graphs.modules import every_module
 from ...graphs.program import RegionProgram
 from ...graphs.workload import Call
+from ...offload import never_offload
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import RecordingKernels, encoder_call
@@ -24,6 +26,7 @@ from ...vision.host_grids import HostGrids, token_count
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from ..attributes import overridden
+from ..kernels.layers import kernels_available
 from .hugging_face import refuse_checkpointing, result, returns_an_object
 from .patch_gradients import patch_gradients
 
@@ -120,13 +123,57 @@ def frame_segments(grid: Tensor, bucket: Bucket) -> PackedSegments:
     return PackedSegments(segment_offsets(grid, frames), largest)
 
 
-def rotation(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[tokens, 2 * width]` of angles `[tokens, width]`, twice side by side."""
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How queries and keys are rotated; upstream's layers hand it on.
+
+    Attributes:
+        upstreams: Cosines and sines `[tokens, width]` as upstream's function takes them, both halves equal.
+        halves: One half of each, fp32, for the plugin's kernel; None without it.
+        rounds: Whether upstream's function computes in the dtype of queries, and else in fp32.
+    """
+
+    upstreams: tuple[Tensor, Tensor]
+    halves: tuple[Tensor, Tensor] | None
+    rounds: bool
+
+    @classmethod
+    def of(cls, cosines: Tensor, sines: Tensor, rounds: bool = False) -> Self:
+        """Return the rotation by cosines and sines whose halves are equal."""
+        if not has_kernels(cosines):
+            return cls((cosines, sines), None, rounds)
+        # All layers read them: offloaded, they would come back at once.
+        one, other = (never_offload(t[:, : t.shape[1] // 2].float().contiguous()) for t in (cosines, sines))
+        return cls((cosines, sines), (one, other), rounds)
+
+    def apply(self, rotate: Callable[..., Any], query: Tensor, key: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys `[tokens, heads, width]`.
+
+        Args:
+            rotate: Upstream's function.
+            query, key: What is rotated.
+            others: Further arguments of upstream's.
+        """
+        if self.halves is None:
+            turned: tuple[Tensor, Tensor] = rotate(query, key, *self.upstreams, **others)
+            return turned
+        from ...vision.kernels.rotary import apply_rotary
+
+        return apply_rotary(query, *self.halves, self.rounds), apply_rotary(key, *self.halves, self.rounds)
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether the plugin's kernels compute with a tensor."""
+    return tensor.is_cuda and kernels_available()
+
+
+def rotation(angles: Tensor) -> Rotation:
+    """Return the rotation by angles `[tokens, width / 2]`."""
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return Rotation.of(angles.cos(), angles.sin())
 
 
-# Called with the module, hidden states, segments, and cosines and sines as upstream's layers hand them on.
+# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on.
 AttentionForward = Callable[..., Any]
 
 
@@ -156,14 +203,14 @@ def joint_attention(
     attention: UpstreamModule,
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: Rotation,
 ) -> Tensor:
     """Attend by queries, keys and values of one projection; see `AttentionForward`."""
     tokens = hidden_states.shape[0]
     mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
     query, key, value = mixed.unbind(1)
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
-    query, key = rotate(query, key, *position_embeddings)
+    query, key = position_embeddings.apply(rotate, query, key)
     context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected

@@ -22,7 +22,7 @@ from ...vision.host_grids import Grid, HostGrids
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing
-from .packed_towers import attending, frame_segments, refuse_precision, reordering_kernels
+from .packed_towers import Rotation, attending, frame_segments, refuse_precision, reordering_kernels
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -70,7 +70,7 @@ class PixtralEncoder(GridProgram):
         returned = model.transformer(
             hidden,
             attention_mask=frame_segments(grid, bucket),
-            position_embeddings=(poisoned(cosines, buffers["grid"]), sines),
+            position_embeddings=Rotation.of(poisoned(cosines, buffers["grid"]), sines, rounds=True),
         )
         return (returned.last_hidden_state[0],)
 
@@ -237,7 +237,7 @@ def _attention(
     attention: UpstreamModule,
     hidden_states: Tensor,
     attention_mask: PackedSegments,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: Rotation,
     **others: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
@@ -247,7 +247,7 @@ def _attention(
         project(hidden_states).view(tokens, attention.num_heads, attention.head_dim)
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=1)
+    query, key = position_embeddings.apply(apply_rotary_pos_emb, query, key, unsqueeze_dim=1)
     context = packed_attention(query, key, value, attention_mask, attention.scaling)
     return attention.o_proj(context.reshape(1, tokens, -1)), None
 

@@ -7,7 +7,7 @@ from ...vision.adapter import EncoderFamily
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
-from .packed_towers import attending, reordering_kernels
+from .packed_towers import Rotation, attending, reordering_kernels
 from .qwen25_vl import Qwen25VLAdapter
 
 
@@ -21,7 +21,7 @@ def separate_attention(
     attention: UpstreamModule,
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: Rotation,
 ) -> Tensor:
     """Attend by queries, keys and values of a projection each; see `AttentionForward`.
 
@@ -35,7 +35,7 @@ def separate_attention(
         project(hidden_states).view(tokens, attention.num_heads, -1)
         for project in (attention.q, attention.k, attention.v)
     )
-    query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+    query, key = position_embeddings.apply(apply_rotary_pos_emb_vision, query, key)
     context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected

@@ -27,7 +27,10 @@ from ...vision.batch import EmbeddedImages, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.host_grids import HostGrids
+from ..kernels.ahead import compile_kernels
+from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.saved_tensors import known_activations
+from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
 from .qwen3_vl import accumulating_products, pack_segments
@@ -150,6 +153,26 @@ class PackedLayers(RadioLayers):
         return (self.run(hidden, pack_segments(offsets, bucket.limits[1])),)
 
 
+# Settings of the layers that no graph takes -> the field of Bridge's provider that they come from, and the reason.
+_ACTIVATIONS = "Its activations are in graph memory."
+_WEIGHTS = "Weights are quantized only in the first microbatch of a step."
+_REFUSED = {
+    "recompute_granularity": ("model.recompute_vision", _ACTIVATIONS),
+    "cpu_offloading": ("model.cpu_offloading", _ACTIVATIONS),
+    "fp8": ("model.fp8", _WEIGHTS),
+    "fp4": ("model.fp4", _WEIGHTS),
+}
+
+
+def _check(config: Any) -> None:
+    for name, (field, reason) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value:
+            off, found = ("null", value) if reason is _WEIGHTS else ("false", True)
+            remedy = f"{reason} Set it to {off}, or switch vision graphs off."
+            raise OptionError(field, found, f"{off} with vision graphs of RADIO", remedy)
+
+
 class _RadioAdapter:
     """What adapters of RADIO's layers have in common; see `EncoderAdapter`.
 
@@ -157,18 +180,11 @@ class _RadioAdapter:
         layers: megatron-core's `TransformerBlock` of a `RADIOViTModel`.
 
     Raises:
-        OptionError: The layers are recomputed in the backward.
+        OptionError: The layers are recomputed in the backward, offload activations or compute in fp8 or fp4.
     """
 
     def __init__(self, layers: UpstreamModule) -> None:
-        granularity = layers.config.recompute_granularity
-        if granularity is not None:
-            raise OptionError(
-                "model.recompute_vision",
-                True,
-                "false with vision graphs of RADIO",
-                "Its activations are in graph memory. Set it to false, or switch vision graphs off.",
-            )
+        _check(layers.config)
         self._layers = layers
 
     def _call(self, hidden: Any, batch: EmbeddedImages | None, usual: bool) -> Call:
@@ -318,13 +334,21 @@ def find_layers(packed: bool) -> Callable[[nn.Module], nn.Module | None]:
 
 @contextmanager
 def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let recorded layers draw random numbers anew in each replay, and choose attention without reading the device.
+    """Let recorded layers call the plugin's kernels, and choose attention without reading the device.
 
     Raises:
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with usable_random_states(modules):
+    fused = fused_layer_kernels(modules) if kernels_available() else nullcontext()
+    with usable_random_states(modules), side_workspace(), fused:
+        yield
+
+
+@contextmanager
+def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let recorded layers call kernels that round a gradient otherwise than eager does."""
+    with fused_layernorm_backward(modules) if kernels_available() else nullcontext():
         yield
 
 
@@ -334,6 +358,8 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any]) -> 
         find=find_layers(packed),
         adapt=adapt,
         kernels=recording_kernels,
+        reordering_kernels=reordering_kernels,
+        compile_kernels=compile_kernels,
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,

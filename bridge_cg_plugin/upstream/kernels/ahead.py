@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
-from .layers import adds_bias_before_gelu, begins_with_layernorm, is_te_layernorm, kernels_available
+from .layers import (
+    adds_bias_before_activation,
+    adds_bias_before_gelu,
+    begins_with_layernorm,
+    is_te_layernorm,
+    kernels_available,
+)
 from .rotary import rotates_at_projection
 
 
@@ -43,9 +49,9 @@ def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
             yield _Widths(_layernorm, (*module.layer_norm_weight.shape, module.layer_norm_weight.dtype))
         if is_te_layernorm(module):
             yield _Widths(_layernorm, (*module.weight.shape, module.weight.dtype))
-        if adds_bias_before_gelu(module):
+        if adds_bias_before_activation(module):
             weight = module.linear_fc1.weight
-            yield _Widths(_gelu, (weight.shape[0], weight.dtype))
+            yield _Widths(_gelu if adds_bias_before_gelu(module) else _bias, (weight.shape[0], weight.dtype))
         if rotates_at_projection(module):
             heads, width = module.num_attention_heads_per_partition, module.hidden_size_per_attention_head
             yield _Widths(_attention, (heads, width, module.linear_qkv.weight.dtype))
@@ -73,6 +79,13 @@ def _gelu(rows: int, width: int, dtype: torch.dtype) -> None:
 
     x, bias = (_meta(*shape, dtype=dtype, leaf=True) for shape in ((rows, width), (width,)))
     _backward(bias_gelu(x, bias), (x, bias))
+
+
+def _bias(rows: int, width: int, dtype: torch.dtype) -> None:
+    from ...vision.kernels.bias import bias_add
+
+    x, bias = (_meta(*shape, dtype=dtype, leaf=True) for shape in ((rows, width), (width,)))
+    _backward(bias_add(x, bias), (x, bias))
 
 
 def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:

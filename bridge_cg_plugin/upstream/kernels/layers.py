@@ -87,7 +87,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
                     stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
-            if adds_bias_before_gelu(module):
+            if adds_bias_before_activation(module):
                 stack.enter_context(overridden(module, "forward", functools.partial(_mlp_forward, module)))
         yield
 
@@ -171,26 +171,40 @@ def _attention_forward(
     return out.view(tokens, -1)
 
 
-def adds_bias_before_gelu(module: UpstreamModule) -> bool:
-    """Whether a module is megatron-core's MLP in the form `fc2(gelu(fc1(x) + bias))` with the tanh approximation."""
+def adds_bias_before_activation(module: UpstreamModule) -> bool:
+    """Whether a module is megatron-core's MLP in the form `fc2(activation(fc1(x) + bias))`."""
     mlp = sys.modules.get(MLP)
     if mlp is None or type(module).forward is not mlp.MLP.forward:
         return False
-    config, activation = module.config, module.activation_func
     others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
-    plain = not any(getattr(config, name, True) for name in others)
-    is_tanh_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
-    return plain and is_tanh_gelu and activation.keywords == {"approximate": "tanh"}
+    return not any(getattr(module.config, name, True) for name in others)
+
+
+def adds_bias_before_gelu(module: UpstreamModule) -> bool:
+    """Whether the activation is GELU with the tanh approximation."""
+    return adds_bias_before_activation(module) and _is_tanh_gelu(module.activation_func)
+
+
+def _is_tanh_gelu(activation: Any) -> bool:
+    is_gelu = isinstance(activation, functools.partial) and activation.func is F.gelu
+    return is_gelu and activation.keywords == {"approximate": "tanh"}
 
 
 def _mlp_forward(
     mlp: UpstreamModule, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    from ...vision.kernels.bias import bias_gelu
-
     if per_token_scale is not None:
         return type(mlp).forward(mlp, hidden_states, per_token_scale, **kwargs)
     x, bias = mlp.linear_fc1(hidden_states)
-    made = mlp.activation_func(x) if bias is None else bias_gelu(x, bias)
-    derive(made, "gelu", (x,) if bias is None else (x, bias), mlp.activation_func if bias is None else bias_gelu)
+    activated = mlp.activation_func if bias is None else _after_bias(mlp.activation_func)
+    made = activated(x) if bias is None else activated(x, bias)
+    derive(made, "gelu", (x,) if bias is None else (x, bias), activated)
     return mlp.linear_fc2(made)
+
+
+def _after_bias(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what adds a bias and applies the activation: as one kernel for GELU, upstream's own for others."""
+    from ...vision.kernels.bias import bias_add, bias_gelu
+
+    gelu: Callable[[Tensor, Tensor], Tensor] = bias_gelu
+    return gelu if _is_tanh_gelu(activation) else lambda x, bias: activation(bias_add(x, bias))

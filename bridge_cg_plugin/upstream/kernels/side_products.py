@@ -22,14 +22,16 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let products that add a weight's gradient to `main_grad` run beside a recorded backward.
 
     Nothing else in a backward reads `main_grad`. The bias gradient that such a product may compute as well waits for
-    the end of the backward with other small ones. Without a side stream all products stay where they are.
+    the end of the backward with other small ones. They have the side stream's workspace: products that run at
+    the same time in one workspace write to each other's intermediate results. Without a side stream all products stay
+    where they are.
     """
     side = current_side_stream()
     if side is None:
         yield
         return
     products = _Products(side, modules)
-    with ExitStack() as stack:
+    with side_workspace(), ExitStack() as stack:
         for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
             stack.enter_context(overridden(owner, "general_gemm", products.routed(owner.general_gemm)))
         yield

@@ -1,4 +1,4 @@
-"""Bias with what follows it, in one kernel each way: `residual + (x + bias)` and `gelu(x + bias)`.
+"""Bias with what follows it, in one kernel each way: `residual + (x + bias)` and `gelu(x + bias)`; or `x + bias` alone.
 
 Both ways round where eager rounds, so they equal eager to the last bit, except for the order in which the bias gradient
 is added up in fp32.
@@ -164,6 +164,32 @@ class _BiasGelu(Function):
             enable_fp_fusion=False,
         )
         return out, sums.total() if ctx.needs_input_grad[1] else None
+
+
+class _BiasAdd(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype, ctx.may_wait = bias.dtype, may_wait(bias)
+        return x + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return gradient, None
+        flat = gradient.contiguous().view(-1, gradient.shape[-1])
+        return gradient, column_sum(flat, ctx.dtype, ctx.may_wait())
+
+
+def bias_add(x: Tensor, bias: Tensor) -> Tensor:
+    """Return `x + bias`, whose gradient is summed over tokens by `column_sum`.
+
+    Args:
+        x: `[..., width]`.
+        bias: `[width]` of x's dtype.
+    """
+    out: Tensor = _BiasAdd.apply(x, bias)
+    return out
 
 
 def bias_residual(x: Tensor, bias: Tensor, residual: Tensor, branch: Branch | None = None) -> Tensor:

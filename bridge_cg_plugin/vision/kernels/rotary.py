@@ -1,7 +1,8 @@
 """Rotary position embedding of packed `[tokens, heads, width]` tensors in one kernel, fp32 inside.
 
-The eager formula, rounded where eager rounds: `x * cos + rotate_half(x) * sin` in fp32, then the input's dtype. No
-multiply-add is fused, so forward and backward equal eager's to the last bit.
+The eager formula, rounded where eager rounds: `x * cos + rotate_half(x) * sin` in fp32, then the input's dtype. Where
+eager computes in the input's dtype, both products are rounded, too. No multiply-add is fused, so forward and backward
+equal eager's to the last bit.
 """
 
 from typing import Any
@@ -22,6 +23,11 @@ def _turned(first, second, cos, sin):
 
 
 @triton.jit
+def _rounded(x, kind: tl.constexpr):
+    return x.to(kind).to(tl.float32)
+
+
+@triton.jit
 def _rotate(
     x_ptr,
     cos_ptr,
@@ -34,6 +40,7 @@ def _rotate(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     SIGN: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS_BLOCK)[:, None]
@@ -46,12 +53,17 @@ def _rotate(
     sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
     target = out_ptr + token * (HEADS * HALF * 2) + heads * (HALF * 2) + lanes
     kind = out_ptr.dtype.element_ty
-    first, second = _turned(first, second, cos, sin)
+    if ROUNDS:
+        turned = _rounded(first * cos, kind) - _rounded(second * sin, kind)
+        second = _rounded(second * cos, kind) + _rounded(first * sin, kind)
+        first = turned
+    else:
+        first, second = _turned(first, second, cos, sin)
     tl.store(target, first.to(kind), mask=inside)
     tl.store(target + HALF, second.to(kind), mask=inside)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rounds: bool) -> Tensor:
     tokens, heads, width = x.shape
     if x.stride(2) != 1:
         x = x.contiguous()
@@ -70,6 +82,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         HEADS_BLOCK=triton.next_power_of_2(heads),
         HALF_BLOCK=triton.next_power_of_2(width // 2),
         SIGN=sign,
+        ROUNDS=rounds,
         enable_fp_fusion=False,
     )
     return out
@@ -77,29 +90,31 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 class _Rotary(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rounds: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _launch(x, cos, sin, 1.0)
+        ctx.rounds = rounds
+        return _launch(x, cos, sin, 1.0, rounds)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         # The rotation's transpose turns the other way.
-        return _launch(gradient, cos, sin, -1.0), None, None
+        return _launch(gradient, cos, sin, -1.0, ctx.rounds), None, None, None
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, rounds: bool = False) -> Tensor:
     """Rotate queries or keys.
 
     Args:
         x: `[tokens, heads, width]`, any floating dtype, last dimension contiguous or not.
         cos, sin: `[tokens, width / 2]` fp32, contiguous.
+        rounds: Whether eager computes in x's dtype, so that products are rounded.
 
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
-    out: Tensor = _Rotary.apply(x, cos, sin)
+    out: Tensor = _Rotary.apply(x, cos, sin, rounds)
     return out
 
 

@@ -6,19 +6,24 @@ Without a GPU the encoders are small: the same code runs, for tests.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
+from bridge_cg_tools.benchmarks.models.mixes import ImageMixes, Mixes
 from bridge_cg_tools.benchmarks.models.reference import without_tf32
 from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid, one_image, tokens_of
 
 # Query, key and value weights that make attention as peaked as in a trained model.
 PEAKED_STD = 0.05
-# One image of 784, 2304 and 8192 patches, and a mix of 6720.
-IMAGES = {**{name: CASES[name] for name in ("1x448", "1x768", "8mix")}, "1x8192": one_image(8192)}
+# One image of 784, 2304 and 8192 patches, and mixes of 6720 and 8192.
+IMAGES: dict[str, Grid] = {
+    **{name: CASES[name] for name in ("1x448", "1x768", "8mix")},
+    "1x8192": one_image(8192),
+    "9mix": [*CASES["8mix"], (1, 32, 46)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,17 @@ class Batch:
     images: int
 
 
+class Reference(Protocol):
+    """An encoder in fp32: what every mode is measured against."""
+
+    def step(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """Return outputs and gradients of the encoder's parameters, in its order."""
+
+
+def _copied(encoder: "Encoder", model: nn.Module) -> Reference:
+    return Fp32Copy(encoder, copy.deepcopy(model).float())
+
+
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """One encoder.
@@ -50,6 +66,8 @@ class Encoder:
         sizes: What the benchmark measures, by name.
         modes: The plugin's: "plugin" with kernels as eager's rounding asks for, "plugin_fast" where there are others.
         noise: Parameters whose gradient is zero but for rounding, by the end of their names.
+        mixes: What many batches of different sizes are.
+        reference: Makes the encoder in fp32 from one that has no graphs on it.
     """
 
     layers: int
@@ -59,6 +77,8 @@ class Encoder:
     sizes: dict[str, Any]
     modes: tuple[str, ...] = ("plugin", "plugin_fast")
     noise: tuple[str, ...] = ()
+    mixes: Mixes = ImageMixes()
+    reference: Callable[["Encoder", nn.Module], Reference] = _copied
 
     def compared(self, model: nn.Module) -> list[bool]:
         """Return of each trainable parameter, in the model's order, whether its gradient says anything."""
@@ -122,23 +142,25 @@ def patches_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
 
 
 class Fp32Copy:
-    """A copy of one of Hugging Face's towers in fp32: what every mode is measured against.
+    """See `Reference`.
 
     Args:
         encoder: The encoder.
-        model: The tower, without graphs on it.
+        model: The encoder in fp32.
+        parameters: Its parameters in the encoder's order; None where that is its own.
     """
 
-    def __init__(self, encoder: Encoder, model: nn.Module) -> None:
-        self._encoder, self._model = encoder, copy.deepcopy(model).float()
+    def __init__(self, encoder: Encoder, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        self._encoder, self._model = encoder, model
+        self._parameters = list(model.parameters()) if parameters is None else list(parameters)
 
     def step(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs and parameters' gradients; pixels and the outputs' gradients are cast up."""
+        """See `Reference`. Pixels and the outputs' gradients are cast up."""
         arguments = {
             name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in batch.arguments.items()
         }
         with without_tf32():
             outputs = self._encoder.outputs(self._model(**arguments))
-            gradients = torch.autograd.grad(outputs, [*self._model.parameters()], [g.float() for g in batch.gradients])
+            gradients = torch.autograd.grad(outputs, self._parameters, [g.float() for g in batch.gradients])
         return [o.detach() for o in outputs], list(gradients)

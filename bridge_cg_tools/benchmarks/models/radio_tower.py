@@ -13,7 +13,7 @@ from torch.nn import functional
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 
 PATCH = 16
-# As Bridge's providers set them; megatron-core adds as many class tokens for layers that may compute in fp8.
+# As Nemotron VL's provider sets them; megatron-core adds as many class tokens for layers that may compute in fp8.
 TILE = {"img_h": 512, "img_w": 512, "max_img_h": 2048, "max_img_w": 2048, "class_token_len": 16}
 SMALL_TILE = {"img_h": 64, "img_w": 64, "max_img_h": 128, "max_img_w": 128, "class_token_len": 2}
 PEAKED = ("linear_qkv.weight",)
@@ -42,15 +42,12 @@ def build_radio(seed: int = 0, layers: int = 32, packed: bool = False, **changes
         packed: Whether it takes images of any size, or else tiles of one size.
         changes: Arguments of `RADIOViTModel`.
     """
-    from megatron.core.models.vision.radio import RADIOViTModel
-
     from bridge_cg_tools.benchmarks.models.tower import start_process
 
     start_process()
     torch.manual_seed(seed)
-    config, spec = (_full if on_gpu() else _small)(layers, packed)
-    settings = {**(TILE if on_gpu() else SMALL_TILE), **changes}
-    model = RADIOViTModel(config, spec, patch_dim=PATCH, dynamic_resolution=packed, **settings)
+    made = (_full if on_gpu() else _small)(layers, packed)
+    model = _tower(*made, packed, changes)
     if on_gpu():
         model = model.cuda().to(torch.bfloat16)
     with torch.no_grad():
@@ -58,6 +55,40 @@ def build_radio(seed: int = 0, layers: int = 32, packed: bool = False, **changes
             if name.endswith(PEAKED):
                 parameter.normal_(std=0.05 if on_gpu() else 0.2)
     return model.train(not model.force_eval_mode)
+
+
+def fp32_radio(model: Any, packed: bool = False, **changes: Any) -> tuple[nn.Module, list[nn.Parameter]]:
+    """Return a tower in fp32 without Transformer Engine, whose products round to TF32, and its parameters.
+
+    Args:
+        model: Whose weights it takes, and whose order its parameters have.
+        packed: See `build_radio`.
+        changes: As the model was built with.
+    """
+    config, _ = (_full if on_gpu() else _small)(model.config.num_layers, packed)
+    config.params_dtype, config.bf16 = torch.float32, False
+    made: nn.Module = _tower(config, _local_spec(packed), packed, changes)
+    made = made.to(next(model.parameters()).device).train(model.training)
+    found = dict(made.named_parameters())
+    ordered = [found[_local(name)] for name, _ in model.named_parameters()]
+    with torch.no_grad():
+        for copied, parameter in zip(ordered, model.parameters(), strict=True):
+            copied.copy_(parameter)
+    return made, ordered
+
+
+def _local(name: str) -> str:
+    """Return the name that a parameter of Transformer Engine's layers has in megatron-core's own."""
+    for module, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm")):
+        name = name.replace(f"{module}.layer_norm_", f"{norm}.")
+    return name
+
+
+def _tower(config: Any, spec: Any, packed: bool, changes: dict[str, Any]) -> Any:
+    from megatron.core.models.vision.radio import RADIOViTModel
+
+    settings = {**(TILE if on_gpu() else SMALL_TILE), **changes}
+    return RADIOViTModel(config, spec, patch_dim=PATCH, dynamic_resolution=packed, **settings)
 
 
 def _full(layers: int, packed: bool) -> tuple[Any, Any]:
@@ -85,10 +116,7 @@ def _full(layers: int, packed: bool) -> tuple[Any, Any]:
 
 
 def _small(layers: int, packed: bool) -> tuple[Any, Any]:
-    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from bridge_cg_tools.benchmarks.models.small_tower import SegmentAttention
 
     config = TransformerConfig(
         num_layers=min(layers, 3),
@@ -100,9 +128,18 @@ def _small(layers: int, packed: bool) -> tuple[Any, Any]:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )
+    return config, _local_spec(packed)
+
+
+def _local_spec(packed: bool) -> Any:
+    """Return layers that need no Transformer Engine."""
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+
+    from bridge_cg_tools.benchmarks.models.small_tower import SegmentAttention
+
     spec = copy.deepcopy(get_vit_layer_with_local_spec())
     spec.submodules.self_attention.submodules.core_attention = SegmentAttention if packed else TileAttention
-    return config, spec
+    return spec
 
 
 def segments_of(sizes: list[tuple[int, int]], device: torch.device | None = None) -> Any:

@@ -1,5 +1,6 @@
 """The tables of docs/benchmarks/vision.md, kernels.md and encoders.md, from the records."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,22 @@ def encoder_differences(records: Records) -> str:
     return table(header, rows) if rows else ""
 
 
+def encoder_parity(records: Records) -> str:
+    """Return the worst figures of each encoder's mixes, and whether replays are as near to fp32 as eager."""
+    named: dict[str, Records] = {}
+    for r in records:
+        named.setdefault(r["case"].rsplit("_", 2)[0], []).append(r)
+    rows = []
+    for name, found in named.items():
+        eager, replays = ([r for r in found if r["mode"] == mode] for mode in ("eager", "plugin"))
+        worst = [max(r[field] for r in replays) for field in ("forward_rel", "grad_rel", "grad_noise")]
+        far = [statistics.fmean(r["fp32_mean"] for r in each) for each in (replays, eager)]
+        equal = sum(r["bit_equal"] for r in replays)
+        rows.append([name, len(replays), equal, *(f"{value:.0e}" for value in (*worst, *far))])
+    header = ["encoder", "mixes", "outputs bit-equal", "worst output", "worst gradient", "two eager runs"]
+    return table([*header, "gradients from fp32", "eager's from fp32"], rows) if rows else ""
+
+
 def _measured_encoders(records: Records) -> Records:
     """Return what was measured, each case's modes together."""
     found = [r for r in records if "error" not in r]
@@ -253,8 +270,9 @@ def encoder_parts(folder: Path) -> dict[str, str]:
     Args:
         folder: With the records.
     """
-    others = read_records(folder / "encoders.jsonl")
+    others, mixes = (read_records(folder / f"{name}.jsonl") for name in ("encoders", "encoders_parity"))
     return {
         "encoders": with_origin(encoders(others), others),
         "encoder-differences": encoder_differences(others),
+        "encoder-parity": with_origin(encoder_parity(mixes), mixes),
     }

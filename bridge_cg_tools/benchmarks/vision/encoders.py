@@ -18,14 +18,14 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
     grads = tower.MainGrads(model)
     for case, size in encoder.sizes.items():
         batch = encoder.make_batch(model, size, 1)
-        eager = _run(encoder, model, grads, batch)
-        noise = _differences(_run(encoder, model, grads, batch), eager)
+        eager = run_step(encoder, model, grads, batch)
+        noise = differences(run_step(encoder, model, grads, batch), eager)
         common = {"case": f"{name}_{case}_{layers}layers", "tokens": batch.tokens, "images": batch.images}
         eager_ms, fields = _times(encoder, model, batch, repeats)
         yield {**common, "mode": "eager", "ratio": 1.0, **fields}
         for mode in encoder.modes:
             helper = _graphs(model, batch, "fast" if mode == "plugin_fast" else "exact")
-            found = _differences(_run(encoder, model, grads, batch), eager)
+            found = differences(run_step(encoder, model, grads, batch), eager)
             ms, fields = _times(encoder, model, batch, repeats)
             statistics = helper.graphs.statistics()
             yield {
@@ -63,14 +63,14 @@ def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
     return helper
 
 
-def _run(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
+def run_step(encoder: Encoder, model: Any, grads: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
     """Run one step; returns the outputs and the gradients that say anything."""
     grads.zero()
     outputs = step(encoder, model, batch)
     return outputs, [g for g, said in zip(grads.copy(), encoder.compared(model), strict=True) if said]
 
 
-def _differences(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> tuple[float, float]:
+def differences(found: tuple[list[Any], list[Any]], expected: tuple[list[Any], list[Any]]) -> tuple[float, float]:
     """Return the largest relative L2 difference of an output, and of a gradient."""
     from bridge_cg_tools.benchmarks.models.tower import largest_relative
 

@@ -8,13 +8,13 @@ from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patc
 
 
 def build_glm45v(layers: int) -> nn.Module:
-    """Build the tower of GLM-4.5V in the sizes that Bridge's provider has by default (24 layers)."""
+    """Build the tower of GLM-4.5V (24 layers); transformers' default is the wider merger of GLM-4.1V."""
     from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
     from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 
     torch.manual_seed(0)
     small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
-    config = Glm4vVisionConfig(depth=layers, **({} if on_gpu() else small))
+    config = Glm4vVisionConfig(depth=layers, **({"intermediate_size": 10944} if on_gpu() else small))
     return peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",))
 
 

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Batch, Encoder, device, random
-from bridge_cg_tools.benchmarks.models.radio_tower import PATCH, build_radio, segments_of
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Batch, Encoder, Fp32Copy, device, random
+from bridge_cg_tools.benchmarks.models.mixes import ImageMixes
+from bridge_cg_tools.benchmarks.models.radio_tower import PATCH, build_radio, fp32_radio, segments_of
 from bridge_cg_tools.benchmarks.models.workloads import Grid, tokens_of
+
+CLASS_TOKENS = 10
+SETTINGS = {"force_eval_mode": True, "force_cpe_eval_mode": True, "class_token_len": CLASS_TOKENS}
 
 
 class PackedTower(nn.Module):
@@ -25,8 +29,14 @@ class PackedTower(nn.Module):
 
 
 def build_nemotron_omni(layers: int) -> nn.Module:
-    """Build the tower of Nemotron 3 Nano Omni (32 layers)."""
-    return PackedTower(build_radio(layers=layers, packed=True, force_eval_mode=True, interpolate_only_cpe=True))
+    """Build the tower of Nemotron 3 Nano Omni (32 layers), as Bridge's conversion of its configuration sets it up."""
+    return PackedTower(build_radio(layers=layers, packed=True, **SETTINGS))
+
+
+def fp32_copy(encoder: Encoder, model: Any) -> Fp32Copy:
+    """Return the tower in fp32."""
+    tower, parameters = fp32_radio(model.vision_model, packed=True, **SETTINGS)
+    return Fp32Copy(encoder, PackedTower(tower), parameters)
 
 
 def images_batch(model: Any, rows: Grid, seed: int) -> Batch:
@@ -41,4 +51,12 @@ def images_batch(model: Any, rows: Grid, seed: int) -> Batch:
     return Batch(arguments, [random((1, tokens, tower.visual_hidden_size), seed + 1)], tokens, len(rows))
 
 
-ENCODER = Encoder(32, build_nemotron_omni, images_batch, lambda returned: [returned], IMAGES, modes=("plugin",))
+ENCODER = Encoder(
+    32,
+    build_nemotron_omni,
+    images_batch,
+    lambda returned: [returned],
+    IMAGES,
+    mixes=ImageMixes(CLASS_TOKENS),
+    reference=fp32_copy,
+)

@@ -3,21 +3,29 @@
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import GRANULARITY, round_up
-from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, random
-from bridge_cg_tools.benchmarks.models.radio_tower import build_radio
+from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, Fp32Copy, random
+from bridge_cg_tools.benchmarks.models.mixes import CountMixes
+from bridge_cg_tools.benchmarks.models.radio_tower import build_radio, fp32_radio
+
+SETTINGS = {"has_cpe": True, "force_cpe_eval_mode": True}
 
 
 def build_nemotron_vl(layers: int) -> nn.Module:
     """Build the tower of Nemotron Nano 12B v2 VL (32 layers)."""
-    model: nn.Module = build_radio(layers=layers, has_cpe=True, force_cpe_eval_mode=True)
+    model: nn.Module = build_radio(layers=layers, **SETTINGS)
     return model
 
 
+def room_of(model: nn.Module) -> int:
+    """Return what a tile counts: its tokens, class tokens among them, rounded up."""
+    return round_up(model.seq_length, GRANULARITY)
+
+
 def tiles_batch(model: nn.Module, tiles: int, seed: int) -> Batch:
-    """Make so many random tiles. Buckets count what a tile's tokens, class tokens among them, are rounded up to."""
+    """Make so many random tiles."""
     pixels = random((tiles, 3, model.img_h, model.img_w), seed)
     gradient = random((tiles, model.seq_length, model.visual_hidden_size), seed + 1)
-    return Batch({"x": pixels}, [gradient], tiles * round_up(model.seq_length, GRANULARITY), tiles)
+    return Batch({"x": pixels}, [gradient], tiles * room_of(model), tiles)
 
 
 ENCODER = Encoder(
@@ -25,6 +33,7 @@ ENCODER = Encoder(
     build_nemotron_vl,
     tiles_batch,
     lambda returned: [returned],
-    {"1_tile": 1, "2_tiles": 2, "7_tiles": 7},
-    modes=("plugin",),
+    {"1_tile": 1, "2_tiles": 2, "7_tiles": 7, "8_tiles": 8},
+    mixes=CountMixes(room_of),
+    reference=lambda encoder, model: Fp32Copy(encoder, *fp32_radio(model, **SETTINGS)),
 )

@@ -1,8 +1,9 @@
 """Qwen3.5-VL: Bridge's own tower, as Qwen3-VL's without deepstack features."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder
+from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
 from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid
 
 
@@ -22,10 +23,25 @@ def qwen35_vl_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     return Batch(arguments, made.gradients, made.tokens, len(rows))
 
 
+class Fp32Qwen35:
+    """See `Reference`."""
+
+    def __init__(self, encoder: Encoder, model: nn.Module) -> None:
+        self._tower = Fp32Tower(model)
+
+    def step(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """See `Reference`."""
+        from bridge_cg_tools.benchmarks.models import tower
+
+        pixels, grid = batch.arguments["hidden_states"], batch.arguments["grid_thw"]
+        return self._tower.step(tower.Batch(pixels, grid, batch.gradients, [tuple(row) for row in grid.tolist()]))
+
+
 ENCODER = Encoder(
     27,
     build_qwen35_vl,
     qwen35_vl_batch,
     lambda returned: [returned[0], *returned[1]],
     {name: CASES[name] for name in ("1x448", "8mix")},
+    reference=Fp32Qwen35,
 )

@@ -8,7 +8,7 @@ from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patc
 
 
 def build_qwen3_omni(layers: int) -> nn.Module:
-    """Build the tower of Qwen3-Omni in the sizes that Bridge's provider has by default (27 layers)."""
+    """Build the tower of Qwen3-Omni-30B (27 layers), whose language model has a width of 2048."""
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeVisionEncoderConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
@@ -16,7 +16,7 @@ def build_qwen3_omni(layers: int) -> nn.Module:
     indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
     small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
     config = Qwen3OmniMoeVisionEncoderConfig(
-        depth=layers, deepstack_visual_indexes=indexes, **({} if on_gpu() else small)
+        depth=layers, deepstack_visual_indexes=indexes, **({"out_hidden_size": 2048} if on_gpu() else small)
     )
     return peaked(Qwen3OmniMoeVisionEncoder._from_config(config), ("qkv.weight",))
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, device, peaked, random
+from bridge_cg_tools.benchmarks.models.mixes import ClipMixes
 
 
 def build_qwen3_omni_audio(layers: int) -> nn.Module:
@@ -39,12 +40,26 @@ def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
     return Batch({"input_features": features, "feature_lens": lens}, [gradient], room, len(lengths))
 
 
+def room_of(model: nn.Module) -> int:
+    """Return what a chunk counts."""
+    from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import chunking_of
+
+    return chunking_of(model).room
+
+
 ENCODER = Encoder(
     32,
     build_qwen3_omni_audio,
     audio_batch,
     lambda returned: [returned.last_hidden_state],
-    {"8_s": [800], "30_s": [3000], "8_clips": [1230, 310, 2750, 480, 990, 150, 1800, 620]},
+    {
+        "8_s": [800],
+        "30_s": [3000],
+        "8_clips": [1230, 310, 2750, 480, 990, 150, 1800, 620],
+        "5_clips": [3000] * 4 + [2400],  # 2304 tokens, as buckets count them
+        "18_clips": [3000] * 17 + [200],  # 8192
+    },
     modes=("plugin",),
     noise=("k_proj.bias",),  # softmax does not change with it
+    mixes=ClipMixes(100, room_of),
 )

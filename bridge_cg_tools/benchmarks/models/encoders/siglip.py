@@ -5,6 +5,7 @@ from torch import nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, peaked, random
+from bridge_cg_tools.benchmarks.models.mixes import CountMixes
 
 
 def build_siglip(layers: int) -> nn.Module:
@@ -20,10 +21,15 @@ def build_siglip(layers: int) -> nn.Module:
     return peaked(SiglipVisionModel._from_config(config), ("q_proj.weight", "k_proj.weight"))
 
 
+def patches_of(model: nn.Module) -> int:
+    """Return the patches of an image."""
+    sides: int = model.config.image_size // model.config.patch_size
+    return sides**2
+
+
 def siglip_batch(model: nn.Module, images: int, seed: int) -> Batch:
     """Make so many random images."""
-    config = model.config
-    patches = (config.image_size // config.patch_size) ** 2
+    config, patches = model.config, patches_of(model)
     pixels = random((images, config.num_channels, config.image_size, config.image_size), seed)
     gradient = random((images, patches, config.hidden_size), seed + 1)
     return Batch({"pixel_values": pixels, "return_dict": True}, [gradient], images * patches, images)
@@ -37,4 +43,5 @@ ENCODER = Encoder(
     {"1_image": 1, "2_images": 2, "4_images": 4},
     modes=("plugin",),
     noise=("k_proj.bias",),  # softmax does not change with it
+    mixes=CountMixes(patches_of),
 )
