@@ -184,6 +184,9 @@ class GradientSinks:
         parameters: The region's trainable parameters.
         reduction: What waits for gradients; None hands every gradient over.
         hooks: The region's hooks on parameters; None where no recording has a backward.
+
+    Attributes:
+        given: The `main_grad` of each parameter when this object was made.
     """
 
     def __init__(
@@ -195,9 +198,9 @@ class GradientSinks:
         self.parameters = tuple(parameters)
         self.handed = frozenset(p for p in self.parameters if getattr(p, "main_grad", None) is not None and hooked(p))
         self._reduction, self._hooks = reduction, hooks or ParameterHooks()
-        self._given = tuple(getattr(p, "main_grad", None) for p in self.parameters)
+        self.given = tuple(getattr(p, "main_grad", None) for p in self.parameters)
         self.main_grads: tuple[Tensor | None, ...] = tuple(
-            None if p in self.handed else g for p, g in zip(self.parameters, self._given, strict=True)
+            None if p in self.handed else g for p, g in zip(self.parameters, self.given, strict=True)
         )
         self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
         self._added_to = frozenset(self._accumulated)
@@ -208,7 +211,7 @@ class GradientSinks:
         self._static: dict[nn.Parameter, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
         if hooks is not None:
-            followed = [p for p, g in zip(self.parameters, self._given, strict=True) if g is not None]
+            followed = [p for p, g in zip(self.parameters, self.given, strict=True) if g is not None]
             hooks.put_on(followed)
 
     def prepare(self) -> None:
@@ -224,7 +227,7 @@ class GradientSinks:
     def replaced(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
         there = map(getattr, self.parameters, repeat("main_grad"), repeat(None))
-        return not all(map(operator.is_, there, self._given))
+        return not all(map(operator.is_, there, self.given))
 
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook of somebody else than when this object was made."""

@@ -9,8 +9,9 @@ with tensordict, pyvers, orjson, codetiming and torchdata; ray may be missing.
 plain: a loop over megatron-core's schedule, three passes over the images of a frozen vision tower.
 
 Models are Qwen3-VL's full vision tower with a language model of 4 layers of 2048, with random weights; nothing is read
-from a network. Each run is a process of its own. Runs that are timed have the GPU for themselves; a run that is late
-makes fewer rounds. Records go to docs/benchmarks/loops.jsonl as soon as a run has ended.
+from a network. Each run is a process of its own, which has the GPU for itself. Each round computes log-probabilities
+again without graphs and compares them to the bit. A run that is late makes fewer rounds. Records go to
+docs/benchmarks/loops.jsonl as soon as a run has ended.
 
 Exit status: 1 where a run failed; 2 for refused input.
 """
@@ -29,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.benchmarks.loops.bench import CASES, SEED, Bench, Case
-from bridge_cg_tools.benchmarks.loops.records import FIRST, in_words
+from bridge_cg_tools.benchmarks.loops.records import in_words
+from bridge_cg_tools.benchmarks.loops.rounds import FIRST
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--cases", default=",".join(CASES), metavar="LIST", help="comma-separated; default: all")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help=f"of each run; {FIRST} are not timed")
-    parser.add_argument("--seconds", type=float, default=150.0, help="for each case, all its runs and their set-up")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for each case, all its runs and their set-up")
     parser.add_argument("--out", type=Path, help="records; docs/benchmarks/loops.jsonl on a GPU")
     args = parser.parse_args(arguments)
     args.cases = [name for name in args.cases.split(",") if name]

@@ -1,20 +1,21 @@
 """The benchmark of other training loops without a GPU: samples, batches, turns, records, what is refused."""
 
+import dataclasses
 import importlib.util
 import json
 import math
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from bridge_cg_tools.benchmarks.loops import bench, records
 from bridge_cg_tools.benchmarks.loops.canary import LEAST_BYTES, Canary
 from bridge_cg_tools.benchmarks.loops.ray_stand_in import RayStandIn
-from bridge_cg_tools.benchmarks.loops.rounds import PASSES, Counts, Round, rounds_until, timed, wait_for_turn
+from bridge_cg_tools.benchmarks.loops.rounds import FIRST, PASSES, Counts, Round, rounds_until, timed
 from bridge_cg_tools.benchmarks.loops.samples import IMAGE, MERGED, MIXES, draw_round, microbatches
 from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
@@ -30,7 +31,7 @@ def a_round(scale=1.0, captured=0.0, shift=0.0, **fields):
     }
     log_probs = {"old": [-1.0 + shift, -2.0], "reference": [-3.0]}
     own = Round(4, log_probs=log_probs, loss=1.0 + shift, grad_norm=2.0).as_dict()
-    away = {"away_gb": 1.0, "away_reserved_gb": 1.5, "canary_intact": True, "moved": True}
+    away = {"away_gb": 1.0, "canary_intact": True, "moved": True, "bit_equal": True}
     return own | away | {"passes": passes} | fields
 
 
@@ -78,13 +79,9 @@ class TestRounds:
         assert (done.passes["old"].replays, done.passes["old"].capture_s) == (4, 0.5)
         assert done.passes["old"].ms >= 10
 
-    def test_late_runs_end_after_two(self):
-        assert list(rounds_until(time.time() - 1, 20)) == [0, 1]
+    def test_late_runs_end_after_one_that_is_timed(self):
+        assert list(rounds_until(time.time() - 1, 20)) == [*range(FIRST), FIRST]
         assert list(rounds_until(time.time() + 60, 3)) == [0, 1, 2]
-
-    def test_a_turn_begins_with_its_file(self, tmp_path):
-        (tmp_path / "begin").write_text(repr(12.5))
-        assert wait_for_turn(tmp_path / "begin") == 12.5
 
 
 class TestRecords:
@@ -104,7 +101,11 @@ class TestRecords:
         assert found["ratio"] == pytest.approx(0.5)
         assert found["pass_ratios"] == pytest.approx(dict.fromkeys(PASSES, 0.5))
         assert found["encoder_ratio"] == pytest.approx(0.5)
-        assert found["bit_equal"] is True and found["log_prob_diff"][4] == pytest.approx(0.5)
+        assert (
+            found["bit_equal"] is True
+            and found["graphs_away_gb"] == 0.0
+            and found["log_prob_diff"][4] == pytest.approx(0.5)
+        )
         assert found["log_prob_noise"] == pytest.approx([0.01] * 6)
         assert found["inside_spread"] is False
         assert found["recapture_s"] == pytest.approx([0.75, 0.0, 0.0])
@@ -117,6 +118,11 @@ class TestRecords:
         found = records.record_of(a_run([a_round(shift=1e-7)] * 3), [a_run([a_round()] * 3)])
         assert found["bit_equal"] is False and "inside_spread" not in found
 
+    def test_any_round_that_differs_from_eager_passes_over_its_weights_is_not_equal(self):
+        rounds = [a_round(bit_equal=number != 4) for number in range(6)]
+        assert records.record_of(a_run(rounds))["bit_equal"] is False
+        assert records.record_of(a_run(rounds[:4]), [a_run(rounds)])["bit_equal"] is True
+
     def test_nan_is_a_difference(self):
         assert math.isnan(records.log_prob_differences([a_round(shift=math.nan)], [a_round()])[0])
 
@@ -126,14 +132,15 @@ class TestRecords:
             records.log_prob_differences([a_round()], [other])
 
     def test_switches(self):
-        rounds = [a_round(moved=False), a_round(), a_round(), a_round(), a_round(away_gb=1.25, canary_intact=False)]
+        away = {3: 1.0, 7: 1.25}  # after other rounds the optimizer's state stays
+        rounds = [a_round(moved=number > 0, away_gb=away.get(number), canary_intact=number != 5) for number in range(9)]
         found = records.switches(rounds)
-        assert found["moves"] == 4 and found["switches"] == 5
-        assert found["growth_gb"] == pytest.approx(0.25)
+        assert found["moves"] == 8 and found["switches"] == 9
+        assert found["away_gb"] == 1.25 and found["growth_gb"] == pytest.approx(0.25)
         assert found["canary_intact"] is False
 
     def test_weights_that_stay_have_no_switches(self):
-        assert records.switches([a_round(away_gb=None)]) == {}
+        assert records.switches([a_round(away_gb=None, canary_intact=None)]) == {}
 
     def test_shorter_runs_are_compared_as_far_as_they_go(self):
         eager = [[a_round()] * 3, [a_round()] * 5]
@@ -148,13 +155,13 @@ def runs(monkeypatch):
     def give(**by_mode):
         class Process:
             def __init__(self, log, module, environment):
-                self.module = module
+                environments[log.stem.partition("_")[2]] = environment
 
             def wait_until_ready(self):
                 pass
 
             def train(self, mode, words, limit_s):
-                assert wait_for_turn(Path(words[words.index("--begin") + 1])) <= time.time() + limit_s
+                assert time.time() < float(words[words.index("--end") + 1]) <= time.time() + limit_s
                 begun.append(mode)
                 if isinstance(by_mode[mode], Exception):
                     raise by_mode[mode]
@@ -166,6 +173,7 @@ def runs(monkeypatch):
         monkeypatch.setattr(bench, "TrainingProcess", Process)
         return begun
 
+    environments = give.environments = {}
     return give
 
 
@@ -190,6 +198,16 @@ class TestBench:
         found = {record["mode"]: record for record in read_records(out)}
         assert "no memory" in found["plugin"]["error"] and "ms" in found["eager2"]
         assert "all of its log" in capsys.readouterr().err
+
+    def test_graphs_of_verl_release_their_memory_and_each_run_has_the_gpu_alone(self, runs, tmp_path):
+        written = a_run([a_round()] * 4)
+        case = dataclasses.replace(bench.CASES["verl"], needs_files=False)
+        begun = runs(**dict.fromkeys(case.modes, written))
+        measured = bench.Bench(case, tmp_path, 20, 30.0)
+        with measured.started():
+            measured.run(None, lambda found: None)
+        assert begun == ["eager1", "plugin", "eager2", "eager3"]
+        assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == ["plugin"]
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words, capsys):

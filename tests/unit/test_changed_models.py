@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 
+from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 
@@ -149,6 +150,50 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
         with pytest.raises(ReplayError, match="between the forward and the backward"):
             loss_of(outputs).backward()
         assert not canary.any()
+
+
+def free_gradients(tower, flat):
+    """Free the buffer of gradients; return what somebody else makes of its memory."""
+    storage = flat.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    canary = torch.zeros(size // 4)
+    storage.resize_(size)
+    return canary
+
+
+def move_parameters(tower, flat):
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.clone()
+    return torch.zeros(1)
+
+
+def replace_gradients(tower, flat):
+    for parameter in tower.parameters():
+        parameter.main_grad = parameter.main_grad.view_as(parameter.main_grad)
+    return torch.zeros(1)
+
+
+def take_gradients_away(tower, flat):
+    for parameter in tower.parameters():
+        del parameter.main_grad
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize("change", [free_gradients, move_parameters, replace_gradients, take_gradients_away])
+def test_memory_that_moves_inside_a_step_is_an_error_and_is_not_written(change):
+    tower = new_tower()
+    assert len(list(tower.parameters())) > SAMPLE
+    flat = with_main_grads(tower)
+    with graphs_on(tower, executor=TapeExecutor()) as graphs, graphs.step():
+        loss_of(forward(tower, [[1, 4, 4]])).backward()
+        outputs = forward(tower, [[1, 4, 4]])
+        canary = change(tower, flat)
+        written = flat.clone()
+        with pytest.raises(ReplayError, match="between the forward and the backward"):
+            loss_of(outputs).backward()
+        assert graphs.statistics().replays == 2
+        assert not canary.any() and torch.equal(flat, written)
 
 
 def test_a_tower_unfrozen_after_capture_is_trained_on_graphs_again():

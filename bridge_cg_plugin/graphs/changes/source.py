@@ -1,9 +1,10 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, cycle
+from itertools import count, cycle, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,8 +93,6 @@ class Source:
         self.aliases = ParameterAliases(program.modules())
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
         self._trained = list(map(_requires_grad, self.aliases.originals))
-        samples = -(-len(self._trained) // SAMPLE) or 1
-        self._samples = cycle([(self.aliases.originals[n::samples], self._trained[n::samples]) for n in range(samples)])
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         self.failed: dict[tuple[Bucket, Mode], str] = {}
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
@@ -104,6 +103,7 @@ class Source:
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+        self._samples = cycle(self._some())
 
     def autocasting(self) -> torch.autocast:
         """Return the autocast that recordings were made in: a backward runs outside of it."""
@@ -128,8 +128,33 @@ class Source:
         A look at all 353 of a tower takes 0.15 ms, since the host's caches hold none of them any more. Who freezes
         layers is seen at once by a few, and a single parameter within a few calls.
         """
-        parameters, trained = next(self._samples)
+        parameters, trained, *_ = next(self._samples)
         return list(map(_requires_grad, parameters)) != trained
+
+    def sample_differs(self) -> bool:
+        """Whether some of the parameters are trained otherwise, or they or their `main_grad` lie elsewhere.
+
+        Memory that many of them share, as buffers of data parallelism, is seen in every call.
+        """
+        parameters, trained, tensors, addresses, owners, given = next(self._samples)
+        return (
+            list(map(_requires_grad, parameters)) != trained
+            or list(map(Tensor.data_ptr, tensors)) != addresses
+            or list(map(id, map(getattr, owners, repeat("main_grad"), repeat(None)))) != given
+        )
+
+    def _some(self) -> Iterator[tuple[Sequence[Any], ...]]:
+        """Yield what each look inside a step takes: parameters, tensors and owners of gradients, each with values."""
+        tensors = self._read.tensors + self._writes.tensors
+        addresses = self._read.addresses + self._writes.addresses
+        owners = [p for p, g in zip(self.sinks.parameters, self.sinks.given, strict=True) if g is not None]
+        given = [id(g) for g in self.sinks.given if g is not None]
+        every = -(-len(self._trained) // SAMPLE) or 1
+        for first in range(every):
+            yield tuple(
+                each[first::every]
+                for each in (self.aliases.originals, self._trained, tensors, addresses, owners, given)
+            )
 
     def moved(self, gradients: bool, layouts: bool = False) -> bool:
         """Whether memory that recordings read or, with gradients, write lies elsewhere now.
@@ -149,17 +174,17 @@ class _Memory:
     """Where tensors lie when the object is made."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._addresses = self._find()
+        self.tensors = tuple(tensors)
+        self.addresses = self._find()
 
     # Hundreds of tensors, before every replay: no line of Python for each.
 
     def _find(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._tensors))
+        return list(map(Tensor.data_ptr, self.tensors))
 
     def layouts(self) -> list[int | tuple[int, ...]]:
         """Return how many elements the tensors have, and their strides."""
-        return [*map(Tensor.numel, self._tensors), *map(Tensor.stride, self._tensors)]
+        return [*map(Tensor.numel, self.tensors), *map(Tensor.stride, self.tensors)]
 
     def moved(self) -> bool:
-        return self._find() != self._addresses
+        return self._find() != self.addresses

@@ -165,11 +165,14 @@ class Sources:
         return self._ask(state, autocast)
 
     def holds(self, source: Source) -> bool:
-        """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked."""
+        """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked.
+
+        Inside a step, some of the parameters and of their `main_grad` are looked at, spread over the model.
+        """
         if source.sinks.hooked_otherwise():
             return False
         if self._looked:
-            return not source.sample_trained_otherwise()
+            return not source.sample_differs()
         return not (source.trained_otherwise() or source.moved(gradients=True))
 
     def _as_recorded(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:

@@ -1,15 +1,15 @@
-"""Runs of loops on one GPU: processes that import and build side by side, and take their turns on the GPU."""
+"""Runs of loops on one GPU: processes that import side by side, and have the GPU one after the other."""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from bridge_cg_tools.benchmarks.loops import records
 from bridge_cg_tools.benchmarks.records.results import provenance
 from bridge_cg_tools.benchmarks.runs.outputs import error_in
@@ -27,27 +27,24 @@ class Case:
     Attributes:
         name: In records.
         module: What its processes run; see `TrainingProcess`.
-        timed: Modes that have the GPU for themselves, one after the other, an eager one first.
-        spread: Eager modes that share it after them.
+        modes: Of its runs, an eager one first.
         needs_files: Whether its processes read a model's files.
+        graphs_environment: Variables of processes with graphs.
     """
 
     name: str
     module: str
-    timed: tuple[str, ...]
-    spread: tuple[str, ...]
+    modes: tuple[str, ...]
     needs_files: bool = False
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """All modes."""
-        return self.timed + self.spread
+    graphs_environment: Mapping[str, str] = field(default_factory=dict)
 
 
 WORKERS = "bridge_cg_tools.benchmarks.loops"
 CASES = {
-    "verl": Case("verl", f"{WORKERS}.verl_rounds", ("eager1", "plugin"), ("eager2", "eager3"), True),
-    "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs"), ("eager2",)),
+    "verl": Case(
+        "verl", f"{WORKERS}.verl_rounds", ("eager1", "plugin", "eager2", "eager3"), True, {RELEASE_MEMORY: "1"}
+    ),
+    "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs", "eager2")),
 }
 
 
@@ -74,7 +71,8 @@ class Bench:
         with ExitStack() as stack:
             for mode in self._case.modes:
                 log = self._folder / f"{self._case.name}_{mode}.log"
-                process = TrainingProcess(log, module=self._case.module, environment=environment)
+                own = {} if mode.startswith(EAGER) else self._case.graphs_environment
+                process = TrainingProcess(log, module=self._case.module, environment={**environment, **own})
                 stack.callback(process.close)
                 self._processes[mode] = process
             yield
@@ -89,38 +87,25 @@ class Bench:
         Returns:
             The records.
         """
-        with ThreadPoolExecutor(len(self._case.modes)) as pool:
-            runs = {mode: pool.submit(self._run, mode, model) for mode in self._case.modes}
-            turns = [(mode,) for mode in self._case.timed] + [self._case.spread]
-            for number, turn in enumerate(turns):
-                self._take(turn, runs, turns_left=len(turns) - number)
-                keep(self.records())
+        for number, mode in enumerate(self._case.modes):
+            self._found[mode] = self._run(mode, model, turns_left=len(self._case.modes) - number)
+            keep(self.records())
         return self.records()
 
-    def _take(self, turn: Sequence[str], runs: Mapping[str, "Future[dict[str, Any] | str]"], turns_left: int) -> None:
-        """Let the runs of one turn begin and wait for them; what is left of the time is shared evenly."""
-        now = time.time()
-        end = now + max(self._end - LEFT_AT_END_S - now, 0.0) / turns_left
-        for mode in turn:
-            self._begin(mode).with_suffix(".new").write_text(repr(end))
-            self._begin(mode).with_suffix(".new").rename(self._begin(mode))
-        for mode in turn:
-            self._found[mode] = runs[mode].result()
-
-    def _run(self, mode: str, model: Path | None) -> dict[str, Any] | str:
+    def _run(self, mode: str, model: Path | None, turns_left: int) -> dict[str, Any] | str:
+        """Let a process build and make its rounds; what is left of the time is shared evenly."""
         process = self._processes[mode]
-        words = ["--begin", str(self._begin(mode)), "--rounds", str(self._rounds), "--seed", str(SEED)]
         try:
             process.wait_until_ready()
+            now = time.time()
+            end = now + max(self._end - LEFT_AT_END_S - now, 0.0) / turns_left
+            words = ["--end", repr(end), "--rounds", str(self._rounds), "--seed", str(SEED)]
             return process.train(
                 mode, [*words, *([] if model is None else ["--model", str(model)])], max(self._end - time.time(), 0.0)
             )
         except TrainingFailed as error:
             print(f"{self._case.name} {mode}: {error}", file=sys.stderr, flush=True)
             return f"the time was used up: {error_in(str(error))}" if time.time() >= self._end else error_in(str(error))
-
-    def _begin(self, mode: str) -> Path:
-        return self._folder / f"{self._case.name}_{mode}.begin"
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records of the runs that have ended."""
@@ -134,7 +119,7 @@ class Bench:
             return {**own, **provenance(0, SEED), "error": run}
         timed = isinstance(self._found.get("eager1"), dict)
         beside = () if mode == "eager1" or not timed else eager
-        if mode.startswith(EAGER):  # its times were not taken alone, and it is part of the spread
+        if mode.startswith(EAGER):  # it is part of the spread
             beside = beside[:1]
         found = records.record_of(run, beside)
         return {**own, **provenance(len(run["rounds"]), SEED), **found}

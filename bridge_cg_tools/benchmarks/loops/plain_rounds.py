@@ -25,12 +25,12 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     UPDATE,
     WARM_UP,
     Round,
+    eager,
     graph_counts,
     join_alone,
     rounds_until,
     statistics_of_graphs,
     timed,
-    wait_for_turn,
     worker_arguments,
 )
 from bridge_cg_tools.benchmarks.loops.samples import Sample, draw_round
@@ -97,6 +97,11 @@ class Rounds:
             with self._timed(done, name):
                 found[name] = self._log_probs(model, samples)
             done.log_probs[name] = torch.cat(found[name]).tolist()
+        with eager():
+            done.bit_equal = all(
+                torch.equal(torch.cat(found[name]), torch.cat(self._log_probs(model, samples)))
+                for name, model in ((OLD, self._policy), (REFERENCE, self._reference))
+            )
         with self._timed(done, UPDATE):
             done.loss, done.grad_norm = self._update(samples, found[OLD], found[REFERENCE])
         done.peak_gb = torch.cuda.max_memory_allocated() / GIB
@@ -204,10 +209,9 @@ def train_words(words: Sequence[str]) -> None:
     (bridge_cg_plugin.deactivate if options is None else bridge_cg_plugin.activate)()
     join_alone()
     rounds = Rounds(options, args.seed)
-    end = wait_for_turn(args.begin)
     rounds.warm_up()
     done = []
-    for number in rounds_until(end, args.rounds):
+    for number in rounds_until(args.end, args.rounds):
         done.append(rounds.run(number).as_dict())
         print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
     args.out.write_text(json.dumps({"rounds": done, "graphs": statistics_of_graphs()}))

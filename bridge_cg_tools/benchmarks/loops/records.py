@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from bridge_cg_tools.benchmarks.loops.rounds import OLD, PASSES, REFERENCE
+from bridge_cg_tools.benchmarks.loops.rounds import FIRST, OLD, PASSES, REFERENCE
 from bridge_cg_tools.report.runs import GIB
 from bridge_cg_tools.report.spread import compare_to_spread
 
-# Rounds that are not timed: an update's buckets are captured one by one, before the policy's next calls.
-FIRST = 3
 FEWEST_EAGER_RUNS = 2  # that have a spread
 
 Rounds = Sequence[Mapping[str, Any]]
@@ -31,6 +29,7 @@ def record_of(run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = ()) -
         "losses": [each["loss"] for each in rounds],
         "grad_norms": [each["grad_norm"] for each in rounds],
         "microbatches": sum(each["microbatches"] for each in rounds),
+        "bit_equal": all(each["bit_equal"] for each in rounds),
         "peak_gb": max(each["peak_gb"] for each in rounds),
         **switches(rounds),
         **encoder_times(rounds),
@@ -60,20 +59,18 @@ def encoder_times(rounds: Rounds) -> dict[str, float]:
 def switches(rounds: Rounds) -> dict[str, Any]:
     """Return what happened while weights left and came back, nothing where they stay.
 
-    Device memory while they are away, by how much it grew from the first timed round to the last, in how many rounds
-    parameters moved, and whether memory that somebody else took was left alone.
+    Device memory taken since all was built, looked at while all is away, its growth over the timed rounds, in how many
+    rounds parameters moved, and whether memory that somebody else took was left alone.
     """
-    late = _late(rounds)
-    if late[-1]["away_gb"] is None:
-        return {}
+    away = [each["away_gb"] for each in _late(rounds) if each["away_gb"] is not None]
     looked = [each["canary_intact"] for each in rounds if each["canary_intact"] is not None]
+    if not looked:
+        return {}
     return {
         "switches": len(rounds),
         "moves": sum(each["moved"] for each in rounds),
-        "away_gb": late[-1]["away_gb"],
-        "away_reserved_gb": late[-1]["away_reserved_gb"],
-        "growth_gb": late[-1]["away_gb"] - late[0]["away_gb"],
-        **({"canary_intact": all(looked)} if looked else {}),
+        "canary_intact": all(looked),
+        **({"away_gb": away[-1], "growth_gb": away[-1] - away[0]} if away else {}),
     }
 
 
@@ -105,9 +102,11 @@ def beside(own: Mapping[str, Any], rounds: Rounds, eager: Sequence[Mapping[str, 
     found: dict[str, Any] = {
         "ratio": own["ms"] / sum(times.values()),
         "pass_ratios": {name: own["passes_ms"][name] / times[name] for name in PASSES},
-        "bit_equal": log_prob_differences(rounds[:1], first[:1]) == [0.0],
+        "bit_equal": own["bit_equal"] and log_prob_differences(rounds[:1], first[:1]) == [0.0],
         "log_prob_diff": log_prob_differences(rounds, first),
     }
+    if "away_gb" in own and "away_gb" in (there := switches(first)):
+        found["graphs_away_gb"] = own["away_gb"] - there["away_gb"]
     encoder = encoder_times(first)
     if encoder and "encoder_ms" in own:
         found["encoder_ratio"] = own["encoder_ms"] / encoder["encoder_ms"]

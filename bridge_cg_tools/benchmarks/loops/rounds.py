@@ -4,7 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 OLD, REFERENCE, UPDATE = "old", "reference", "update"
 PASSES = (OLD, REFERENCE, UPDATE)
 GIB = 2**30
-POLL_S = 0.05
 # Passes of each model before the first round, and as many calls run eager before graphs are captured. Fewer would not
 # show that each size is worth a bucket of its own.
 WARM_UP = 10
+# Rounds that are not timed: an update's buckets are captured one by one, before the policy's next calls.
+FIRST = 3
 PORT = 29_511  # where the process that starts runs names none
 
 
@@ -57,13 +58,14 @@ class Round:
         microbatches: Of each pass.
         passes: By name.
         loss, grad_norm: Of the update.
-        away_gb, away_reserved_gb: Device memory allocated, and taken from the device, while weights are away; None
-            where they stay.
+        away_gb: Device memory taken since all was built, while weights and the optimizer's state are away; None in
+            rounds after which some of them stay.
         peak_gb: Most of it in the round.
         moved: Whether parameters had other addresses than in the round before.
         canary_held: Whether somebody else kept the old addresses throughout.
         canary_intact: Whether that memory was as it was left; None where nobody took any.
         log_probs: Of the responses' tokens, by pass, for old and reference.
+        bit_equal: Whether both are the same by eager passes over the same weights.
     """
 
     microbatches: int
@@ -71,12 +73,12 @@ class Round:
     loss: float = 0.0
     grad_norm: float = 0.0
     away_gb: float | None = None
-    away_reserved_gb: float | None = None
     peak_gb: float = 0.0
     moved: bool = False
     canary_held: bool = False
     canary_intact: bool | None = None
     log_probs: dict[str, list[float]] = field(default_factory=dict)
+    bit_equal: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -113,41 +115,45 @@ def graph_counts() -> Counts:
     return found
 
 
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run all models of this process eager inside."""
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+
+    with ExitStack() as stack:
+        for graphs in active_graphs():
+            stack.enter_context(graphs.paused())
+        yield
+
+
 def _kept(graphs: Any) -> int:
     frozen = getattr(graphs.workload, "frozen", None)
     return 0 if frozen is None else int(frozen.found)
-
-
-def wait_for_turn(begin: Path) -> float:
-    """Wait until a file exists that says when this run has to end; returns that time, as `time.time()`."""
-    while not begin.exists():
-        time.sleep(POLL_S)
-    return float(begin.read_text())
 
 
 def rounds_until(end: float, most: int) -> Iterator[int]:
     """Yield numbers of rounds until it is late: one as long as the longest would not end in time.
 
     Args:
-        end: As `time.time()`. Two rounds are made however late it is; the first, in which graphs are captured, says
-            nothing of others.
+        end: As `time.time()`. One round that is timed is made however late it is; the first, in which graphs are
+            captured, says nothing of others.
         most: Rounds.
     """
     longest = 0.0
     for number in range(most):
         began = time.time()
-        if number > 1 and began + longest > end:
+        if number > FIRST and began + longest > end:
             return
         yield number
         longest = max(longest, time.time() - began) if number else 0.0
 
 
 def worker_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return what a run's process is told: how to train, where to write, the model, and when to begin."""
+    """Return what a run's process is told: how to train, where to write, the model, and when to end."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--begin", type=Path, required=True)
+    parser.add_argument("--end", type=float, required=True, help="as time.time()")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -18,11 +18,11 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     UPDATE,
     WARM_UP,
     Round,
+    eager,
     graph_counts,
     rounds_until,
     statistics_of_graphs,
     timed,
-    wait_for_turn,
     worker_arguments,
 )
 from bridge_cg_tools.benchmarks.loops.samples import draw_round, microbatches
@@ -46,8 +46,8 @@ GRAPHS = {
     "max_vision_cuda_graph_seq_length": 4096,
     "cuda_graph_warmup_steps": WARM_UP,
 }
-# Every so many rounds the optimizer's state leaves as well: it takes seconds, and graphs know nothing of it.
-OPTIMIZER_EVERY = 10
+# Every so many rounds the optimizer's state leaves as well, which takes seconds; only then is all of a model away.
+OPTIMIZER_EVERY = 4
 # Every other round somebody keeps the memory that the weights had.
 HELD_EVERY = 2
 
@@ -73,6 +73,7 @@ class Rounds:
         self._addresses: list[int] = []
         self._optimizer_away = False
         self.leave(optimizer=True)
+        self._used = used_bytes()
 
     def leave(self, optimizer: bool) -> None:
         """Take weights, gradients and perhaps the optimizer's state off the device."""
@@ -112,7 +113,8 @@ class Rounds:
         if self._canary is not None:
             done.canary_intact = self._end_canary()
         self.leave(optimizer=number % OPTIMIZER_EVERY == OPTIMIZER_EVERY - 1)
-        done.away_gb, done.away_reserved_gb = torch.cuda.memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
+        if self._optimizer_away:
+            done.away_gb = (used_bytes() - self._used) / GIB
         self._canary = Canary(self._sizes)
         return done
 
@@ -124,6 +126,13 @@ class Rounds:
                 output = log_probs_of(engine, batch.clone())
             found[name] = response_log_probs(output, batch)
             done.log_probs[name] = found[name].values().tolist()
+        with eager():
+            done.bit_equal = all(
+                torch.equal(
+                    found[name].values(), response_log_probs(log_probs_of(engine, batch.clone()), batch).values()
+                )
+                for name, engine in ((OLD, self._policy), (REFERENCE, self._reference))
+            )
         batch = batch_of(samples, found[OLD], found[REFERENCE])
         with timed(done, UPDATE, graph_counts, synchronize):
             done.loss, done.grad_norm = train(self._policy, batch, self._loss)
@@ -139,6 +148,13 @@ class Rounds:
         return addresses_of(self._policy) + addresses_of(self._reference)
 
 
+def used_bytes() -> int:
+    """Return the bytes of the device that are taken, without PyTorch's cache; what has left a pool is none of them."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def train_words(words: Sequence[str]) -> None:
     """Make all rounds, as the words of a command line say; see `worker_arguments`."""
     args = worker_arguments(words)
@@ -146,10 +162,9 @@ def train_words(words: Sequence[str]) -> None:
     join_world()
     (bridge_cg_plugin.activate if graphs else bridge_cg_plugin.deactivate)()
     rounds = Rounds(args.model, GRAPHS if graphs else {}, args.seed)
-    end = wait_for_turn(args.begin)
     rounds.warm_up()
     done = []
-    for number in rounds_until(end, args.rounds):
+    for number in rounds_until(args.end, args.rounds):
         done.append(rounds.run(number).as_dict())
         print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
     args.out.write_text(json.dumps({"rounds": done, "graphs": statistics_of_graphs()}))

@@ -108,7 +108,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("log_prob_diff", "log_prob_noise", "recapture_s", "all_graphs"), list),
     **dict.fromkeys(("with_captures_ms", "encoder_ms", "encoder_ratio", "graph_share", "graph_share_moved"), NUMBER),
     **dict.fromkeys(("first_graphed_s", "settled_graph_share"), NUMBER),
-    **dict.fromkeys(("away_gb", "away_reserved_gb", "growth_gb"), NUMBER),
+    **dict.fromkeys(("away_gb", "graphs_away_gb", "growth_gb"), NUMBER),
     **dict.fromkeys(("switches", "moves"), int),
     "canary_intact": bool,
     "aim": NUMBER,
