@@ -543,7 +543,7 @@ def test_plots_are_drawn_from_records(folder):
     from bridge_cg_tools.benchmarks.pages import plots
 
     written = plots.draw(folder)
-    assert [path.name for path in written] == list(plots.PLOTS)
+    assert [path.name for path in written] == [name for name in plots.PLOTS if name != "whole_step.svg"]
     texts = {path.name: path.read_text() for path in written}
     assert "upstream&#39;s graphs (wrong result)" in texts["time.svg"] or "upstream's graphs" in texts["time.svg"]
     assert "arithmetic limit over time" in texts["limit.svg"]
