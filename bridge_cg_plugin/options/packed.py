@@ -61,6 +61,14 @@ class PackedOptions:
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
+    gradient_accumulation_fusion: bool = option(
+        True,
+        flag,
+        "BOOL",
+        "add weight gradients of packs to main_grad inside the GEMM, in fp32",
+        "As for vision graphs. If false, gradients are bit-identical to eager's",
+        tuning=True,
+    )
     evaluation: bool = option(True, flag, "BOOL", "run evaluation of packs on graphs too", tuning=True)
     strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
 

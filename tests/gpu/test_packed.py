@@ -81,6 +81,37 @@ def assert_as_near_to_fp32(far):
         assert worst <= FARTHER * eagers, f"worst gradient of all packs {worst:.3e}, eager {eagers:.3e}"
 
 
+def test_gradients_added_inside_products_are_nearer_to_fp32(gpt, fp32):
+    """A step of several microbatches: eager and graphs differ in what they round before they add."""
+    packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(((1024,), (300, 700), (1, 800, 20, 203)))]
+
+    def step(results):
+        """Return the losses of all packs and the sum of their gradients."""
+        each = [results(pack) for pack in packs]
+        gradients = [sum(many) for many in zip(*(gradients for _, gradients in each), strict=True)]
+        return torch.cat([losses.flatten() for losses, _ in each]), gradients
+
+    def accumulated():
+        gpt.grads.zero()
+        losses = torch.cat([lm.step(gpt.model, pack).flatten() for pack in packs])
+        return losses, gpt.grads.copy()
+
+    expected = accumulated()
+    found = {}
+    for fused in (False, True):
+        tuning = {"gradient_accumulation_fusion": fused}
+        with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_tuning=tuning) as graphs:
+            found[fused] = accumulated()
+            assert graphs.statistics().replays == len(packs), graphs.statistics().fallbacks
+    assert_same(found[False], [expected], gpt.names, "not fused")
+    assert torch.equal(found[True][0], expected[0])
+    exact = step(fp32.results)
+    graphs, eager = (parity.distances(result, exact) for result in (found[True], expected))
+    print(f"from fp32: graphs {graphs}, eager {eager}")
+    assert not parity.same(found[True], expected) and graphs["mean of gradients"] < eager["mean of gradients"]
+    assert graphs["worst gradient"] <= FARTHER * eager["worst gradient"]
+
+
 @pytest.mark.parametrize(
     "modules", [("attn",), ("mlp",), pytest.param(("attn", "mlp"), marks=pytest.mark.first)], ids=",".join
 )

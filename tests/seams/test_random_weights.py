@@ -10,7 +10,7 @@ from bridge_cg_plugin.upstream.hooks import recipe_names
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
-from bridge_cg_tools.benchmarks.runs import random_weights, recipe_bench
+from bridge_cg_tools.benchmarks.runs import random_weights, recipe_bench, recipe_cases
 from bridge_cg_tools.benchmarks.runs.recipe import prepare
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from scripts.performance import bench_recipe
@@ -45,6 +45,21 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
     assert not read_options(runs["eager1"]).enabled
     options = read_options(runs["plugin"])
     assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
+
+
+@pytest.mark.parametrize("mode", ["eager1", *recipe_bench.GRAPHS])
+@pytest.mark.parametrize("name", recipe_cases.CASES)
+def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # noqa: F811
+    args, rest = bench_recipe.parse(["--case", name])
+    config = prepare(*read(recipe_bench.words(args, rest, mode, write_checkpoint(tmp_path)))).config
+    launched(config, args.gpus)
+    options = read_options(config)
+    assert config.train.micro_batch_size == 2 and config.train.train_iters == args.steps + recipe_bench.PROFILED
+    assert options.vision.enabled == (mode != "eager1") and options.packed.enabled == (
+        mode not in ("eager1", "plugin_vision")
+    )
+    if name.startswith("30b"):
+        assert config.model.num_layers == 8 and config.model.expert_model_parallel_size == 2
 
 
 def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):

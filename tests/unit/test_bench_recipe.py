@@ -10,28 +10,39 @@ from bridge_cg_plugin.upstream.hooks.overrides import graph_words
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from bridge_cg_tools.benchmarks.runs import recipe_arguments, recipe_bench
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
 from bridge_cg_tools.report.runs import WARM_UP
 from scripts.performance import bench_recipe
 
 STEPS = WARM_UP + 2
 GRAPHS = {"memory_bytes": 3 * 2**30, "capture_seconds": 2.5, "replays": 8}
 LORA = "qwen3_vl_8b_peft_config"
+PARTS = {"parts_ms": {"vision": 20.0, "idle": 60.0}, "idle_share": 0.75, "parts_tflop": {"vision": 9.0}, "families": {}}
 
 
 def result(ms, losses=None, **graphs):
     kinds = dict.fromkeys(("graphs", "language_model_graphs", "packed_graphs")) | graphs
     losses = [9.0 - step for step in range(STEPS)] if losses is None else losses
-    return {"ms": ms, "step_ms": [ms] * STEPS, "losses": losses, "grad_norms": [1.0] * STEPS, "peak_gb": 30.0, **kinds}
+    run = {"ms": ms, "step_ms": [ms] * STEPS, "losses": losses, "grad_norms": [1.0] * STEPS, "peak_gb": 30.0}
+    return {**run, **PARTS, **kinds}
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    monkeypatch.setattr(bench_recipe, "gpus_here", lambda: 8)
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """Return a function that sets what each mode's training gives or raises; the runs' words are listed, in order."""
-    started = {}
+    started, ranks_of = {}, []
 
     def give(**by_mode):
+        give.ranks = ranks_of
+
         class Process:
-            def __init__(self, log, module, environment):
+            def __init__(self, log, ranks, module, environment):
+                ranks_of.append(ranks)
                 assert module == recipe_bench.WORKER and environment["HF_HUB_OFFLINE"] == "1"
                 assert environment["HF_HUB_CACHE"].startswith(environment["HF_HOME"])
 
@@ -69,11 +80,12 @@ def test_graphs_are_recorded_beside_eager(runs, tmp_path, capsys):
     status, found = measure(tmp_path / "r.jsonl")
     assert status == 0 and list(found) == ["eager1", "plugin", "eager2"]
     plugin = found["plugin"]
-    assert plugin["case"] == "qwen3_vl_8b_vision_graphs_h200_peft_1024x768" and plugin["ratio"] == 0.4
+    assert plugin["case"] == "8b_lora" and plugin["ratio"] == 0.4 and plugin["gpus"] == 1
     assert (plugin["memory_gb"], plugin["capture_s"], plugin["loss_rel"]) == (4.0, 6.5, 0.0)
     assert plugin["inside_spread"] is True and plugin["repeats"] == 2 and found["eager2"]["ratio"] == 1.005
     assert "memory_gb" not in found["eager1"] and "inside_spread" not in found["eager1"]
-    assert "plugin: 80.0 ms a step; peak 30.0 GiB; ratio 0.400" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "plugin: 80.0 ms a step; peak 30.0 GiB; ratio 0.400" in said and "GPU idle 75.0% (ms: vision 20" in said
 
 
 def test_losses_that_differ_are_outside_and_one_eager_run_has_no_spread(runs, tmp_path, capsys):
@@ -119,11 +131,38 @@ def test_eager_has_no_graphs_and_each_mode_of_graphs_has_its_setting(runs, tmp_p
         assert options.vision.enabled and options.packed.enabled
 
 
+def test_vision_graphs_alone_leave_the_language_model_eager(runs, tmp_path):
+    started = runs(eager1=result(200.0), plugin_vision=result(150.0))
+    measure(tmp_path / "r.jsonl", "--eager-runs", "1", "--modes", "plugin_vision", "--recipe", LORA)
+    options = options_of(started["plugin_vision"])
+    assert options.choice.setting == "exact" and options.vision.enabled and not options.packed.enabled
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_has_its_recipe_gpus_and_overrides_in_every_run(runs, tmp_path, name):
+    started = runs(eager1=result(200.0), plugin=result(80.0))
+    status, found = measure(tmp_path / "r.jsonl", "--case", name, "--eager-runs", "1", "model.seq_length=2048")
+    case = CASES[name]
+    assert status == 0 and runs.ranks == [case.gpus] * 2
+    for words in started.values():
+        assert words[words.index("--recipe") + 1] == case.recipe and {*case.words, "model.seq_length=2048"} <= {*words}
+    assert all((record["case"], record["gpus"]) == (name, case.gpus) for record in found.values())
+
+
+def test_a_recipe_runs_on_as_many_gpus_as_are_asked_for(runs, tmp_path):
+    runs(eager1=result(200.0), plugin=result(80.0))
+    line = ("--recipe", "qwen3_vl_8b_vision_graphs_h200_sft_config", "--gpus", "4", "--eager-runs", "1")
+    found = measure(tmp_path / "r.jsonl", *line)[1]
+    assert runs.ranks == [4, 4] and found["plugin"]["case"] == "qwen3_vl_8b_vision_graphs_h200_sft_1024x768"
+
+
 def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
     started = runs(eager1=result(200.0), plugin=result(80.0))
     measure(tmp_path / "r.jsonl", "--eager-runs", "1", "--image", "512x256", "--global-batch", "4")
     for words in started.values():
-        assert {"dataset.image_size=[512,256]", "train.global_batch_size=4", f"train.train_iters={STEPS}"} <= set(words)
+        assert {"dataset.image_size=[512,256]", "train.global_batch_size=4", f"train.train_iters={STEPS + 1}"} <= set(
+            words
+        )
         assert {"rng.seed=1234", "rng.te_rng_tracker=true"} <= set(words) and "--mock_data" in words
         (checkpoint,) = (word for word in words if word.startswith("checkpoint.pretrained_checkpoint="))
         assert Path(checkpoint.partition("=")[2]).name == "checkpoint"
@@ -134,7 +173,12 @@ def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
     [
         (["--steps", "6"], "steps=6: it must be a whole number of at least 7"),
         (["--eager-runs", "0"], "eager_runs=0: it must be a whole number of at least 1"),
-        (["--modes", "eager"], "modes='eager': it must be any of plugin, plugin_fastest"),
+        (["--modes", "eager"], "modes='eager': it must be any of plugin, plugin_vision, plugin_fastest"),
+        (["--gpus", "0"], "gpus=0: it must be a whole number of at least 1"),
+        (["--gpus", "9"], "gpus=9: it must be at most 8, the GPUs of this machine"),
+        (["--case", "8b_sft_tp2", "--gpus", "1"], "model.tensor_model_parallel_size=2 needs a multiple of 2"),
+        (["--case", "30b_a3b_8_layers_ep2", "--gpus", "3"], "model.expert_model_parallel_size=2 needs a multiple of 2"),
+        (["--gpus", "3"], "train.global_batch_size=8: it must be a multiple of"),
         (["--recipe", "qwen3_8b_sft_config"], "recipe='qwen3_8b_sft_config': it must be a recipe or preset of"),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
         (["--recipe", "qwen3_vl_8b_pft_config"], "no such recipe. Did you mean qwen3_vl_8b_peft_config"),

@@ -414,6 +414,39 @@ def test_detaching_leaves_the_decoder_as_it_was(model):
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
+def noting(forward, seen):
+    """Return a linear module's forward that first notes how it would add its weight's gradient."""
+
+    def noted(self, *args, **kwargs):
+        if hasattr(self, "is_first_microbatch"):
+            seen.append((self.fuse_wgrad_accumulation, self.is_first_microbatch))
+        return forward(self, *args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=["layers", "attn", "mlp"])
+@pytest.mark.parametrize("fused", [None, True, False], ids=["by default", "fused", "not fused"])
+def test_weight_gradients_are_added_inside_products_of_recorded_work_only(bare, monkeypatch, modules, fused):
+    """Products are Transformer Engine's on a GPU; these have its attributes alone."""
+    products = [module for module in bare.decoder.modules() if "Parallel" in type(module).__name__]
+    seen = []
+    for product in products:
+        product.fuse_wgrad_accumulation, product.is_first_microbatch = False, True
+        product.weight.main_grad = torch.zeros_like(product.weight)
+    for kind in {type(product) for product in products}:
+        monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
+    tuning = {} if fused is None else {"gradient_accumulation_fusion": fused}
+    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=modules, cuda_graph_packed_tuning=tuning) as graphs:
+        assert (False, True) in seen and ((True, False) in seen) == (fused is not False)
+        assert (True, True) not in seen and (False, False) not in seen
+        seen.clear()
+        with graphs.paused():
+            bare(**pack(WARMUP))
+        assert {*seen} == {(False, True)}
+    assert products and not any(product.fuse_wgrad_accumulation for product in products)
+
+
 def test_mlp_is_a_part_of_dense_layers_alone():
     from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 

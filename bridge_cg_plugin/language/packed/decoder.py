@@ -70,6 +70,9 @@ class DecoderFamily(Protocol):
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""
 
+    def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""
+
     def known_activations(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work where activations leave the device: notes what they are."""
 

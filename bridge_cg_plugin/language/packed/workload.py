@@ -182,6 +182,8 @@ class PackedWorkload(Workload):
     def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.family.kernels(modules))
+            if self.options.gradient_accumulation_fusion:
+                stack.enter_context(self.family.fused_accumulation(modules))
             if self.options.moves_activations:
                 stack.enter_context(self.family.known_activations(modules))
             yield

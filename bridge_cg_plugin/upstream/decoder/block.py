@@ -25,7 +25,7 @@ from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
-from ..kernels.transformer_engine import accumulating, forget_attention_selection
+from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
@@ -184,6 +184,7 @@ class TransformerBlockFamily:
             )
         return (output,)
 
+    fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)
 
     @contextmanager

@@ -9,9 +9,12 @@ from functools import partial
 import torch
 
 Run = Callable[..., object]
+# Start and end in microseconds, and the name of a kernel or copy.
+Span = tuple[float, float, str]
 
 # What a kernel's name says it is part of; the first that matches.
 FAMILIES = (
+    ("communication", r"nccl"),
     ("copies", r"memcpy|memset|direct_copy|_copy_|CatArrayBatched|fill"),
     ("attention: dot_do_o", r"dot_do_o|dot_dO_O"),
     ("attention", r"sdpa|flash|fmha|attention|attn"),
@@ -152,33 +155,51 @@ def profile(run: Callable[[], object]) -> Kernels:
     return kernels_of(spans(run))
 
 
-def spans(run: Callable[[], object]) -> list[tuple[float, float, str]]:
+def spans(run: Callable[[], object]) -> list[Span]:
     """Run once under PyTorch's profiler; returns start and end in microseconds and the name of all that the GPU did."""
     if not on_gpu():
         run()
         return []
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
+    profile = Profile()
+    profile.start()
+    run()
+    return profile.stop()
 
-    synchronize()
-    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
+
+class Profile:
+    """PyTorch's profiler of what a GPU does between two points, with the device idle at both."""
+
+    def __init__(self) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as torch_profile
+
+        self._profiler = torch_profile(activities=[ProfilerActivity.CUDA])
+
+    def start(self) -> None:
+        """Begin."""
         synchronize()
-    return [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA
-    ]
+        self._profiler.start()
+
+    def stop(self) -> list[Span]:
+        """End; returns what `spans` does."""
+        from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
+
+        synchronize()
+        self._profiler.stop()
+        return [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in self._profiler.events()
+            if event.device_type == DeviceType.CUDA
+        ]
 
 
 def overlap_us(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
     """Return how long, in the unit given, one of `some` spans ran while one of `others` did."""
-    busy = _merged(others)
-    return sum(max(min(end, e) - max(start, s), 0.0) for start, end in _merged(some) for s, e in busy)
+    busy = merged(others)
+    return sum(max(min(end, e) - max(start, s), 0.0) for start, end in merged(some) for s, e in busy)
 
 
-def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans as the stretches of time in which at least one of them runs."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
@@ -189,7 +210,7 @@ def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def kernels_of(spans: list[tuple[float, float, str]]) -> Kernels:
+def kernels_of(spans: list[Span]) -> Kernels:
     """Add up (start, end, name) in microseconds; kernels that overlap are busy once."""
     found, end = Kernels(count=len(spans)), float("-inf")
     for start, stop, name in sorted(spans):

@@ -1,5 +1,6 @@
 """The time that arithmetic alone takes: matrix products and attention at a rate that the GPU reaches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +8,31 @@ from bridge_cg_tools.benchmarks.models.workloads import Grid, tokens_of
 
 # What large bf16 matrix products reach on an H200, of 989 TFLOP/s on paper.
 TFLOPS = 700
-# Forward and both products of the backward, with respect to inputs and to weights.
-LINEAR_PASSES = 3.0
 # FlashAttention-2 (Dao, arXiv:2307.08691, section 4.1): a forward of two products, a backward of five.
 ATTENTION_PASSES = 3.5
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What of a model is trained, which decides the products of its backward.
+
+    Attributes:
+        weights: Whether its weights get gradients, but for adapters, which are too small to count.
+        inputs: Whether gradients pass through it, for adapters or for what lies before.
+    """
+
+    weights: bool = True
+    inputs: bool = True
+
+    @property
+    def linear_passes(self) -> float:
+        """Products of a linear layer for one of its forward."""
+        return 1.0 + self.weights + self.inputs
+
+    @property
+    def attention_passes(self) -> float:
+        """Work of attention for that of its forward."""
+        return ATTENTION_PASSES if self.inputs else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +69,7 @@ def shape_of(model: Any) -> TowerShape:
     )
 
 
-def step_flops(grid: Grid, tower: TowerShape = TowerShape()) -> float:
+def step_flops(grid: Grid, tower: TowerShape = TowerShape(), trained: Trained = Trained()) -> float:
     """Return the floating-point operations of forward plus backward.
 
     A matrix product of `n x k` with `k x m` is 2nkm, a backward two more of the same size (Kaplan et al.,
@@ -62,8 +84,64 @@ def step_flops(grid: Grid, tower: TowerShape = TowerShape()) -> float:
     wide = tower.merged * h
     merger = 2 * tokens / tower.merged * (wide * wide + wide * tower.out)
     linear = tower.layers * layer + tower.mergers * merger
-    patches = (LINEAR_PASSES - 1) * 2 * tokens * tower.patch * h
-    return LINEAR_PASSES * linear + ATTENTION_PASSES * tower.layers * attention + patches
+    patches = (1 + trained.weights) * 2 * tokens * tower.patch * h
+    return trained.linear_passes * linear + trained.attention_passes * tower.layers * attention + patches
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModelShape:
+    """Sizes of a language model whose MLPs or experts are gated.
+
+    Attributes:
+        queries: Width of all queries.
+        keys: Width of all keys, which is that of the values.
+        mlp: Width of the MLP, or of all experts that a token goes through.
+        routed: Experts that a router chooses from.
+    """
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    mlp: int
+    vocabulary: int
+    routed: int = 0
+
+
+def language_model_shape_of(model: Any) -> LanguageModelShape:
+    """Return the sizes of megatron-core's language model; with experts every layer has them."""
+    config = model.config
+    mlp = config.ffn_hidden_size
+    if config.num_moe_experts:
+        shared = config.moe_shared_expert_intermediate_size or 0
+        mlp = config.moe_router_topk * config.moe_ffn_hidden_size + shared
+    return LanguageModelShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        queries=config.num_attention_heads * config.kv_channels,
+        keys=(config.num_query_groups or config.num_attention_heads) * config.kv_channels,
+        mlp=mlp,
+        vocabulary=model.vocab_size,
+        routed=config.num_moe_experts or 0,
+    )
+
+
+def language_model_flops(documents: Sequence[int], model: LanguageModelShape, trained: Trained = Trained()) -> float:
+    """Return the floating-point operations of forward plus backward, counted as `step_flops` counts.
+
+    A token's products are those of queries, keys and values, of the projection, of a gated MLP (three), of a router,
+    and of the output layer. Causal attention looks at half of a document's square.
+
+    Args:
+        documents: Tokens of each.
+        model: Its sizes.
+        trained: What of it is trained.
+    """
+    tokens, h = sum(documents), model.hidden
+    layer = 2 * h * (2 * model.queries + 2 * model.keys + 3 * model.mlp + model.routed)
+    attention = sum(2 * length**2 * model.queries for length in documents)
+    linear = tokens * (model.layers * layer + 2 * h * model.vocabulary)
+    return trained.linear_passes * linear + trained.attention_passes * model.layers * attention
 
 
 def limit_ms(grid: Grid, tower: TowerShape = TowerShape()) -> float:

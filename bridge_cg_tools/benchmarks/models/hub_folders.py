@@ -3,7 +3,11 @@
 from pathlib import Path
 
 # Names on the hub, by the model as Bridge's recipe names spell it.
-MODELS = {"qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct", "qwen35_vl_9b": "Qwen/Qwen3.5-9B"}
+MODELS = {
+    "qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct",
+    "qwen3_vl_30b_a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "qwen35_vl_9b": "Qwen/Qwen3.5-9B",
+}
 REVISION = "0" * 40
 
 

@@ -259,6 +259,7 @@ def new_helper(
     by_layer: bool = False,
     capture: bool = True,
     recorded: Sequence[Bucket] | None = None,
+    exact: bool = True,
     **options: Any,
 ) -> Any:
     """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
@@ -270,10 +271,13 @@ def new_helper(
         by_layer: Whether parts stay regions of their own where they could be one.
         capture: Whether to capture at once.
         recorded: What to record, with the limits (documents, tokens of the longest); None is what options give.
+        exact: Whether weight gradients are rounded before they are added, as eager's are.
         options: `cuda_graph_...` fields of the configuration.
     """
     from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
 
+    tuning = {"gradient_accumulation_fusion": not exact, **options.pop("cuda_graph_packed_tuning", {})}
+    options["cuda_graph_packed_tuning"] = tuning
     values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **options}
     for name, value in values.items():
         setattr(model.config, name, value)

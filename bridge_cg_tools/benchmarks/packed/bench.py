@@ -142,7 +142,7 @@ class Bench:
 
     def _replayed(self, pack: Any, most: int, modules: Sequence[str] | None, runs: int) -> Iterator[Any]:
         """Yield what so many replays give; then nothing of the graphs is left."""
-        helper = self._helper(pack, most, modules)
+        helper = self._helper(pack, most, modules, exact=True)
         try:
             for _ in range(runs):
                 yield self._results(pack)
@@ -248,10 +248,11 @@ class Bench:
         helper.delete_cuda_graphs()
         return choices
 
-    def _helper(self, pack: Any, most: int, modules: Sequence[str] | None) -> Any:
+    def _helper(self, pack: Any, most: int, modules: Sequence[str] | None, exact: bool = False) -> Any:
         """Capture for packs of up to `most` documents, of all bounds the one that this pack takes."""
         return self._new_helper(
             pack,
+            exact=exact,
             recorded=[place(pack.lengths, pack_buckets([pack.tokens], most))],
             modules=LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules,
             by_layer=modules is None,
@@ -259,9 +260,9 @@ class Bench:
             cuda_graph_packed_buckets=[pack.tokens],
         )
 
-    def _new_helper(self, pack: Any, **options: Any) -> Any:
+    def _new_helper(self, pack: Any, exact: bool = False, **options: Any) -> Any:
         once = {"cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
-        return self.lm.new_helper(self.model, pack, **once, **options)
+        return self.lm.new_helper(self.model, pack, exact=exact, **once, **options)
 
     def _step(self, pack: Any, between: Callable[[], object] | None = None) -> Any:
         return self.lm.step(self.model, pack, between)

@@ -9,7 +9,9 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from bridge_cg_tools.benchmarks.measuring.step_times import IDLE, PARTS
 from bridge_cg_tools.benchmarks.models.workloads import CASES, frames_of
+from bridge_cg_tools.benchmarks.pages.whole_step_page import limit_of, mode_in_words, shown
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records, same_steps
 from bridge_cg_tools.report.plots import style
 
@@ -219,6 +221,30 @@ def memory_plot(axes: Axes, records: Records) -> bool:
     return bool(found)
 
 
+def parts_plot(axes: Axes, records: Records) -> bool:
+    """Draw the parts of profiled steps, a bar for each case and mode, and one for each case's arithmetic."""
+    found = [r for r in shown(list(records)) if "parts_ms" in r]
+    bars = []
+    for case in dict.fromkeys(r["case"] for r in found):
+        runs = [r for r in found if r["case"] == case]
+        bars += [(f"{case}, {mode_in_words(r)}", r["parts_ms"]) for r in runs]
+        bars.append((f"{case}, {NAMES['limit']}", limit_of(runs[-1])))
+    places = list(range(len(bars)))[::-1]
+    left = [0.0] * len(bars)
+    for part, colour in zip(PARTS, FAMILY_COLOURS, strict=False):
+        widths = [ms.get(part, 0.0) for _, ms in bars]
+        axes.barh(places, widths, left=left, label=part, color=GREY if part == IDLE else colour)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, end in zip(places, left, strict=True):
+        axes.text(end, place, f" {end:.0f} ms", va="center", fontsize=8)
+    axes.set_yticks(places, [name for name, _ in bars], fontsize=8)
+    axes.set_xlabel("profiled step, ms")
+    axes.margins(x=0.12)
+    if found:
+        axes.legend(fontsize=8, ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    return bool(found)
+
+
 # File -> (records, how it is drawn, size in inches).
 PLOTS: dict[str, tuple[str, Callable[[Axes, Records], bool], tuple[float, float]]] = {
     "time.svg": ("vision_bench.jsonl", time_plot, (7.5, 4.8)),
@@ -227,6 +253,7 @@ PLOTS: dict[str, tuple[str, Callable[[Axes, Records], bool], tuple[float, float]
     "memory.svg": ("offload.jsonl", memory_plot, (7.5, 4.8)),
     "losses.svg": ("steps.jsonl", loss_plot, (7.5, 5.2)),
     "steps.svg": ("steps.jsonl", step_plot, (8.5, 4.5)),
+    "whole_step.svg": ("whole_step.jsonl", parts_plot, (8.5, 4.5)),
 }
 
 

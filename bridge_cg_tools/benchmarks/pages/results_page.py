@@ -12,13 +12,15 @@ from bridge_cg_tools.benchmarks.pages.packed_page import packed_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default, performance_parts
 from bridge_cg_tools.benchmarks.pages.upstream_page import upstream_parts
 from bridge_cg_tools.benchmarks.pages.vision_page import encoder_parts, kernel_parts, vision_parts
+from bridge_cg_tools.benchmarks.pages.whole_step_page import whole_step_parts
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.report.spread import FACTOR, compare_to_spread
 
 FOLDER = ROOT / "docs/benchmarks"
 HEAD = """`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
 More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), [memory](memory.md),
-[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md).
+[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md),
+[whole steps](whole_step.md).
 [Performance](../performance.md) has the conclusions for users."""
 
 CAPTURES = """Captures of these runs: all their seconds; from the end of the last warm-up step until the first step
@@ -210,6 +212,7 @@ PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
     "docs/benchmarks/kernels.md": kernel_parts,
     "docs/benchmarks/memory.md": memory_parts,
     "docs/benchmarks/encoders.md": encoder_parts,
+    "docs/benchmarks/whole_step.md": whole_step_parts,
 }
 
 

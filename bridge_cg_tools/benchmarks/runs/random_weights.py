@@ -1,4 +1,7 @@
-"""Train a recipe as `bridge-cg train` does, from the weights that it is initialized with, and write a JSON record."""
+"""Train a recipe as `bridge-cg train` does, from the weights that it is initialized with, and write a JSON record.
+
+The last step is profiled, and neither timed nor recorded otherwise.
+"""
 
 import argparse
 import importlib
@@ -9,15 +12,16 @@ from typing import Any
 
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
-from bridge_cg_tools.benchmarks.runs.recorded import leave_nothing
+from bridge_cg_tools.benchmarks.runs.recorded import is_first, leave_nothing
 from bridge_cg_tools.benchmarks.runs.recorder import Recorder
+from bridge_cg_tools.benchmarks.runs.step_parts import StepParts
 
 # Where Bridge takes the loader of adapters' base weights from.
 SETUP, LOADER = "megatron.bridge.training.setup", "_load_checkpoint_from_path"
 
 
 def train_words(words: Sequence[str]) -> None:
-    """Train once.
+    """Train once; rank 0 writes the record.
 
     Args:
         words: `--train MODE --out FILE` and the command line of `bridge-cg train`.
@@ -30,9 +34,11 @@ def train_words(words: Sequence[str]) -> None:
     leave_nothing(run.config)
     print(f"{args.train}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
     keep_initial_weights()
-    recorder = Recorder()
-    train(run, [recorder])
-    args.out.write_text(json.dumps(recorder.record()))
+    steps = run.config.train.train_iters - 1
+    recorder, parts = Recorder(steps), StepParts(steps)
+    train(run, [recorder, parts])
+    if is_first():
+        args.out.write_text(json.dumps({**recorder.record(), **parts.record()}))
 
 
 def keep_initial_weights() -> None:

@@ -20,8 +20,14 @@ from bridge_cg_tools.report.runs import GIB, WARM_UP
 from bridge_cg_tools.report.spread import compare_to_spread
 
 WORKER = "bridge_cg_tools.benchmarks.runs.random_weights"
-PLUGIN, FASTEST = "plugin", "plugin_fastest"
-GRAPHS = {PLUGIN: "exact", FASTEST: "fastest"}
+PLUGIN = "plugin"
+# What each mode of graphs adds to the command line.
+GRAPHS = {
+    PLUGIN: ("--cuda_graphs=exact",),
+    "plugin_vision": ("--cuda_graphs=exact", "--cuda_graph_impl", "none"),
+    "plugin_fastest": ("--cuda_graphs=fastest",),
+}
+PROFILED = 1  # steps behind the timed ones
 SEED = 1234
 # Nothing is evaluated; few mock images are drawn; all runs draw the same weights. Fused accumulation is Apex's, which
 # the registry has not.
@@ -69,11 +75,11 @@ def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: 
     width, height = args.image
     adapters = [f"checkpoint.pretrained_checkpoint={checkpoint}"] if "_peft_" in args.recipe else []
     graphs = GRAPHS.get(mode)
-    given = [f"--cuda_graphs={graphs}", *rest] if graphs else words_of("eager", rest, images=True)
+    given = [*graphs, *rest] if graphs else words_of("eager", rest, images=True)
     return [
         *("--recipe", args.recipe, "--mode", "pretrain", "--mock_data", *given),
         *(*adapters, *WORDS, f"dataset.image_size=[{width},{height}]"),
-        *(f"train.train_iters={args.steps}", f"train.global_batch_size={args.global_batch}"),
+        *(f"train.train_iters={args.steps + PROFILED}", f"train.global_batch_size={args.global_batch}"),
     ]
 
 
@@ -84,32 +90,48 @@ def check(args: argparse.Namespace, rest: Sequence[str]) -> None:
         OptionError: A value cannot work.
     """
     model_of(args.recipe)
-    least = {"steps": WARM_UP + 1, "eager_runs": 1, "global_batch": 1}
+    least = {"steps": WARM_UP + 1, "eager_runs": 1, "global_batch": 1, "gpus": 1}
     for name, minimum in least.items():
         if getattr(args, name) < minimum:
             raise OptionError(name, getattr(args, name), f"a whole number of at least {minimum}", "Raise it.")
-    recipe_arguments.read(words(args, rest, PLUGIN, Path("checkpoint")))
+    for mode in args.modes.split(","):
+        recipe_arguments.read(words(args, rest, mode, Path("checkpoint")))
+
+
+def check_gpus(gpus: int, found: int) -> None:
+    """Refuse more ranks than there are GPUs.
+
+    Raises:
+        OptionError: They are more.
+    """
+    if gpus > found:
+        raise OptionError("gpus", gpus, f"at most {found}, the GPUs of this machine", "Lower it.")
 
 
 def refusal(args: argparse.Namespace, rest: Sequence[str], folder: Path) -> str:
     """Return what a run with graphs would be refused with, in about two seconds; empty where it would not.
+
+    A layout or a batch that does not fit the GPUs is, too.
 
     Args:
         args: See `scripts/performance/bench_recipe.py`.
         rest: Further flags and overrides.
         folder: One that exists, in the place of the checkpoint.
     """
-    return first_look.refusal(words(args, rest, PLUGIN, folder))
+    start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus)]
+    return first_look.refusal([*start, *words(args, rest, PLUGIN, folder)])
 
 
 def case_of(args: argparse.Namespace) -> str:
     """Return the name of the case in records."""
+    if args.case is not None:
+        return str(args.case)
     width, height = args.image
     return f"{args.recipe.removesuffix('_config')}_{width}x{height}"
 
 
 class Bench:
-    """Runs on one GPU, one after the other. Their processes import the stack side by side before that.
+    """Runs, one after the other. Their processes import the stack side by side before that.
 
     Args:
         args: See `scripts/performance/bench_recipe.py`.
@@ -128,7 +150,7 @@ class Bench:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **variables_of(self._folder)}
         for mode in modes:
             log = self._folder / f"{mode}.log"
-            process = TrainingProcess(log, module=WORKER, environment=environment)
+            process = TrainingProcess(log, ranks=self._args.gpus, module=WORKER, environment=environment)
             stack.callback(process.close)
             self._processes[mode] = process
 
@@ -151,15 +173,16 @@ class Bench:
         return None if self._end == float("inf") else max(self._end - time.monotonic(), 0.0)
 
 
-def records_of(case: str, runs: Mapping[str, dict[str, Any] | str], steps: int) -> list[dict[str, Any]]:
+def records_of(case: str, runs: Mapping[str, dict[str, Any] | str], steps: int, gpus: int = 1) -> list[dict[str, Any]]:
     """Return the records of all runs, beside the first eager one.
 
     Args:
         case: The case.
         runs: By mode: what a run did, or why it did not.
         steps: Of each run.
+        gpus: Of each run.
     """
-    origin = provenance(steps - WARM_UP, SEED)
+    origin = {"gpus": gpus, **provenance(steps - WARM_UP, SEED)}
     measured = {mode: run for mode, run in runs.items() if isinstance(run, dict)}
     eager = [run for mode, run in measured.items() if mode not in GRAPHS]
     found = []
@@ -208,6 +231,11 @@ def in_words(record: Mapping[str, Any]) -> str:
     said += [f"ratio {record['ratio']:.3f}, losses within {record['loss_rel']:.1e}"] if "ratio" in record else []
     if "memory_gb" in record:
         said.append(f"graphs {record['memory_gb']:.1f} GiB, captured in {record['capture_s']:.1f} s")
+    if "idle_share" in record:
+        parts = ", ".join(f"{part} {ms:.0f}" for part, ms in record["parts_ms"].items())
+        said.append(f"GPU idle {record['idle_share']:.1%} (ms: {parts})")
+    else:
+        said.append("no profile of its parts")
     if "inside_spread" in record:
         said.append("inside eager's spread" if record["inside_spread"] else "OUTSIDE eager's spread")
     return "; ".join(said)

@@ -24,9 +24,13 @@ class Recorder(Callback):
     """Keeps a run's figures; `record()` has them after training, on every rank.
 
     Step times are from before a step's first launch to the end of its last kernel.
+
+    Args:
+        steps: How many are kept, from the first; None for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int | None = None) -> None:
+        self._steps = steps
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.step_ms: list[float] = []
@@ -54,12 +58,16 @@ class Recorder(Callback):
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock."""
         self._add_tflop(context)
+        if self._is_full():
+            return
         self._images = 0
         synchronize()
         self._began = time.perf_counter()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop the clock and keep the step's figures."""
+        if self._is_full():
+            return
         synchronize()
         self.step_ms.append((time.perf_counter() - self._began) * 1e3)
         if context.loss_dict:  # the last pipeline stage has it
@@ -86,10 +94,13 @@ class Recorder(Callback):
             self._parts = [{} for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather_object(self._parts, own)
 
+    def _is_full(self) -> bool:
+        return self._steps is not None and len(self.step_ms) >= self._steps
+
     def _add_tflop(self, context: CallbackContext) -> None:
         # Bridge counts a step after its end.
         so_far = float(context.state.train_state.floating_point_operations_so_far) / 1e12
-        if self.step_ms:
+        if self.step_ms and len(self.tflop) < len(self.step_ms):
             self.tflop.append(so_far - self._tflop_before)
         self._tflop_before = so_far
 

@@ -1,0 +1,30 @@
+"""Cases of bench_recipe.py: a recipe, its GPUs and what is overridden of it. Imports nothing heavy."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeCase:
+    """One case of docs/benchmarks/whole_step.jsonl.
+
+    Attributes:
+        recipe: A recipe's or preset's name.
+        gpus: Ranks, with a GPU each.
+        words: Flags and overrides of `bridge-cg train`.
+    """
+
+    recipe: str
+    gpus: int = 1
+    words: tuple[str, ...] = ()
+
+
+LORA = "8b_lora"
+CASES = {
+    "8b_sft_tp2": RecipeCase("qwen3_vl_8b_vision_graphs_h200_sft_config", 2, ("model.tensor_model_parallel_size=2",)),
+    LORA: RecipeCase("qwen3_vl_8b_vision_graphs_h200_peft_config"),
+    "30b_a3b_8_layers_ep2": RecipeCase(
+        "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config",
+        2,
+        ("model.num_layers=8", "model.expert_model_parallel_size=2"),
+    ),
+}
