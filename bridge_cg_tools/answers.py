@@ -3,11 +3,13 @@
 import ctypes
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 Tell = Callable[[str], None]
 STDOUT, STDERR = 1, 2
+WIDTH = 80
 
 
 @contextmanager
@@ -37,6 +39,14 @@ def answer_alone(lasting: bool = False) -> Iterator[Tell]:
     _print(answer)
     if lasting:
         os.dup2(STDERR, STDOUT)
+
+
+def wrapped(text: str) -> list[str]:
+    """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
+    if len(text) <= WIDTH:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _print(lines: Sequence[str]) -> None:

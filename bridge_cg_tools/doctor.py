@@ -14,6 +14,8 @@ from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES
 
 from . import probe
+from .answers import wrapped
+from .recipe_files import RecipeFiles
 
 PACKAGES = (
     "torch",
@@ -21,6 +23,7 @@ PACKAGES = (
     "megatron-bridge",
     "transformer-engine",
     "nvidia-cudnn-frontend",
+    "transformers",
     "triton",
     "wrapt",
 )
@@ -65,6 +68,10 @@ class Diagnosis:
     Attributes:
         versions: Package -> version, None where it is not installed.
         known_release: Whether the plugin was checked against this series of megatron-bridge.
+        combination: What Bridge, megatron-core and Transformer Engine of these versions were checked with: "state"
+            ("run", "audited" or "unknown") and "reason".
+        encoders: "built_in": the models whose encoders graphs take; "others": provider -> adapter, of other packages.
+        upstream_graphs: Recipes of the installed Bridge that switch upstream's own vision graphs on.
         entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
         features: Feature -> state ("ready", "partly", "not available", "off"), the broken seams that it needs, and the
@@ -77,6 +84,9 @@ class Diagnosis:
 
     versions: dict[str, str | None] = field(default_factory=dict)
     known_release: bool = False
+    combination: dict[str, str] = field(default_factory=dict)
+    encoders: dict[str, Any] = field(default_factory=dict)
+    upstream_graphs: list[str] = field(default_factory=list)
     entry_points: list[str] = field(default_factory=list)
     active: bool = False
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -112,6 +122,8 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     found.active = _loads_itself(found)
     if not missing:
         _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
+        _guarded(found, "reading Bridge's recipes", lambda: _look_at_recipes(found))
+    _guarded(found, "looking for encoders", lambda: _look_at_encoders(found))
     if found.versions["torch"] is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
         _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
@@ -199,6 +211,7 @@ def _import_what_is_patched(found: Diagnosis) -> None:
 
 def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     from bridge_cg_plugin.upstream.seams.activation import seam_states
+    from bridge_cg_plugin.upstream.seams.audited import combination_status
     from bridge_cg_plugin.upstream.seams.features import feature_states, features_of
     from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known
 
@@ -221,6 +234,8 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     found.features = {str(feature): asdict(state) for feature, state in feature_states(broken, found.active).items()}
     release = found.versions["megatron-bridge"]
     found.known_release = is_known(release or "")
+    combination = combination_status(found.versions)
+    found.combination = {"state": combination.state, "reason": combination.reason}
     table = ", ".join(r.bridge for r in RELEASES)
     found.problems += [
         Problem(
@@ -230,6 +245,17 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
         )
         for name, s in broken.items()
     ]
+
+
+def _look_at_recipes(found: Diagnosis) -> None:
+    found.upstream_graphs = RecipeFiles().with_upstreams_graphs()
+
+
+def _look_at_encoders(found: Diagnosis) -> None:
+    from bridge_cg_plugin.upstream.seams.known_encoders import taken_encoders
+
+    mine, others = taken_encoders()
+    found.encoders = {"built_in": list(mine), "others": others}
 
 
 def _look_at_environment(found: Diagnosis) -> None:
@@ -260,12 +286,16 @@ def render(found: Diagnosis, details: bool = False) -> str:
     lines = [f"{count} problem{'s' if count > 1 else ''}" if count else fine]
     lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
     lines += ["", *_summary(found)]
-    return "\n".join([*lines, *(_details(found) if details else ["", "bridge-cg doctor --details names every seam"])])
+    lines += _details(found) if details else ["", "bridge-cg doctor --details names every seam"]
+    return "\n".join(line for text in lines for line in wrapped(text))
 
 
 def _summary(found: Diagnosis) -> list[str]:
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items())
     lines = [f"versions: {versions}"]
+    if found.combination:
+        verb = "is" if found.combination["state"] == "unknown" else "was"
+        lines.append(f"  this combination {verb} {found.combination['state']}: {found.combination['reason']}")
     if not found.known_release:
         lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
@@ -275,9 +305,20 @@ def _summary(found: Diagnosis) -> list[str]:
     lines.append(f"features: {ready} of {len(found.features)} ready")
     other = [f"{name} ({one['state']})" for name, one in found.features.items() if one["state"] != "ready"]
     lines += [f"  not ready: {', '.join(other)}"] if other else []
+    lines += _encoders(found)
     states = Counter(seam["state"] for seam in found.seams.values())
     lines.append(f"seams: {', '.join(f'{number} {state}' for state, number in sorted(states.items())) or 'not read'}")
     return lines
+
+
+def _encoders(found: Diagnosis) -> list[str]:
+    """Return which encoders graphs take, and where upstream's own graphs are on."""
+    others = [f"{provider} by {adapter}" for provider, adapter in found.encoders.get("others", {}).items()]
+    return [
+        f"encoders that graphs take: {', '.join(found.encoders.get('built_in', ())) or 'not read'}",
+        f"  of other packages: {', '.join(others) or 'none'}; bridge-cg explain RECIPE names a recipe's",
+        f"recipes that switch upstream's own vision graphs on: {', '.join(found.upstream_graphs) or 'none'}",
+    ]
 
 
 def _details(found: Diagnosis) -> list[str]:

@@ -1,18 +1,13 @@
 """The command `bridge-cg recipes`."""
 
-import importlib.util
 import json
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from bridge_cg_plugin.recipes import RECIPES
-from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES
 
 from .answers import Tell
-
-RECIPE = re.compile(r"(?:^def | as )([a-z]\w*_config)\b", re.MULTILINE)
+from .recipe_files import RecipeFiles
 
 
 def run(part: str, as_json: bool, tell: Tell) -> int:
@@ -36,12 +31,8 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
 
 
 def recipes_of_bridge() -> set[str]:
-    """Return the names of the installed Bridge's recipes, read from its files: importing them takes half a minute."""
-    found = importlib.util.find_spec("megatron")
-    roots = [] if found is None else list(found.submodule_search_locations or ())
-    folders = [Path(root, *package.split(".")[1:]) for root in roots for package in PACKAGES]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    return {name for file in files for name in RECIPE.findall(file.read_text(encoding="utf-8"))}
+    """Return the names of the installed Bridge's recipes."""
+    return RecipeFiles().names()
 
 
 def _listed(names: Sequence[str]) -> list[str]:

@@ -101,6 +101,10 @@ def _tokens(rank: RegionStatistics) -> int:
     return sum(bucket.tokens for bucket in rank.buckets.values())
 
 
+def _padding(rank: RegionStatistics) -> int:
+    return sum(bucket.padding for bucket in rank.buckets.values())
+
+
 def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
     """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
 
@@ -130,6 +134,36 @@ def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
         )
     left = len(ranks) - len(shown)
     return "\n".join([*lines, *([f"and {left} ranks with fewer tokens a step"] if left else [])])
+
+
+def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:
+    """Return what happened since an earlier look: one line, and a second one where microbatches ran eager.
+
+    Args:
+        ranks: Statistics of all ranks now.
+        before: The sum of what they were then.
+        title: Begins the first line.
+
+    Returns:
+        Nothing where no microbatch ran.
+    """
+    now = merge_statistics(ranks)
+    eager = now.fallbacks - before.fallbacks
+    replays = now.replays - before.replays
+    runs = replays + eager.total()
+    if not runs:
+        return ""
+    tokens, padding = _tokens(now) - _tokens(before), _padding(now) - _padding(before)
+    memory = max(rank.memory_bytes for rank in ranks) / GIB
+    line = (
+        f"{title}: {replays} of {runs} microbatches replayed ({replays / runs:.1%}), "
+        f"padding {padding / max(tokens + padding, 1):.1%}, {memory:.2f} GiB"
+    )
+    if not eager:
+        return line
+    (most, _), *_ = counts = eager.most_common()
+    reasons = ", ".join(f"{reason} {count}" for reason, count in counts)
+    return f"{line}\n  ran eager: {reasons}. Remedy of {most}: {most.remedy.replace('`', '')}"
 
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:

@@ -132,7 +132,7 @@ def measured_costs(
     """
     if not options.cost_fallback or not options.whole_encoder or deterministic():
         return None
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     if (getattr(config, "tensor_model_parallel_size", None) or 1) > 1:
         return None
     if clock is None and device.type == "cuda":

@@ -79,7 +79,8 @@ class Answer:
     def _line(self, part: wording.Part) -> Line:
         encoder = part.name == VISION_ENCODER
         if encoder and self.has_model and self.forecast is None:
-            return Line(part.name, "none", "the model has none that graphs support", options=part.options)
+            runs, why = ("eager", "no adapter for it is known") if self.encoder else ("none", "the model has none")
+            return Line(part.name, runs, why, options=part.options)
         if part.runs != "graphs":
             return Line(part.name, part.runs, part.why, options=part.options)
         memory, ratio = self._figures() if encoder else (NOT_MEASURED, NOT_MEASURED)

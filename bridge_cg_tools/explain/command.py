@@ -33,7 +33,8 @@ from bridge_cg_plugin.options.sources import (
     SETTINGS,
     is_word,
 )
-from bridge_cg_plugin.recipes import GPUS, Gpu, with_graphs
+from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_plugin.recipes import GPUS, RECIPES, Gpu, with_graphs
 from bridge_cg_plugin.upstream.hooks.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
@@ -56,6 +57,10 @@ SECTIONS = frozenset(
 )
 _FLAGS = tuple(spelling for flag in FLAGS for spelling in flag.spellings)
 _TRACKER = "rng.te_rng_tracker"
+_UPSTREAMS = (
+    "This recipe switches upstream's own vision graphs on. Without the plugin they compute another function than eager "
+    "(docs/upstream_graphs.md)."
+)
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
 _LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
 _OWN_FLAGS = ("--graphs", "--gpu", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
@@ -224,6 +229,8 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         check_gpus(config, place.gpus)
         layout = divided(config.model, place.gpus)
         notes.append(layout_in_words(layout))
+    if name not in RECIPES and _asks_upstream(_built(name, asked is not None)):
+        notes.append(_UPSTREAMS)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"
@@ -238,6 +245,11 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         layout=layout,
         notes=tuple(notes),
     )
+
+
+def _asks_upstream(config: Any) -> bool:
+    """Whether a recipe as Bridge has it switches vision graphs on."""
+    return getattr(getattr(config, "model", None), PROVIDER_FIELDS["impl"], None) not in (None, "none")
 
 
 def _configured(

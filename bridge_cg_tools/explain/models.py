@@ -86,6 +86,14 @@ FAMILIES = (
     Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128)),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )
+# Models with images whose encoders this package has no adapter for; another package may. Nothing else is known of them.
+WITHOUT_ADAPTER = {
+    r"moonshotai/Kimi-K2\.[5-9]": "kimi_vl.kimi_k25_vl_provider.KimiK25VLModelProvider",
+    r"google/gemma-4-\d+B-A\d+B": "gemma_vl.gemma4_vl_provider.Gemma4VLModelProvider",
+    r"LGAI-EXAONE/EXAONE-4\.5": "exaone.exaone45.exaone45_provider.Exaone45ModelProvider",
+    r"stepfun-ai/Step-3\.7": "stepfun.step37_provider.Step37ModelProvider",
+    r"baidu/ERNIE-4\.5-VL": "ernie_vl.ernie45_vl_provider.Ernie45VLModelProvider",
+}
 # What a configuration on the hub decides. Nothing is known of it for a model of no family.
 _FROM_THE_HUB = (
     "attention_dropout",
@@ -116,9 +124,10 @@ class StandInBridge:
         _asked.append(self.name)
         family = _family(self.name)
         if family is None:
-            return unknown_model()
-        module, _, kind = family.provider.rpartition(".")
-        return _provider(getattr(importlib.import_module(f"{MODELS}.{module}"), kind), family)
+            return unknown_model(
+                next((kind for names, kind in WITHOUT_ADAPTER.items() if re.match(names, self.name)), GPT)
+            )
+        return _provider(_kind(family.provider), family)
 
 
 _asked: list[str] = []
@@ -161,8 +170,24 @@ def _provider(kind: type, family: Family) -> Any:
     return made
 
 
-def unknown_model() -> Any:
-    """Return a model's configuration of which only what every model has is known."""
-    gpt = importlib.import_module(f"{MODELS}.gpt_provider").GPTModelProvider
-    known = vars(_provider(gpt, Family(names="", provider=GPT)))
-    return SimpleNamespace(**{name: value for name, value in known.items() if name not in _FROM_THE_HUB})
+def unknown_model(provider: str = GPT) -> Any:
+    """Return a model's configuration of which only what every model has is known.
+
+    Args:
+        provider: Module and class of its provider, whose name the configuration's class has.
+    """
+    kind = _kind(provider) or _kind(GPT)
+    known = vars(_provider(kind, Family(names="", provider=provider)))
+    found = {name: value for name, value in known.items() if name not in _FROM_THE_HUB}
+    if provider == GPT:
+        return SimpleNamespace(**found)
+    return type(provider.rpartition(".")[2], (SimpleNamespace,), {})(**found)
+
+
+def _kind(provider: str) -> Any:
+    """Return a provider's class; None where this release of megatron-bridge lacks it."""
+    module, _, name = provider.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"{MODELS}.{module}"), name)
+    except ModuleNotFoundError:
+        return None

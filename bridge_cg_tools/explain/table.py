@@ -1,17 +1,16 @@
 """The answer of `bridge-cg explain` as text of at most 80 columns."""
 
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_tools.answers import wrapped
 
 from .answer import Answer, Line
 from .encoders import Measured, Row
 from .forecast import Forecast
 
-WIDTH = 80
 KERNELS = PROVIDER_FIELDS["kernels"]
 _HEAD = ("part", "runs", "memory a slot", "time/eager", "why")
 _COLUMNS = (14, 6, 8, 10, 34)
@@ -27,7 +26,7 @@ def render(answer: Answer) -> str:
     if answer.forecast is not None:
         blocks.append(_forecast(answer.forecast))
     blocks.append([*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)])
-    return "\n".join(line for block in blocks for text in block for line in _wrapped(text))
+    return "\n".join(line for block in blocks for text in block for line in wrapped(text))
 
 
 def _parts(lines: Sequence[Line]) -> list[str]:
@@ -94,10 +93,3 @@ def _differs(found: Forecast) -> list[str]:
     options = "default options" if found.measured.fit else f"{KERNELS}={found.measured.kernels[0]}"
     figures = f"The figures are of one {found.measured.gpu}, an encoder trained whole, and {options}."
     return [f"Not measured here: {', '.join(found.differs)}. {figures}"]
-
-
-def _wrapped(text: str) -> list[str]:
-    """Return lines that fit, tables as they are; what goes on is indented."""
-    if len(text) <= WIDTH:
-        return [text]
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.releases import NEWEST
 from bridge_cg_tools import doctor, probe
 from bridge_cg_tools.cli import main
 
@@ -51,7 +54,7 @@ def test_a_renamed_parameter_is_named(monkeypatch, active, capsys):
         changed.setattr(active[TRAIN], "training_log", lambda losses, global_state: None)
         bridge_cg_plugin.activate()
         assert main(["doctor", "--no-gpu"]) == 1
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "seam train_log does not fit megatron-bridge" in out
     assert "training_log no longer takes loss_dict; it takes losses, global_state" in out
     assert "use a release of the version table" in out
@@ -114,6 +117,46 @@ def test_an_unknown_release_is_said(monkeypatch):
     found = diagnose()
     assert not found.known_release
     assert "not in the version table" in doctor.render(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.20.2", "this combination was run: "),
+        ("2.18.0", "this combination was audited: "),
+        ("9.9", "this combination is unknown: transformer-engine 9.9 was not audited"),
+    ],
+)
+def test_the_combination_is_told_by_what_it_was_checked_with(monkeypatch, version, said):
+    fixed = {"megatron-bridge": NEWEST.bridge, "megatron-core": NEWEST.core, "transformer-engine": version}
+    versions = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: None if name == "transformers" else fixed.get(name, versions(name))
+    )
+    found = diagnose()
+    assert found.combination["state"] in said
+    assert said in " ".join(doctor.render(found).split())
+
+
+def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
+    point = EntryPoint("some.provider.PaintingProvider", "painting:ENCODER", encoder_group.GROUP)
+    assert "of other packages: none" in doctor.render(diagnose())
+    monkeypatch.setattr(known_encoders, "points", lambda: (point,))
+    found = diagnose()
+    assert found.encoders["others"] == {"PaintingProvider": "painting:ENCODER"}
+    assert set(found.encoders["built_in"]) >= {"Qwen3-VL", "Gemma 3", "Nemotron VL", "Qwen3-Omni (audio)"}
+    text = " ".join(doctor.render(found).split())
+    assert "of other packages: PaintingProvider by painting:ENCODER" in text and "Qwen3-VL, " in text
+
+
+def test_recipes_with_upstreams_own_graphs_are_named(monkeypatch):
+    monkeypatch.setattr(doctor.RecipeFiles, "with_upstreams_graphs", lambda self: ["painted_config"])
+    assert "vision graphs on: painted_config" in " ".join(doctor.render(diagnose()).split())
+
+
+def test_no_line_is_wider_than_a_terminal(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert all(len(line) <= 80 for line in doctor.render(doctor.diagnose()).splitlines())
 
 
 def test_the_text_has_every_part():

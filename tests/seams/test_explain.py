@@ -15,6 +15,8 @@ from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain import command
 from bridge_cg_tools.explain.encoders import encoder_of
 
+from ..unit.moonvit_towers import entry_points
+
 ROOT = Path(__file__).resolve().parents[2]
 # What a process without PyTorch, hub and GPU makes of recipes: its CPU time for the first, facts, and what is on.
 STANDS_IN = """
@@ -196,6 +198,62 @@ def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind,
     assert f"vision encoder: {said}" in " ".join(out.split())
     status, out, _ = explain(capsys, "--json", "seen_config")
     assert json.loads(out)["encoder"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "provider"),
+    [
+        ("kimi_k25_vl_sft_config", "KimiK25VLModelProvider"),
+        ("gemma4_vl_26b_sft_config", "Gemma4VLModelProvider"),
+        ("exaone45_vl_33b_sft_config", "Exaone45ModelProvider"),
+        ("step37_sft_4gpu_h100_bf16_flickr8k_smoke_config", "Step37ModelProvider"),
+    ],
+)
+def test_an_encoder_without_an_adapter_is_named_where_only_the_hub_has_its_sizes(bridge, recipe, provider):
+    if not hasattr(bridge, recipe):
+        pytest.skip("this megatron-bridge lacks the recipe")
+    found = json.loads(in_a_process(recipe, "--json"))
+    wanted = f"of {provider}, without an adapter for vision graphs: it runs eager; docs/adding_an_encoder.md shows"
+    assert found["encoder"].startswith(wanted)
+    assert (found["table"][0]["runs"], found["table"][0]["why"]) == ("eager", "no adapter for it is known")
+
+
+def test_an_encoder_of_another_package_is_named_and_takes_options(bridge, tmp_path):
+    recipe = "kimi_k25_vl_sft_config"
+    if not hasattr(bridge, recipe):
+        pytest.skip("this megatron-bridge lacks the recipe")
+    (tmp_path / "moonvit_graphs-0.1.dist-info").mkdir()
+    lines = [f"{name} = {value}" for name, value in entry_points().items()]
+    (tmp_path / "moonvit_graphs-0.1.dist-info/entry_points.txt").write_text(
+        "\n".join(["[bridge_cg_plugin.encoders]", *lines])
+    )
+    eager_layers = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+    words = ("vision_cuda_graph_impl=transformer_engine", *eager_layers, "--json")
+    found = json.loads(in_a_process(recipe, *words, path=tmp_path))
+    assert found["encoder"] == "of KimiK25VLModelProvider, with an adapter of another package for vision graphs"
+    assert found["table"][0]["runs"] == "graphs"
+
+
+def in_a_process(*words, path=ROOT):
+    """Return what `bridge-cg explain` prints in a process of its own, where Bridge is not imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_cg_tools.cli", "explain", *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypatch):
+    model = SimpleNamespace(cuda_graph_impl="none", vision_cuda_graph_impl="transformer_engine")
+    config = SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
+    monkeypatch.setattr(recipes, "_modules", lambda: iter([SimpleNamespace(seen_config=lambda: config)]))
+    status, out, err = explain(capsys, "seen_config")
+    assert status == 0, err
+    assert "This recipe switches upstream's own vision graphs on." in " ".join(out.split())
 
 
 def test_a_model_without_images_has_no_encoder(capsys, one_recipe):

@@ -64,6 +64,8 @@ def carrier(request, active):
         found = importlib.import_module(module)
     except ModuleNotFoundError:
         pytest.skip(f"this release has no {module}")
+    if not hasattr(found, name):
+        pytest.skip(f"this release has no {name}")
     return getattr(found, name), options
 
 

@@ -1,5 +1,6 @@
 """Names added to Bridge's recipe packages, and taken off again."""
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,9 +8,10 @@ import pytest
 
 from bridge_cg_plugin.recipes import PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
-from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks import recipe_names, recipes
 from bridge_cg_plugin.upstream.hooks.recipe_names import AddedNames
 from bridge_cg_plugin.upstream.seams.seam import Seam
+from bridge_cg_tools.recipe_files import RecipeFiles
 
 A, B = list(RECIPES)[:2]
 SEAM = Seam(name="names", module="m", target="", kind="module", touch="extended", purpose="for a test")
@@ -71,3 +73,15 @@ def test_a_preset_without_its_recipe_says_which(active):
     preset = replace(PRESETS[0], base="qwen9_vl_sft_config")
     with pytest.raises(RuntimeError, match="qwen9_vl_sft_config.*0.6"):
         build(preset)
+
+
+def test_the_names_that_files_tell_are_those_that_packages_have(active):
+    """`bridge-cg recipes` lists what `build_recipe` finds, and no helper such as `build_dataset_config`."""
+    found = {
+        name
+        for module in recipes._modules()
+        for name, value in vars(module).items()
+        if name.endswith("_config") and not name.startswith("_") and inspect.isfunction(value)
+    }
+    assert RecipeFiles().names() == found - set(RECIPES)
+    assert RecipeFiles().with_upstreams_graphs() == []  # of the releases in the version table

@@ -11,7 +11,7 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import gradient_reduction, parameter_gather
@@ -111,6 +111,21 @@ def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
     for board in boards:
         assert {s for _, _, s in board.scalars} == {5}
         assert ("vision_cuda_graph/replays", 1.0, 5) in board.scalars
+
+
+def test_logging_reports_a_hundred_steps_on_the_console(helper, capsys, monkeypatch):
+    monkeypatch.setattr(train_loop, "SHORT_REPORTS", rank_figures.ShortReports())
+    log = make("train_log")(lambda losses, global_state: None)
+    capsys.readouterr()
+    for step in range(1, 206):
+        helper.graphs.model(*draw([[1, 4, 4]]))
+        log({}, global_state=state_at(step))
+    said = [line for line in capsys.readouterr().out.splitlines() if "microbatches replayed" in line]
+    assert [line.partition(", padding")[0] for line in said] == [
+        "[bridge-cg] vision_cuda_graph, steps 1 to 5: 5 of 5 microbatches replayed (100.0%)",
+        "[bridge-cg] vision_cuda_graph, steps 6 to 105: 100 of 100 microbatches replayed (100.0%)",
+        "[bridge-cg] vision_cuda_graph, steps 106 to 205: 100 of 100 microbatches replayed (100.0%)",
+    ]
 
 
 def test_metrics_need_no_logger(helper):

@@ -9,6 +9,7 @@ BOTH = (
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",
+    "test_moonvit",
     "test_offload_store",
     "test_packed",
     "test_packed_experts",

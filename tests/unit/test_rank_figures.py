@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, pause_metrics, render_ranks, token_imbalance
 from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
-from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.rank_figures import LastFigures, pauses_of_ranks
 from bridge_cg_plugin.upstream.parallel.failures import named_failure
 from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
@@ -242,3 +243,44 @@ def test_as_many_as_now_where_every_step_has_as_many(monkeypatch):
     for found, most in ((constant, 8), (None, 3)):
         monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", found)
         assert most_microbatches(3) == most
+
+
+def look(replays, eager=0):
+    found = RegionStatistics(buckets={Bucket(64): BucketStatistics(replays=replays, tokens=32 * replays)})
+    found.fallbacks[Fallback.TOO_MANY_TOKENS] += eager
+    return {"vision_cuda_graph": {0: found}}
+
+
+@pytest.mark.parametrize("interval", [1, 10, 40, 100, 250])
+def test_reports_while_training_come_with_the_first_replays_and_then_every_hundred_steps(capsys, interval):
+    reports = rank_figures.ShortReports()
+    for step in range(interval, 1001, interval):
+        reports.tell(step, look(max(0, step - 5)))
+    said = [line for line in capsys.readouterr().out.splitlines() if "steps" in line]
+    ends = [int(re.search(r"to (\d+):", line)[1]) for line in said]
+    assert ends[0] == (6 if interval == 1 else interval)
+    assert all(100 <= later - end < 100 + interval for end, later in zip(ends, ends[1:], strict=False))
+    shown = [int(re.search(r": (\d+) of", line)[1]) for line in said]
+    assert sum(shown) == ends[-1] - 5
+
+
+def test_a_report_is_of_the_steps_since_the_last_one(capsys):
+    reports = rank_figures.ShortReports()
+    reports.tell(10, look(0))
+    reports.tell(20, look(8))
+    reports.tell(119, look(90))
+    reports.tell(120, look(100, eager=5))
+    first, second, why = capsys.readouterr().out.splitlines()
+    assert "steps 1 to 20: 8 of 8 microbatches replayed (100.0%)" in first
+    assert "steps 21 to 120: 92 of 97 microbatches replayed (94.8%)" in second
+    assert "ran eager: too_many_tokens 5. Remedy of too_many_tokens: " in why
+
+
+def test_a_second_training_of_a_process_begins_anew(capsys):
+    reports = rank_figures.ShortReports()
+    reports.tell(100, look(50))
+    reports.tell(10, look(7))
+    assert "steps 1 to 10: 7 of 7" in capsys.readouterr().out.splitlines()[1]
+    reports.forget()
+    reports.tell(10, look(9))
+    assert "steps 1 to 10: 9 of 9" in capsys.readouterr().out

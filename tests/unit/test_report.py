@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render
+from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render, render_steps
 from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_tools import cli
@@ -48,6 +48,37 @@ def statistics():
         found.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, tokens)
     found.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
     return found
+
+
+def test_what_happened_between_two_looks_is_two_lines():
+    before, now = statistics(), statistics()
+    now.buckets[Bucket(1024, (32, 1024))].replays += 30
+    now.buckets[Bucket(1024, (32, 1024))].tokens += 900
+    now.buckets[Bucket(1024, (32, 1024))].padding += 100
+    now.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, 9000)
+    now.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
+    now.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
+    other = RegionStatistics(static_bytes=5 * GIB)
+    first, second = render_steps([now, other], before, "vision, steps 101 to 200").splitlines()
+    assert first == ("vision, steps 101 to 200: 30 of 33 microbatches replayed (90.9%), padding 10.0%, 5.00 GiB")
+    assert second.startswith("  ran eager: no_free_slot 2, too_many_tokens 1. Remedy of no_free_slot: raise")
+
+
+def test_steps_without_fallbacks_are_one_line_and_without_microbatches_none():
+    now = RegionStatistics(buckets={Bucket(64): BucketStatistics(replays=4, tokens=256)})
+    assert (
+        render_steps([now], RegionStatistics(), "t")
+        == "t: 4 of 4 microbatches replayed (100.0%), padding 0.0%, 0.00 GiB"
+    )
+    assert render_steps([now], now, "t") == ""
+
+
+def test_reports_between_steps_leave_the_last_one_readable(tmp_path):
+    short = render_steps([statistics()], RegionStatistics(), "vision_cuda_graph, steps 1 to 100")
+    path = log_with_report(tmp_path)
+    expected = read_graphs(line.partition("[bridge-cg] ")[2] for line in path.read_text().splitlines())
+    lines = [*short.splitlines(), *(line.partition("[bridge-cg] ")[2] for line in path.read_text().splitlines())]
+    assert read_graphs(lines) == expected and expected
 
 
 def run(mode, losses=(3.0, 2.0, 1.0), **fields):

@@ -7,7 +7,7 @@ from torch import distributed
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.report import merge_statistics, pause_metrics, render_ranks
+from ...graphs.report import merge_statistics, pause_metrics, render_ranks, render_steps
 from ...graphs.statistics import RegionStatistics
 from ..parallel.failures import several_ranks
 from .graph_helper import GraphHelper, asks_for_graphs
@@ -65,6 +65,39 @@ class LastFigures:
             in_all, most = waited[f"{ALL_MODULES}/pause_s"], waited[f"{ALL_MODULES}/longest_pause_s"]
             announce(f"steps waited {in_all:.1f} s for recordings of all modules, at most {most:.1f} s in one step")
         self._found = {}
+
+
+class ShortReports:
+    """Reports while training: with the first logged step after warm-up, then with one in about a hundred steps."""
+
+    EVERY = 100
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+        self._before: dict[str, RegionStatistics] = {}
+
+    def tell(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
+        """Print what happened since the last report, if it is time for one.
+
+        Args:
+            step: The step that was logged.
+            found: Statistics of all ranks after it; see `statistics_of_ranks`.
+        """
+        for group, ranks in found.items():
+            now, before = merge_statistics(list(ranks.values())), self._before.get(group, RegionStatistics())
+            last = self._steps.get(group, 0)
+            if step < last:  # of another training in this process
+                last, before = 0, RegionStatistics()
+            if last and step - last < self.EVERY:
+                continue
+            said = render_steps(list(ranks.values()), before, f"{group}, steps {last + 1} to {step}")
+            if said:
+                self._steps[group], self._before[group] = step, now
+                announce(said)
+
+    def forget(self) -> None:
+        """Begin anew: training has ended."""
+        self._steps, self._before = {}, {}
 
 
 def phase_of(helpers: Sequence[GraphHelper]) -> str:

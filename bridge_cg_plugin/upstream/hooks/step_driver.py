@@ -7,7 +7,7 @@ from torch import nn
 
 from ...options import PROVIDER_FIELDS
 from ..encoders.registry import FoundEncoder, find_encoders
-from .vision_helper import VisionTECudaGraphHelper, encoders_to_capture
+from .vision_helper import VisionTECudaGraphHelper, config_beside, encoders_to_capture
 
 
 class OwnLoop:
@@ -61,7 +61,9 @@ class OwnLoop:
             helper.delete_cuda_graphs()
         self._steps, self._found = 0, found
         self._helpers = [
-            VisionTECudaGraphHelper(list(model), each.model.config, num_microbatches=get_num_microbatches(), found=each)
+            VisionTECudaGraphHelper(
+                list(model), config_beside(each), num_microbatches=get_num_microbatches(), found=each
+            )
             for each in wanted
             if each.model in found
         ]

@@ -18,12 +18,13 @@ from ..wrappers import unwrapped
 from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
-from .rank_figures import ALL_MODULES, LastFigures, pauses_of_ranks, phase_of, statistics_of_ranks
+from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
 from .step_driver import OwnLoop
 from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
 OWN_LOOP = OwnLoop()
 LAST_FIGURES = LastFigures()
+SHORT_REPORTS = ShortReports()
 
 
 def drives_vision_graphs() -> bool:
@@ -75,6 +76,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
             graphs = [*active_graphs(), *([CURRENT.graphs] if CURRENT.graphs else [])]
             found = statistics_of_ranks(graphs, state.cfg.model)
             LAST_FIGURES.take(state.train_state.step, found)
+            SHORT_REPORTS.tell(state.train_state.step, found)
             for group, ranks in found.items():
                 write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
             if len(found) > 1:
@@ -102,6 +104,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
         CURRENT.end()
         OWN_LOOP.end()
         LAST_FIGURES.tell()
+        SHORT_REPORTS.forget()
         old(*args, **kwargs)
 
     return _delete_cuda_graphs

@@ -32,7 +32,7 @@ class VisionTECudaGraphHelper(GraphHelper):
 
     Args:
         model: The training loop's model chunks, or a vision model itself.
-        vision_config: The vision encoder's transformer config.
+        vision_config: The vision encoder's transformer config; None where the model around it has the options.
         vision_seq_length: Upstream's single capture length; the options say what is captured.
         micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
@@ -119,6 +119,11 @@ class VisionTECudaGraphHelper(GraphHelper):
             self._text_only.remove()
             self._text_only = None
         super().delete_cuda_graphs()
+
+
+def config_beside(found: FoundEncoder) -> Any:
+    """Return an encoder's own config; None for layers that have none: their model's has the options."""
+    return getattr(found.model, "config", None)
 
 
 def encoders_to_capture(model: nn.Module | Sequence[nn.Module], source: Any) -> list[FoundEncoder]:

@@ -5,7 +5,7 @@ Imports neither torch nor Megatron: `bridge-cg explain` asks.
 
 from typing import Any
 
-from .encoder_group import other_providers
+from .encoder_group import other_providers, points
 from .encoders import declared
 from .registry.models import QWEN3_VL
 
@@ -27,7 +27,8 @@ def encoder_of(model: Any) -> str:
     if not any(hasattr(model, field) for field in IMAGE_FIELDS):
         return ""
     if not bases[0].endswith("Provider"):  # `bridge-cg explain` does without the hub
-        return "of a kind that only the hub tells; docs/vision_graphs.md lists those that vision graphs take"
+        listed = "docs/vision_graphs.md lists those that vision graphs take"
+        return f"of a kind that only the hub tells; {listed}, {HOW_TO_ADD}"
     return f"of {bases[0]}, without an adapter for vision graphs: it runs eager; {HOW_TO_ADD}"
 
 
@@ -35,6 +36,12 @@ def has_audio_encoder(model: Any) -> bool:
     """Whether a model's provider brings an audio encoder that graphs have an adapter for."""
     bases = {base.__name__ for base in type(model).__mro__}
     return any(one.encodes == "audio" and one.model.provider in bases for one in declared())
+
+
+def taken_encoders() -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the encoders that this package has an adapter for, and provider -> adapter of other packages."""
+    mine = ("Qwen3-VL", *(one.name if one.encodes == "vision" else f"{one.name} (audio)" for one in declared()))
+    return mine, {point.name.rpartition(".")[2]: point.value for point in points()}
 
 
 def _adapters() -> dict[str, str]:

@@ -217,6 +217,8 @@ class Patch(AtSeam):
 
 def _defines(owner: Any, attribute: str) -> bool:
     """Whether an owner has an attribute of its own; a class answers with those of its metaclass, too."""
+    if owner is _ABSENT:
+        return False
     return not inspect.isclass(owner) or any(attribute in vars(base) for base in owner.__mro__)
 
 

@@ -1,0 +1,125 @@
+"""Bridge's recipes, read from their files: importing them takes half a minute."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES
+
+IMPL = "vision_cuda_graph_impl"
+
+
+class RecipeFiles:
+    """The files of the packages that hold recipes.
+
+    Args:
+        roots: Folders of the package `megatron`; None takes the installed one's.
+    """
+
+    def __init__(self, roots: Sequence[Path] | None = None) -> None:
+        self._roots = _installed() if roots is None else roots
+
+    def names(self) -> set[str]:
+        """Return the names by which recipes are looked up: functions that the packages export."""
+        found: set[str] = set()
+        for package in PACKAGES:
+            found |= set(self._exported(package))
+            for child in self._children(package) if package != PACKAGES[0] else ():
+                found |= set(self._exported(child))
+        return {name for name in found if name.endswith("_config") and not name.startswith("_")}
+
+    def with_upstreams_graphs(self) -> list[str]:
+        """Return the recipes that switch upstream's own vision graphs on, themselves or in a function they call."""
+        calls: dict[str, set[str]] = {}
+        switching: set[str] = set()
+        for file in self._files():
+            for node in ast.walk(_tree(file)):
+                if isinstance(node, ast.FunctionDef):
+                    calls.setdefault(node.name, set()).update(_called(node))
+                    switching |= {node.name} if _switches_on(node) else set()
+                elif isinstance(node, ast.ImportFrom):
+                    for alias in node.names:
+                        calls.setdefault(alias.asname or alias.name, set()).add(alias.name)
+        while more := {name for name, others in calls.items() if others & switching} - switching:
+            switching |= more
+        return sorted(self.names() & switching)
+
+    def _files(self) -> list[Path]:
+        folders = [root.joinpath(*package.split(".")[1:]) for root in self._roots for package in PACKAGES]
+        return [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+
+    def _children(self, package: str) -> Iterator[str]:
+        for root in self._roots:
+            for file in sorted(root.joinpath(*package.split(".")[1:]).glob("*/__init__.py")):
+                yield f"{package}.{file.parent.name}"
+
+    def _exported(self, module: str) -> dict[str, None]:
+        """Return the functions of a module that `from module import *` takes."""
+        file = self._file(module)
+        if file is None:
+            return {}
+        found: dict[str, None] = {}
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        tree = _tree(file)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                for alias in node.names:
+                    found.update(self._exported(origin) if alias.name == "*" else {alias.asname or alias.name: None})
+        found.update({node.name: None for node in tree.body if isinstance(node, ast.FunctionDef)})
+        listed = _listed(tree)
+        return {name: None for name in found if name in listed} if listed else found
+
+    def _file(self, module: str) -> Path | None:
+        for root in self._roots:
+            path = root.joinpath(*module.split(".")[1:])
+            for file in (path / "__init__.py", path.with_suffix(".py")):
+                if module.startswith(PACKAGES) and file.is_file():
+                    return file
+        return None
+
+
+def _installed() -> list[Path]:
+    found = importlib.util.find_spec("megatron")
+    return [] if found is None else [Path(root) for root in found.submodule_search_locations or ()]
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _listed(tree: ast.Module) -> set[str]:
+    """Return the names in `__all__`; empty where there is none, or none that is written out."""
+    values = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and target.id == "__all__"
+    ]
+    if any(not isinstance(value, ast.List | ast.Tuple) for value in values):
+        return set()
+    words = [node for value in values if value is not None for node in ast.walk(value)]
+    return {node.value for node in words if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _called(function: ast.FunctionDef) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in calls}
+
+
+def _switches_on(function: ast.FunctionDef) -> bool:
+    """Whether a function sets the option of vision graphs to something else than off."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == IMPL for target in node.targets):
+            value: ast.expr = node.value
+        elif isinstance(node, ast.keyword) and node.arg == IMPL:
+            value = node.value
+        else:
+            continue
+        if not (isinstance(value, ast.Constant) and value.value in (None, "none")):
+            return True
+    return False

@@ -1,0 +1,198 @@
+"""Kimi's MoonViT, built from remote code, on graphs by another package: outputs and gradients equal eager's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders import registry
+from bridge_cg_plugin.upstream.seams import encoder_group
+from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
+
+from .hugging_face_towers import results
+from .moonvit_towers import PACKAGE, draw_items, entry_points, new_moonvit, region, remote, run_moonvit
+from .towers import assert_close, graphs_on, loss_of, poison
+
+TOLERANCE = 1e-6
+BUCKETS = {"buckets": (32, 64, 128, 256), "max_frames": 8}
+sides = st.integers(1, 4).map(lambda n: 2 * n)
+items = st.lists(st.tuples(st.integers(1, 4), sides, sides), min_size=1, max_size=5)
+MIX = [(1, 4, 6), (3, 2, 4), (1, 8, 2)]
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path_factory, monkeypatch):
+    """Install the package: its folder and the metadata that its pyproject.toml makes on the path."""
+    place = tmp_path_factory.mktemp("site")
+    metadata = place / "moonvit_graphs-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moonvit-graphs\nVersion: 0.1\n")
+    lines = [f"{name} = {value}" for name, value in entry_points().items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{encoder_group.GROUP}]", *lines]))
+    for folder in (place, PACKAGE):
+        monkeypatch.syspath_prepend(str(folder))
+    registry.encoders.cache_clear()
+    encoder_group.points.cache_clear()
+    yield
+    registry.encoders.cache_clear()
+    encoder_group.points.cache_clear()
+
+
+def assert_equal_results(found, expected):
+    assert_close(found[0], expected[0], TOLERANCE)
+    assert_close(found[1], expected[1], 10 * TOLERANCE)
+
+
+def test_bridges_provider_brings_it():
+    (name,) = entry_points()
+    assert name.rpartition(".")[2] == "KimiK25VLModelProvider"
+    assert encoder_group.other_providers() == (tuple(name.rsplit(".", 1)),)
+
+
+def test_the_layers_are_found_where_bridge_holds_the_tower():
+    tower = new_moonvit()
+    model = torch.nn.Module()
+    model.vision_tower, model.config = tower, SimpleNamespace()
+    for holder in (model, tower, tower.encoder):
+        found = registry.find_encoder([torch.nn.Identity(), holder])
+        assert found.family is region().MOONVIT and found.model is tower.encoder
+    assert registry.find_encoder(torch.nn.Linear(2, 2)) is None
+
+
+@settings(max_examples=20)
+@given(st.lists(items, min_size=1, max_size=4))
+def test_any_images_and_videos_equal_eager(sequence):
+    model = new_moonvit()
+    expected = [results(run_moonvit, model, rows, seed) for seed, rows in enumerate(sequence)]
+    with graphs_on(model, **BUCKETS) as graphs:
+        for seed, rows in enumerate(sequence):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run_moonvit, model, rows, seed), expected[seed])
+        statistics = graphs.statistics()
+        assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
+
+
+@settings(max_examples=30)
+@given(items)
+def test_rotations_are_those_that_the_remote_code_concatenates(rows):
+    model, grid = new_moonvit(), torch.tensor(rows)
+    expected = model.encoder.rope_2d.get_freqs_cis(grid, "cpu")
+    padded = torch.nn.functional.pad(grid, (0, 0, 0, 2))
+    found = region().MoonViTLayers(model.encoder)._rotation(padded, len(expected) + 5)
+    assert torch.equal(found[: len(expected)], expected)
+
+
+def test_equal_patches_of_other_items_are_told_apart():
+    model = new_moonvit()
+    mixes = ([(1, 8, 8)], [(1, 4, 8), (1, 8, 4)], [(2, 4, 8)], [(1, 4, 16)])
+    expected = [results(run_moonvit, model, rows) for rows in mixes]
+    with graphs_on(model, buckets=(64,), max_frames=8) as graphs:
+        for rows, wanted in zip(mixes, expected, strict=True):
+            assert_equal_results(results(run_moonvit, model, rows), wanted)
+        assert graphs.statistics().replays == len(mixes)
+
+
+def test_microbatches_in_flight_keep_their_own_gradients():
+    model = new_moonvit()
+    mixes = (MIX, [(4, 4, 4)])
+    expected = [results(run_moonvit, model, rows, seed)[1] for seed, rows in enumerate(mixes)]
+    with graphs_on(model, slots=2, **BUCKETS) as graphs:
+        outputs = [run_moonvit(model, rows, seed) for seed, rows in enumerate(mixes)]
+        for outs, gradients in zip(outputs, expected, strict=True):
+            assert_close(torch.autograd.grad(loss_of(outs), list(model.parameters())), gradients, 10 * TOLERANCE)
+        assert graphs.statistics().replays == 2
+
+
+@pytest.mark.parametrize("frozen", ["encoder", "encoder.blocks.0", "patch_embed", "patch_embed.pos_emb"])
+def test_parts_of_the_tower_are_trained(frozen):
+    model = new_moonvit()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad &= not name.startswith(frozen)
+    expected = results(run_moonvit, model, MIX)
+    with graphs_on(model, **BUCKETS) as graphs:
+        for _ in range(3):
+            poison(graphs, float("nan"))
+            assert_equal_results(results(run_moonvit, model, MIX), expected)
+        assert graphs.statistics().replays
+
+
+def test_evaluation_replays():
+    model = new_moonvit().eval()
+    with torch.no_grad():
+        expected = run_moonvit(model, MIX)
+        with graphs_on(model, **BUCKETS) as graphs:
+            for _ in range(3):
+                assert_close(run_moonvit(model, MIX), expected, TOLERANCE)
+            assert graphs.statistics().replays >= 1
+
+
+def test_buckets_on_demand():
+    model = new_moonvit()
+    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
+        for _ in range(4):
+            run_moonvit(model, MIX)
+        assert graphs.capture()
+        run_moonvit(model, MIX)
+        assert graphs.statistics().replays == 1
+
+
+def test_calls_that_no_graph_takes_run_eager():
+    model = new_moonvit()
+    hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
+    with graphs_on(model, **BUCKETS) as graphs:
+        with pytest.raises(AttributeError):
+            model.encoder(hidden, None)
+        with pytest.raises(BatchError, match="513"):
+            model.encoder(torch.randn(1026, 32), torch.tensor([(1, 513, 2)]))
+        with pytest.raises(BatchError, match="7 patches"):
+            model.encoder(hidden[:7], grid)
+        model.encoder(torch.randn(516, 32), torch.tensor([(1, 258, 2)]))
+        fallbacks = graphs.statistics().fallbacks
+        assert fallbacks == {"call_arguments": 1, "other_batch": 2, "too_many_tokens": 1}
+        with pytest.raises(BatchError, match="is on meta"):
+            model.encoder(torch.empty(8, 32, device="meta"), grid)
+
+
+def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
+    model = new_moonvit()
+    hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
+    with graphs_on(model, **BUCKETS) as graphs:
+        read = graphs.workload.adapter.read
+
+        def stale(*args, **kwargs):
+            call = read(*args, **kwargs)
+            grid.copy_(torch.tensor([[1, 4, 2]]))
+            return call
+
+        graphs.workload.adapter.read = stale
+        assert model.encoder(hidden, grid).isnan().all()
+
+
+def test_attention_is_the_layers_own_again_once_recorded():
+    model = new_moonvit()
+    layer = model.encoder.blocks[0]
+    with region().packed_attention_kernels([model.encoder]):
+        assert "attention_qkvpacked" in vars(layer)
+        segments = PackedSegments(torch.tensor([0, 4], dtype=torch.int32), 4)
+        rotation = model.encoder.rope_2d.get_freqs_cis(torch.tensor([(1, 2, 2)]), "cpu")
+        packed = layer.attention_qkvpacked(torch.ones(4, 32), segments, 4, rotation)
+    assert "attention_qkvpacked" not in vars(layer)
+    own = layer.attention_qkvpacked(torch.ones(4, 32), segments.offsets, 4, rotation)
+    assert_close([packed], [own], TOLERANCE)
+
+
+def test_another_type_on_a_gpu_is_refused():
+    weight = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    encoder = SimpleNamespace(final_layernorm=SimpleNamespace(weight=weight))
+    with pytest.raises(OptionError, match="MoonViT"):
+        region().MoonViTAdapter(encoder)
+
+
+def test_transformers_loads_the_stand_in_as_remote_code():
+    assert remote("MoonViT3dPretrainedModel").__module__.startswith("transformers_modules.")
+    pixels, grid = draw_items(MIX)
+    assert [len(item) for item in new_moonvit()(pixels, grid)] == [6, 2, 4]
