@@ -71,7 +71,7 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
 def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
     """Return for how long a job's steps waited for recordings, in all and at most: each step for the slowest rank."""
     pauses = pauses_of_job(ranks).values()
-    return {f"{prefix}/pause_s": sum(pauses), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
+    return {f"{prefix}/pause_s": float(sum(pauses)), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
 
 
 def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:

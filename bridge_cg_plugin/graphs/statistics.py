@@ -130,7 +130,7 @@ class RegionStatistics:
     @property
     def pause_seconds(self) -> float:
         """Seconds that training steps waited for recordings after the first capture."""
-        return sum(self.pauses.values())
+        return float(sum(self.pauses.values()))
 
     @property
     def longest_pause(self) -> float:

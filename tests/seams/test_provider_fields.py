@@ -35,7 +35,7 @@ VALUES = {
     "slots": 3,
     "max_frames": 8,
     "buckets_max_gb": 2.5,
-    "bucket_limits": [(64, 8, 64)],
+    "bucket_limits": "64/8/64+128/1/128",
     "drop_unused_steps": 64,
     "exact_below": 0,
     "kernels": "fast",
@@ -60,7 +60,8 @@ VALUES = {
 TUNING = {one.name for one in VISION.tuned}
 FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items() if name not in TUNING}
 FIELDS["vision_cuda_graph_tuning"] = {name: value for name, value in VALUES.items() if name in TUNING}
-OPTIONS = VisionGraphOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()})
+TYPED = {name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()}
+OPTIONS = VisionGraphOptions(**{**TYPED, "bucket_limits": ((64, 8, 64), (128, 1, 128))})
 
 
 @pytest.fixture(params=CLASSES, ids=lambda c: c[1])

@@ -15,6 +15,7 @@ from bridge_cg_plugin.graphs.report import GIB
 from bridge_cg_plugin.graphs.room import MemoryLimit
 
 from ..executors import new_executor
+from ..ranks import run_ranks
 from .mixes import MODULES
 from .test_demand import plain_menu
 from .test_growing import LARGE, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
@@ -148,3 +149,30 @@ def test_the_victim_is_what_was_not_used_for_longest_but_never_the_largest(used,
         assert all(step >= before for step in others.values())
     else:
         assert others[victim] == min(others.values()) < before
+
+
+def grow_where_one_rank_has_less_memory():
+    from torch import distributed
+
+    from .test_growing import ON_DEMAND
+    from .towers import DEFAULTS, VisionGraphOptions, VisionTECudaGraphHelper, forward
+
+    model = new_tower()
+    helper = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **ON_DEMAND, "strict": False})
+    )
+    forward(model, SMALL)
+    helper.create_cudagraphs()
+    graphs, found = helper.graphs, []
+    limit(graphs, slot_bytes(graphs) * (1.5 if distributed.get_rank() else 100))
+    for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
+        with graphs.step():
+            found.append([o.detach() for o in forward(model, rows, seed)])
+    return capacities(graphs), dict(graphs.statistics().fallbacks)
+
+
+@pytest.mark.reference_executor
+def test_ranks_that_share_layers_drop_alike(tmp_path):
+    first, second = run_ranks(2, grow_where_one_rank_has_less_memory, tmp_path, tensor_model_parallel_size=2)
+    assert first == second
+    assert first[0] == [64] or max(first[0]) < 384
