@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -237,8 +237,8 @@ def rmsnorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the backward of RMSNorm be one kernel while work is recorded."""
     with ExitStack() as stack:
         for module in every_module(modules):
-            weight = module._parameters.get("weight")
-            if weight is not None and has_kernels(weight) and is_rms_norm(type(module)):
+            weight, kind = module._parameters.get("weight"), cast(Any, type(module))
+            if weight is not None and has_kernels(weight) and is_rms_norm(kind):
                 stack.enter_context(overridden(module, "forward", partial(_rms_norm_forward, module)))
         yield
 

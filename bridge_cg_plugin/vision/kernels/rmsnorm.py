@@ -79,8 +79,8 @@ class _RmsNorm(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        flat = (t.contiguous().view(-1, t.shape[-1]) for t in (gradient, x))
-        of_x, of_weight = rmsnorm_backward(*flat, weight, ctx.epsilon)
+        rows, inputs = (t.contiguous().view(-1, t.shape[-1]) for t in (gradient, x))
+        of_x, of_weight = rmsnorm_backward(rows, inputs, weight, ctx.epsilon)
         return of_x.view_as(x), of_weight, None, None
 
 
