@@ -151,9 +151,9 @@ class VisionGraphOptions:
         "KIND",
         "kernels that may replace eager's: auto, exact or fast",
         "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another order "
-        "(LayerNorm's backward, the patch embedding's weight gradient), so gradients differ by rounding. Outputs are "
-        "equal in all cases. `auto` is `exact` under deterministic algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or "
-        "PyTorch's), `fast` otherwise",
+        "(the backward of LayerNorm and RMSNorm, the patch embedding's weight gradient), so gradients differ by "
+        "rounding. Outputs are equal in all cases. `auto` is `exact` under deterministic algorithms "
+        "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
         feature="fast kernels",
         without=("exact",),
         tuning=True,

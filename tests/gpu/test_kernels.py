@@ -50,6 +50,51 @@ def test_gelu_and_the_biass_gradient(rows):
     assert (found[1].double() - exact).norm() <= 3e-3 * exact.norm()
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("rounds", [False, True], ids=["glm45v", "pixtral"])
+def test_rotation_rounds_as_hugging_faces(rounds):
+    from transformers.models.glm4v.modeling_glm4v import apply_rotary_pos_emb_vision
+    from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
+
+    from bridge_cg_plugin.upstream.encoders.packed_towers import Rotation
+
+    upstreams = apply_rotary_pos_emb if rounds else apply_rotary_pos_emb_vision
+    angles = torch.rand(784, 40, device="cuda") * 6
+    tables = [table.to(torch.bfloat16 if rounds else torch.float32) for table in (angles.cos(), angles.sin())]
+    rotation = Rotation.of(*(torch.cat((table, table), 1) for table in tables), rounds=rounds)
+    others = {"unsqueeze_dim": 1} if rounds else {}
+    query, key = draw(784, 3, 16, 80).unbind(1)[:2]
+    gradients = draw(784, 16, 80), draw(784, 16, 80)
+    assert rotation.halves is not None
+    found = rotation.apply(upstreams, query, key, **others)
+    assert all(map(torch.equal, found, upstreams(query, key, *rotation.upstreams, **others)))
+    ours, theirs = (
+        backward(turn, [query, key], gradients)
+        for turn in (
+            lambda q, k: rotation.apply(upstreams, q, k, **others),
+            lambda q, k: upstreams(q, k, *rotation.upstreams, **others),
+        )
+    )
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("rows", ROWS)
+def test_rmsnorm_backward_is_no_farther_from_fp64_than_hugging_faces(rows):
+    from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
+
+    from bridge_cg_plugin.vision.kernels.rmsnorm import rmsnorm_backward
+
+    norm = PixtralRMSNorm(WIDTH, eps=1e-5).cuda().bfloat16()
+    x, weight, gradient = draw(rows, WIDTH), draw(WIDTH), draw(rows, WIDTH)
+    norm.weight.data.copy_(weight)
+    inputs = x.detach().requires_grad_()
+    theirs = torch.autograd.grad(norm(inputs), [inputs, norm.weight], gradient)
+    exact = backward(lambda x, w: F.rms_norm(x, (WIDTH,), w, 1e-5), [x.double(), weight.double()], gradient.double())
+    for ours, other, wanted in zip(rmsnorm_backward(gradient, x, weight, 1e-5), theirs, exact, strict=True):
+        assert (ours.double() - wanted).norm() <= 1.02 * (other.double() - wanted).norm()
+
+
 @pytest.mark.parametrize("width", [WIDTH, 4 * WIDTH])
 @pytest.mark.parametrize("rows", ROWS)
 def test_layernorm_backward_is_no_farther_from_fp64_than_transformer_engines(rows, width):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders import packed_towers
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
@@ -157,6 +158,19 @@ def test_an_aligned_backward_computes_what_is_asked_for():
     linear.weight.requires_grad = False
     aligned_linear(x, linear.weight, linear.bias).sum().backward()
     assert linear.weight.grad is None and torch.equal(linear.bias.grad, torch.full((13,), 4.0))
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8)])
+def test_linear_layers_with_a_bias_are_swapped_where_there_are_kernels(shape, monkeypatch):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)), torch.randn(shape, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    with packed_towers.aligned_backward([model]):
+        assert not any("forward" in vars(linear) for linear in model)
+    monkeypatch.setattr(packed_towers, "has_kernels", lambda tensor: True)
+    with packed_towers.aligned_backward([model]):
+        assert ["forward" in vars(linear) for linear in model] == [True, False]
+        found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    assert_close(found, expected, TOLERANCE)
 
 
 @every_size

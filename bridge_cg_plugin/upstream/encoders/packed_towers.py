@@ -1,15 +1,17 @@
 """What Hugging Face's encoders of images of any size have in common: calls, attention in packed segments."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...attention_bounds import scanned_limits
 from ...graphs.buckets import Bucket
@@ -218,20 +220,67 @@ def joint_attention(
 
 @contextmanager
 def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let linear layers of odd widths multiply matrices of aligned ones in their backward, while work is recorded."""
+    """Let the backward of linear layers multiply aligned matrices, and sum a bias's gradient by the plugin's kernel."""
     with ExitStack() as stack:
         for module in every_module(modules):
-            if type(module) is nn.Linear and is_misaligned(module):
+            if type(module) is nn.Linear and (is_misaligned(module) or _sums_bias(module)):
                 stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
         yield
+
+
+def _sums_bias(linear: nn.Linear) -> bool:
+    return linear.bias is not None and has_kernels(linear.weight)
+
+
+@contextmanager
+def rmsnorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the backward of RMSNorm be one kernel while work is recorded."""
+    with ExitStack() as stack:
+        for module in every_module(modules):
+            weight, kind = module._parameters.get("weight"), cast(Any, type(module))
+            if weight is not None and has_kernels(weight) and is_rms_norm(kind):
+                stack.enter_context(overridden(module, "forward", partial(_rms_norm_forward, module)))
+        yield
+
+
+@functools.cache
+def is_rms_norm(kind: type[nn.Module]) -> bool:
+    """Whether a class of Hugging Face's computes `weight * x / sqrt(mean(x**2) + variance_epsilon)`: it is tried."""
+    if not kind.__name__.endswith("RMSNorm"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=generator) for size in ((3, 8), (8,)))
+    try:
+        tried: UpstreamModule = kind(8, eps=0.25)
+        with torch.no_grad():
+            tried.weight.copy_(weight)
+            found = tried(x)
+        names = [name for name, _ in tried.named_parameters()]
+    except Exception:  # another signature
+        return False
+    expected = functional.rms_norm(x, (8,), weight, 0.25)
+    plain = names == ["weight"] and getattr(tried, "variance_epsilon", None) == 0.25
+    return plain and isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _rms_norm_forward(norm: UpstreamModule, x: Tensor) -> Tensor:
+    from ...vision.kernels.rmsnorm import rms_norm
+
+    forward = partial(type(norm).forward, norm)
+    if x.dtype != norm.weight.dtype or torch.is_autocast_enabled(x.device.type):
+        plain: Tensor = forward(x)
+        return plain
+    return rms_norm(x, norm.weight, norm.variance_epsilon, forward)
 
 
 @contextmanager
 def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let an encoder's modules call kernels that round a gradient otherwise than eager does."""
-    with aligned_backward(modules), patch_gradients(modules):
+    with aligned_backward(modules), rmsnorm_backward(modules), patch_gradients(modules):
         yield
 
 
 def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
+    if x.dim() != 2 or torch.is_autocast_enabled(x.device.type):
+        return functional.linear(x, linear.weight, linear.bias)
     return aligned_linear(x, linear.weight, linear.bias)

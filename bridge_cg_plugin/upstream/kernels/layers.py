@@ -197,14 +197,14 @@ def _mlp_forward(
         return type(mlp).forward(mlp, hidden_states, per_token_scale, **kwargs)
     x, bias = mlp.linear_fc1(hidden_states)
     activated = mlp.activation_func if bias is None else _after_bias(mlp.activation_func)
-    made = activated(x) if bias is None else activated(x, bias)
-    derive(made, "gelu", (x,) if bias is None else (x, bias), activated)
+    sources = (x,) if bias is None else (x, bias)
+    made = activated(*sources)
+    derive(made, "gelu", sources, activated)
     return mlp.linear_fc2(made)
 
 
-def _after_bias(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def _after_bias(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return what adds a bias and applies the activation: as one kernel for GELU, upstream's own for others."""
     from ...vision.kernels.bias import bias_add, bias_gelu
 
-    gelu: Callable[[Tensor, Tensor], Tensor] = bias_gelu
-    return gelu if _is_tanh_gelu(activation) else lambda x, bias: activation(bias_add(x, bias))
+    return bias_gelu if _is_tanh_gelu(activation) else lambda x, bias: activation(bias_add(x, bias))

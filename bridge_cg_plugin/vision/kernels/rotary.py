@@ -23,11 +23,6 @@ def _turned(first, second, cos, sin):
 
 
 @triton.jit
-def _rounded(x, kind: tl.constexpr):
-    return x.to(kind).to(tl.float32)
-
-
-@triton.jit
 def _rotate(
     x_ptr,
     cos_ptr,
@@ -54,8 +49,8 @@ def _rotate(
     target = out_ptr + token * (HEADS * HALF * 2) + heads * (HALF * 2) + lanes
     kind = out_ptr.dtype.element_ty
     if ROUNDS:
-        turned = _rounded(first * cos, kind) - _rounded(second * sin, kind)
-        second = _rounded(second * cos, kind) + _rounded(first * sin, kind)
+        turned = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+        second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
         first = turned
     else:
         first, second = _turned(first, second, cos, sin)

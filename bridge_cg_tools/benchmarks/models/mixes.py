@@ -49,7 +49,8 @@ class ImageMixes:
 
     def draw(self, model: nn.Module, rng: random.Random, most: int) -> Grid:
         """See `Mixes`."""
-        left, rows = target(rng, most) - self.class_tokens, []
+        rows: list[Row] = []
+        left = target(rng, most) - self.class_tokens
         while left >= 4 * SIDES[0] ** 2 and len(rows) < MOST_IMAGES:
             rows.append(self._image(rng, left))
             left -= rows[-1][1] * rows[-1][2] + self.class_tokens
