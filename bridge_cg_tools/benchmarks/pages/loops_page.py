@@ -55,7 +55,9 @@ def loops_parts(folder: Path) -> dict[str, str]:
     Args:
         folder: With the records.
     """
-    measured = [r for r in read_records(folder / "loops.jsonl") if "ratio" in r and r["mode"].startswith("plugin")]
+    measured = [
+        r for r in read_records(folder / "loops.jsonl") if "pass_ratios" in r and r["mode"].startswith("plugin")
+    ]
     if not measured:
         return {"loops": ""}
     tables = [times(measured), switches(measured)]
