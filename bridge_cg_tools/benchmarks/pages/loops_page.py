@@ -32,8 +32,9 @@ def times(records: Records) -> str:
 def _as_eager(record: dict[str, Any]) -> str:
     first = record["log_prob_diff"][0]  # before any update
     bits = "log-probabilities bit-equal" if record["bit_equal"] else f"NOT BIT-EQUAL, by {first:.0e} in the first round"
-    losses = {True: ", losses inside the spread", False: ", OTHER LOSSES"}
-    return bits + losses.get(record.get("inside_spread"), "")
+    if record.get("inside_spread") is None:
+        return bits
+    return bits + (", losses inside the spread" if record["inside_spread"] else ", OTHER LOSSES")
 
 
 def switches(records: Records) -> str:
