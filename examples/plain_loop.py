@@ -24,6 +24,7 @@ from .plain_jobs import Job, build
 
 # Microbatches of step after step; RL loops have another count at every step too.
 MICROBATCHES = (4, 2, 3)
+CASE = "plain_loop"  # in records
 GRAPHS = "vision_cuda_graph_impl=transformer_engine"
 
 
@@ -84,7 +85,7 @@ def compare_runs(args: argparse.Namespace) -> bool:
     finally:
         for process in processes:
             process.close()
-    return compare(eager, graphs, [], args.steps, None)
+    return compare(eager, graphs, [], args.steps, args.records, CASE)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,6 +97,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument("--small", action="store_true", help="on a GPU, a tower of 6 layers and few image sizes")
     parser.add_argument("--out", type=Path, help="where to write the run's figures as JSON")
+    parser.add_argument("--records", type=Path, help="with --compare, write benchmark records to this file")
     parser.add_argument("options", nargs="*", help="graph options, as name=value")
     return parser.parse_intermixed_args(words)
 

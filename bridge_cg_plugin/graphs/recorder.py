@@ -90,12 +90,13 @@ class Recorder:
             held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
             source.forget(slot)
+            source.earlier = None
             slot.pool = None  # whose memory goes back first
             slot.pool = self.executor.new_pool()
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
-        if any(place[2] == mode for place in source.recordings):
+        if mode in source.warm:
             try:
                 return self._record_warmed_up(source, slot, bucket, mode, briefly=True)
             except OutOfMemoryInCapture:
@@ -135,7 +136,9 @@ class Recorder:
             self._always_changed.update(changed)
             self._check_changed(changed)
         nbytes = self.executor.pool_bytes(slot.pool) - before
-        source.recordings[slot.index, bucket, mode] = Recorded(recording, made, slot.pool, nbytes)
+        in_place = not source.moved(mode.gradients)
+        source.recordings[slot.index, bucket, mode] = Recorded(recording, made, slot.pool, nbytes, in_place)
+        source.warm.add(mode)
 
     def _check_changed(self, changed: Sequence[Entry]) -> None:
         """Refuse a model whose every pass leaves another plain value in an attribute, which a replay would not.

@@ -6,6 +6,7 @@
 verl: verl's Megatron engines, unmodified, without ray and without generation. A policy and a reference compute
 log-probabilities, the policy is updated, and the weights of both leave the device and come back. It needs verl 0.9.1
 with tensordict, pyvers, orjson, codetiming and torchdata; ray may be missing.
+verl_lora: the same with adapters; the reference is the policy without them.
 plain: a loop over megatron-core's schedule, three passes over the images of a frozen vision tower.
 
 Models are Qwen3-VL's full vision tower with a language model of 4 layers of 2048, with random weights; nothing is read
@@ -57,9 +58,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise OptionError("cases", unknown[0], f"any of {', '.join(CASES)}, comma-separated", "Correct the name.")
     if args.rounds <= FIRST:
         raise OptionError("rounds", args.rounds, f"a whole number above {FIRST}", "Raise it.")
-    if "verl" in args.cases and importlib.util.find_spec("verl") is None:
+    if any(CASES[name].needs_files for name in args.cases) and importlib.util.find_spec("verl") is None:
         raise OptionError.because(
-            "cases", "Cannot run the case verl: verl is not installed. Add its folder to PYTHONPATH, or --cases plain."
+            "cases", "Cannot run verl's cases: verl is not installed. Add its folder to PYTHONPATH, or --cases plain."
         )
     return args
 

@@ -477,6 +477,22 @@ def parameters_count_as_on_the_device(monkeypatch):
     monkeypatch.setattr(emptied_cache, "is_on_device", lambda parameter: True)
 
 
+@pytest.mark.parametrize("calls", [0, 3], ids=["before capture", "on graphs"])
+def test_a_reference_pass_before_any_weight_is_loaded_is_an_error_and_later_ones_are_right(calls):
+    eager, reference = Policy(vision_cuda_graph_impl="none").eval(), Policy().eval()
+    with torch.no_grad():
+        for seed in range(calls):
+            call(reference, 2, forward_only=True, seed=seed)
+        back = leave_the_device(reference.vision_model)
+        with pytest.raises(RuntimeError):
+            call(reference, 2, forward_only=True)
+        back()
+        for seed in range(4):
+            actual = call(reference, 2, forward_only=True, seed=seed)
+            assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
+    assert active_graphs()[0].statistics().replays >= 4
+
+
 def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, parameters_count_as_on_the_device):
     eager, model, other = Policy(vision_cuda_graph_impl="none"), Policy(), Policy(1)
     for _ in range(3):

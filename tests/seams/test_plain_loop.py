@@ -13,6 +13,7 @@ from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from examples import plain_jobs, plain_loop
 
 STEPS = 8
@@ -67,12 +68,17 @@ def test_on_graphs_every_microbatch_after_warm_up_replays_or_says_why(tmp_path):
     assert graphs["replays"] > after / 2 and set(graphs["fallbacks"]) <= {"not_captured_yet"}
 
 
-def test_the_comparison_says_same(here, capsys):
-    words = ["--compare", "--eager-runs", "2", "--steps", str(STEPS)]
+def test_the_comparison_says_same_and_writes_records(here, capsys, tmp_path):
+    records = tmp_path / "loops.jsonl"
+    words = ["--compare", "--eager-runs", "2", "--steps", str(STEPS), "--records", str(records)]
     assert plain_loop.main([*words, "vision_cuda_graph_strict=true"]) == 0
     assert "verdict: SAME" in capsys.readouterr().out
     told = ("--steps", str(STEPS), "vision_cuda_graph_strict=true")
     assert here == [("eager", *told), ("eager", *told), ("graphs", *told)]
+    found = {record["mode"]: record for record in read_records(records)}
+    assert set(found) == {"eager1", "eager2", "plugin"} and found["plugin"]["inside_spread"] is True
+    for record in found.values():
+        check_record(record)
 
 
 def test_the_comparison_says_different_where_nothing_replays(here, monkeypatch, capsys):

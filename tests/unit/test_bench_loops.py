@@ -17,6 +17,7 @@ from bridge_cg_tools.benchmarks.loops.canary import LEAST_BYTES, Canary
 from bridge_cg_tools.benchmarks.loops.ray_stand_in import RayStandIn
 from bridge_cg_tools.benchmarks.loops.rounds import FIRST, PASSES, Counts, Round, rounds_until, timed
 from bridge_cg_tools.benchmarks.loops.samples import IMAGE, MERGED, MIXES, draw_round, microbatches
+from bridge_cg_tools.benchmarks.pages.loops_page import loops_parts
 from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from scripts.performance import bench_loops
@@ -189,6 +190,20 @@ class TestBench:
         assert found["plugin"]["ratio"] == pytest.approx(0.5) and found["plugin"]["inside_spread"] is True
         assert "ratio" not in found["eager1"] and "inside_spread" not in found["eager2"]
 
+    def test_tables_show_what_differs_from_eager(self, runs, tmp_path):
+        eager = a_run([a_round(2.0)] * 4)
+        other = a_run([a_round(bit_equal=False, canary_intact=False)] * 4, [GRAPHS])
+        runs(eager1=eager, eager2=eager, plugin=a_run([a_round()] * 4, [GRAPHS]), plugin_frozen_outputs=other)
+        assert loops_parts(tmp_path) == {"loops": ""}
+        assert bench_loops.main(["--cases", "plain", "--out", str(tmp_path / "loops.jsonl"), "--seconds", "30"]) == 0
+        lines = loops_parts(tmp_path)["loops"].splitlines()
+        (same,) = [
+            line for line in lines if "| plain | plugin | 4 | 200 | 100 | **0.50** | 0.50 | 0.50 | 0.50 |" in line
+        ]
+        assert "log-probabilities bit-equal, losses inside the spread" in same
+        assert sum("NOT BIT-EQUAL" in line for line in lines) == 1
+        assert sum(line.endswith("| NO |") for line in lines) == 1
+
     def test_a_run_that_fails_has_a_record_and_others_go_on(self, runs, tmp_path, capsys):
         eager = a_run([a_round(2.0)] * 4)
         failed = TrainingFailed("it", "all of its log\nRuntimeError: no memory")
@@ -206,8 +221,11 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0)
         with measured.started():
             measured.run(None, lambda found: None)
-        assert begun == ["eager1", "plugin", "eager2", "eager3"]
-        assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == ["plugin"]
+        assert begun == ["eager1", "plugin", "eager2", "eager3", "plugin_packed"]
+        assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == [
+            "plugin",
+            "plugin_packed",
+        ]
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words, capsys):

@@ -4,6 +4,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from megatron.bridge.peft.lora import LoRA
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
@@ -150,6 +152,38 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
         with pytest.raises(ReplayError, match="between the forward and the backward"):
             loss_of(outputs).backward()
         assert not canary.any()
+
+
+class Counting(TapeExecutor):
+    recorded = 0
+
+    def record(self, body, pool):
+        self.recorded += 1
+        return super().record(body, pool)
+
+
+@settings(max_examples=15, deadline=None)
+@given(places=st.lists(st.integers(0, 2), min_size=2, max_size=8))
+@example(places=[1, 0, 1, 0, 1])
+def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
+    tower, reference = new_tower(), new_tower()
+    flat, expected = with_main_grads(tower), with_main_grads(reference)
+    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(3)]
+    executor, expected_count, kept = Counting(), 0, []
+    with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
+        executor.recorded = 0
+        for number, place in enumerate(places):
+            for parameter, data in zip(tower.parameters(), memory[place], strict=True):
+                parameter.data = data
+            for model in (tower, reference):
+                with graphs.step():
+                    loss_of(forward(model, [[1, 4, 4]], seed=number)).backward()
+            assert_close([flat], [expected])
+            expected_count += place not in kept
+            kept = [place, *[other for other in kept if other != place]][:2]
+        statistics = graphs.statistics()
+        assert not statistics.fallbacks and statistics.replays == len(places)
+        assert executor.recorded == expected_count
 
 
 def free_gradients(tower, flat):

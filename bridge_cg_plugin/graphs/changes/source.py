@@ -41,12 +41,14 @@ class Recorded:
         output_gradients: The buffers that its backward reads.
         pool: Memory that it was recorded in.
         nbytes: What the pool grew by, in bytes.
+        in_place: Whether memory was where its source found it when the recording was made.
     """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
     pool: object = None
     nbytes: int = 0
+    in_place: bool = True
 
 
 class Source:
@@ -72,6 +74,8 @@ class Source:
         recordings: By the slot's number, bucket and mode.
         failed: Why a bucket could not be captured in a mode.
         recorded_by_other_ranks: What ranks whose memory was not moved need not record again.
+        warm: Modes that were recorded here, or before memory was moved.
+        earlier: The source before memory was moved, whose recordings hold once all lies there again.
     """
 
     def __init__(
@@ -96,8 +100,11 @@ class Source:
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         self.failed: dict[tuple[Bucket, Mode], str] = {}
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
+        self.warm: set[Mode] = set()
+        self.earlier: Source | None = None
         if instead_of is not None:
             self.recorded_by_other_ranks = instead_of.recorded_by_other_ranks.union(instead_of.recordings)
+            self.warm = set(instead_of.warm)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
         self._read = _Memory(self.reads)
@@ -116,6 +123,31 @@ class Source:
     def forget(self, slot: Slot) -> None:
         """Drop the recordings in a slot."""
         self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
+
+    def take_place_of(self, moved: "Source") -> None:
+        """Keep what was recorded before memory was moved, unless it would keep memory from being freed."""
+        moved.earlier = None
+        moved.recorded_by_other_ranks = self.recorded_by_other_ranks
+        for source in (self, moved):
+            source.recordings = {place: made for place, made in source.recordings.items() if made.in_place}
+        if moved.same_tensors(self) and not moved.sinks.static_bytes:
+            self.earlier = moved
+        else:
+            moved.recordings.clear()
+
+    def same_tensors(self, other: "Source") -> bool:
+        """Whether recordings of both read the same tensors, wherever they lie, and add to the same gradients."""
+        ours, theirs = ((*each.reads, *each.sinks.given) for each in (self, other))
+        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+    def lies_as(self, other: "Source") -> bool:
+        """Whether recordings of both compute the same: what they read and write is the same, in the same places."""
+        return self.same_tensors(other) and self._places() == other._places()
+
+    def _places(self) -> tuple[object, ...]:
+        versions = [version for _, version in self._constants]
+        handed = self.sinks.handed
+        return self._read.addresses, self._writes.addresses, self._layouts, self._trained, versions, handed
 
     def trained_otherwise(self) -> bool:
         """Whether other parameters require a gradient than when the object was made."""

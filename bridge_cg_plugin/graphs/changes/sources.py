@@ -83,7 +83,10 @@ class Sources:
         self._all = [self.current]
 
     def __iter__(self) -> Iterator[Source]:
-        return iter(self._all)
+        for source in self._all:
+            yield source
+            if source.earlier is not None:
+                yield source.earlier
 
     def release(self) -> None:
         """Take hooks off the parameters and drop all recordings."""
@@ -199,9 +202,12 @@ class Sources:
         self._found_at = self._watch.look(contents=False), source.autocast
 
     def _instead_of(self, stale: Source) -> Source:
-        """Return a source like one whose memory was moved, without recordings."""
-        fresh = self._new(instead_of=stale)
-        stale.recordings.clear()
+        """Return the source before one whose memory was moved, if all lies there again, else one without recordings."""
+        fresh, earlier = self._new(instead_of=stale), stale.earlier
+        if earlier is not None and earlier.lies_as(fresh):
+            earlier.recorded_by_other_ranks, earlier.warm = fresh.recorded_by_other_ranks, fresh.warm
+            fresh = earlier
+        fresh.take_place_of(stale)
         self._replace_all([fresh if source is stale else source for source in self._all])
         return fresh
 

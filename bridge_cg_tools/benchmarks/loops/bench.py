@@ -40,10 +40,11 @@ class Case:
 
 
 WORKERS = "bridge_cg_tools.benchmarks.loops"
+VERL_MODES = ("eager1", "plugin", "eager2")
+RELEASED = {RELEASE_MEMORY: "1"}
 CASES = {
-    "verl": Case(
-        "verl", f"{WORKERS}.verl_rounds", ("eager1", "plugin", "eager2", "eager3"), True, {RELEASE_MEMORY: "1"}
-    ),
+    "verl": Case("verl", f"{WORKERS}.verl_rounds", (*VERL_MODES, "eager3", "plugin_packed"), True, RELEASED),
+    "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", VERL_MODES, True, RELEASED),
     "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs", "eager2")),
 }
 

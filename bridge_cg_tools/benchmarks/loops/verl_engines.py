@@ -24,13 +24,14 @@ def join_world() -> None:
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
-def engine_of(model: Path, trained: bool, fields: Mapping[str, Any]) -> Any:
+def engine_of(model: Path, trained: bool, fields: Mapping[str, Any], lora: Mapping[str, Any] | None = None) -> Any:
     """Return an engine whose model is not built yet.
 
     Args:
         model: Folder of the model's files.
         trained: Whether it has an optimizer.
         fields: Fields of the model's provider.
+        lora: verl's settings of adapters; None trains all weights.
     """
     stand_in()
     from verl.trainer.config import CheckpointConfig
@@ -38,7 +39,7 @@ def engine_of(model: Path, trained: bool, fields: Mapping[str, Any]) -> Any:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     return MegatronEngineWithLMHead(
-        HFModelConfig(path=str(model)),
+        HFModelConfig(path=str(model), lora=dict(lora or {})),
         McoreEngineConfig(
             forward_only=not trained,
             vanilla_mbridge=False,
@@ -84,8 +85,7 @@ def sizes_of(engine: Any) -> list[int]:
         buffers = [*getattr(chunk, "buffers", [])] if not callable(getattr(chunk, "buffers", None)) else []
         for buffer in buffers:
             found += [each.nbytes for each in (buffer.param_data, buffer.grad_data) if each is not None]
-        if not buffers:
-            found += [parameter.nbytes for parameter in chunk.parameters()]
+        found += [each.nbytes for each in chunk.parameters() if not (buffers and each.requires_grad)]
     return found
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     timed,
     worker_arguments,
 )
-from bridge_cg_tools.benchmarks.loops.samples import draw_round, microbatches
+from bridge_cg_tools.benchmarks.loops.samples import PAIR, draw_round, microbatches
 from bridge_cg_tools.benchmarks.loops.verl_batches import batch_of, response_log_probs
 from bridge_cg_tools.benchmarks.loops.verl_engines import (
     addresses_of,
@@ -46,6 +46,14 @@ GRAPHS = {
     "max_vision_cuda_graph_seq_length": 4096,
     "cuda_graph_warmup_steps": WARM_UP,
 }
+# Of the language model's layers, for the packs that verl makes of a microbatch.
+PACKED = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": [],
+    "cuda_graph_max_packed_seqs": 2 * PAIR,
+    "use_te_rng_tracker": True,
+}
+OPTIONS = {"plugin": GRAPHS, "plugin_packed": {**GRAPHS, **PACKED}}
 # Every so many rounds the optimizer's state leaves as well, which takes seconds; only then is all of a model away.
 OPTIMIZER_EVERY = 4
 # Every other round somebody keeps the memory that the weights had.
@@ -59,16 +67,17 @@ class Rounds:
         model: Folder of the model's files.
         fields: Fields of both models' providers.
         seed: Of the samples.
+        lora: verl's settings of the policy's adapters, without which it is the reference; None for two models.
     """
 
-    def __init__(self, model: Path, fields: dict[str, Any], seed: int) -> None:
+    def __init__(self, model: Path, fields: dict[str, Any], seed: int, lora: Mapping[str, Any] | None = None) -> None:
         self._seed = seed
-        self._policy = engine_of(model, True, fields)
-        self._policy.initialize()
-        self._reference = engine_of(model, False, fields)
-        self._reference.initialize()
+        self._policy = engine_of(model, True, fields, lora)
+        self._engines = [self._policy, *([engine_of(model, False, fields)] if lora is None else [])]
+        for engine in self._engines:
+            engine.initialize()
         self._loss = loss_function()
-        self._sizes = sizes_of(self._policy) + sizes_of(self._reference)
+        self._sizes = [size for engine in self._engines for size in sizes_of(engine)]
         self._canary: Canary | None = None
         self._addresses: list[int] = []
         self._optimizer_away = False
@@ -77,24 +86,34 @@ class Rounds:
 
     def leave(self, optimizer: bool) -> None:
         """Take weights, gradients and perhaps the optimizer's state off the device."""
-        self._policy.to("cpu", optimizer=optimizer)
-        self._reference.to("cpu", optimizer=False, grad=False)
+        self._move("cpu", optimizer)
         self._optimizer_away = optimizer
         synchronize()
 
     def come_back(self) -> None:
         """Load all that left."""
-        self._policy.to("cuda", optimizer=self._optimizer_away)
-        self._reference.to("cuda", optimizer=False, grad=False)
+        self._move("cuda", self._optimizer_away)
         synchronize()
+
+    def _move(self, device: str, optimizer: bool) -> None:
+        for engine in self._engines:
+            trained = engine is self._policy
+            engine.to(device, optimizer=optimizer and trained, grad=trained)
+
+    def _log_probs(self, name: str, batch: Any) -> Any:
+        """Return what the policy, or the reference, computes of a batch."""
+        if name == REFERENCE and len(self._engines) == 1:
+            with self._policy.disable_adapter():
+                return log_probs_of(self._policy, batch.clone())
+        return log_probs_of(self._engines[name == REFERENCE], batch.clone())
 
     def warm_up(self) -> None:
         """Let both compute log-probabilities of the first round's samples."""
         self.come_back()
         batch = batch_of(draw_round(0, self._seed))
         for _ in range(WARM_UP):
-            for engine in (self._policy, self._reference):
-                log_probs_of(engine, batch.clone())
+            for name in (OLD, REFERENCE):
+                self._log_probs(name, batch)
         self._addresses = self._addresses_now()
         self.leave(optimizer=False)
 
@@ -121,17 +140,15 @@ class Rounds:
     def _passes(self, samples: Sequence[Any], done: Round) -> None:
         batch = batch_of(samples)
         found = {}
-        for name, engine in ((OLD, self._policy), (REFERENCE, self._reference)):
+        for name in (OLD, REFERENCE):
             with timed(done, name, graph_counts, synchronize):
-                output = log_probs_of(engine, batch.clone())
+                output = self._log_probs(name, batch)
             found[name] = response_log_probs(output, batch)
             done.log_probs[name] = found[name].values().tolist()
         with eager():
             done.bit_equal = all(
-                torch.equal(
-                    found[name].values(), response_log_probs(log_probs_of(engine, batch.clone()), batch).values()
-                )
-                for name, engine in ((OLD, self._policy), (REFERENCE, self._reference))
+                torch.equal(found[name].values(), response_log_probs(self._log_probs(name, batch), batch).values())
+                for name in found
             )
         batch = batch_of(samples, found[OLD], found[REFERENCE])
         with timed(done, UPDATE, graph_counts, synchronize):
@@ -145,7 +162,7 @@ class Rounds:
         return intact
 
     def _addresses_now(self) -> list[int]:
-        return addresses_of(self._policy) + addresses_of(self._reference)
+        return [address for engine in self._engines for address in addresses_of(engine)]
 
 
 def used_bytes() -> int:
@@ -157,11 +174,16 @@ def used_bytes() -> int:
 
 def train_words(words: Sequence[str]) -> None:
     """Make all rounds, as the words of a command line say; see `worker_arguments`."""
+    make_rounds(words)
+
+
+def make_rounds(words: Sequence[str], lora: Mapping[str, Any] | None = None) -> None:
+    """Do what `train_words` does, by `lora` as `Rounds` takes it."""
     args = worker_arguments(words)
-    graphs = args.train == "plugin"
+    fields = OPTIONS.get(args.train)
     join_world()
-    (bridge_cg_plugin.activate if graphs else bridge_cg_plugin.deactivate)()
-    rounds = Rounds(args.model, GRAPHS if graphs else {}, args.seed)
+    (bridge_cg_plugin.deactivate if fields is None else bridge_cg_plugin.activate)()
+    rounds = Rounds(args.model, fields or {}, args.seed, lora)
     rounds.warm_up()
     done = []
     for number in rounds_until(args.end, args.rounds):

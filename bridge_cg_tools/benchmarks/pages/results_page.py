@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
+from bridge_cg_tools.benchmarks.pages.loops_page import loops_parts
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, number, origin, over_eager, table
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.packed_page import packed_parts
@@ -206,6 +207,7 @@ PAGES: dict[str, Callable[[Path], dict[str, str]]] = {
     "docs/index.md": results_parts,
     "docs/performance.md": performance_parts,
     "docs/upstream_graphs.md": upstream_parts,
+    "docs/other_loops.md": loops_parts,
     "docs/benchmarks/packed.md": packed_parts,
     "docs/benchmarks/parallel.md": layout_parts,
     "docs/benchmarks/vision.md": vision_parts,

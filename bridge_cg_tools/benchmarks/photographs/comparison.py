@@ -28,13 +28,22 @@ def longest(step_ms: list[float]) -> str:
 
 
 def compare(
-    eager: list[dict[str, Any]], graphs: dict[str, Any], arguments: list[str], steps: int, records: Path | None
+    eager: list[dict[str, Any]],
+    graphs: dict[str, Any],
+    arguments: list[str],
+    steps: int,
+    records: Path | None,
+    case: str | None = None,
 ) -> bool:
-    """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same."""
+    """Print the comparison of a graphed run with eager ones, record it, and return whether both train the same.
+
+    The case's name in records is that which the arguments make unless it is given.
+    """
+    case = case or case_of(arguments)
     print_steps([*eager, graphs], steps)
     losses, norms = ([run[name] for run in eager] for name in ("losses", "grad_norms"))
     loss, norm = compare_to_spread(losses, graphs["losses"]), compare_to_spread(norms, graphs["grad_norms"])
-    print(f"case: {case_of(arguments)}")
+    print(f"case: {case}")
     ratio, ms = None, median_ms(graphs)
     if ms is not None:
         eager_ms = min(each for each in map(median_ms, eager) if each is not None)
@@ -61,7 +70,7 @@ def compare(
         print(how_eager_fares(losses, norms))
     if records is not None:
         runs = {**{f"eager{i + 1}": run for i, run in enumerate(eager)}, "graphs": graphs}
-        write(records, runs, ratio, same, case_of(arguments))
+        write(records, runs, ratio, same, case)
     return same
 
 

@@ -1,0 +1,12 @@
+"""Rounds of verl's engine with adapters, the reference being the policy without them."""
+
+from collections.abc import Sequence
+
+from bridge_cg_tools.benchmarks.loops.verl_rounds import make_rounds
+
+LORA = {"rank": 8, "alpha": 16, "dropout": 0.0}
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Make all rounds, as the words of a command line say; see `worker_arguments`."""
+    make_rounds(words, LORA)
