@@ -29,6 +29,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.gpt_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.mamba.mamba_provider": ("hooks.provider_fields",),
+    "megatron.core.rerun_state_machine": ("hooks.loss_checks",),
     "megatron.core.full_cuda_graph": ("hooks.full_iteration",),
     "megatron.core.pipeline_parallel.schedules": ("hooks.any_loop",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),

@@ -35,6 +35,7 @@ class Feature(StrEnum):
     PACKED_EXPERTS = "packed sequences with experts"
     PIPELINES = "interleaved pipelines of Qwen3-VL"
     BETWEEN = "no host waits between encoder and language model"
+    CHECKS = "checks of losses and gradients read once for a step"
     COPIES = "batches copied beside computing"
     LOOPS = "graphs in other training loops"
     REPORTS = "figures in logs"

@@ -153,7 +153,7 @@ class StepParts(Callback):
         share = 1e12 * sizes[0] * sizes[1] * sizes[2]
         found = {}
         if self._vision is not None and self._grids:
-            rows = [tuple(map(int, row)) for grid in self._grids for row in grid.tolist()]
+            rows = [(int(t), int(h), int(w)) for grid in self._grids for t, h, w in grid.tolist()]
             found[VISION] = step_flops(rows, shape_of(self._vision), trained(self._vision)) / share
         if self._language_model is not None:
             documents = [int(length) for offsets in self._documents for length in offsets.diff().tolist()]

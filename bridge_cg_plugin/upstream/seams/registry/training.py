@@ -9,6 +9,7 @@ CONFIG = "megatron.bridge.training.config"
 CALLBACKS = "megatron.bridge.training.callbacks"
 INITIALIZE = "megatron.bridge.training.initialize"
 STATE = "megatron.bridge.training.state"
+RERUNS = "megatron.core.rerun_state_machine"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
 QWEN3_VL_STEP = Step("megatron.bridge.models.qwen_vl.qwen3_vl_step")
 TOWER_FEATURES = tuple(encoder.feature for encoder in declared())
@@ -145,6 +146,42 @@ SEAMS = (
             "vision_cuda_graph_helper.create_cudagraphs()",
         ),
         since=VISION_LOOP,
+    ),
+    Seam(
+        name="value_checks",
+        module=RERUNS,
+        target="RerunStateMachine.validate_result",
+        kind="function",
+        touch="extended",
+        purpose="NaN and Inf in losses and gradients are looked for without waiting for the device",
+        features=(Feature.CHECKS,),
+        undo=RESTORED,
+        parameters=("result", "rejection_func", "message", "fatal"),
+        uses=("if self.mode == RerunMode.DISABLED:", "result_rejected: bool = rejection_func(result)"),
+        patched_by="hooks.loss_checks",
+    ),
+    Seam(
+        name="rerun_question",
+        module=RERUNS,
+        target="RerunStateMachine.should_run_forward_backward",
+        kind="function",
+        touch="extended",
+        purpose="the verdicts of a step are read between its last backward and the optimizer's step",
+        features=(Feature.CHECKS,),
+        undo=RESTORED,
+        parameters=("data_iterator",),
+        uses=("if self.mode == RerunMode.DISABLED:",),
+        patched_by="hooks.loss_checks",
+    ),
+    Seam(
+        name="rerun_loop",
+        module=TRAIN,
+        target="train_step",
+        kind="function",
+        touch="read",
+        purpose="the loop asks once more before the optimizer's step",
+        features=(Feature.CHECKS,),
+        uses=("while rerun_state_machine.should_run_forward_backward(data_iterator):", "optimizer.step()"),
     ),
     Seam(
         name="config_check",

@@ -1,0 +1,77 @@
+"""Checks of losses and gradients for NaN and Inf, read once for a step instead of in every microbatch.
+
+Upstream's host waits for the device at each check. Where reruns are disabled, a rejected value ends the run with an
+error. On graphs the verdicts stay on the device until the step's last backward has been launched, and upstream's own
+check of the first rejected value raises its error then, before the optimizer's step. Other ranks may have begun theirs:
+they wait for this rank in the reduction of the loss, before anything of the step is logged or saved.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from .graph_helper import any_on_graphs
+
+DISABLED = "disabled"
+REJECTED_BY_VALUE = (torch.isnan, torch.isinf)
+# A check as upstream makes it, and its verdict on the device.
+Check = tuple[Callable[[], None], Tensor]
+# Of each state machine whose step is under way: the checks that were not read yet.
+_pending: WeakKeyDictionary[Any, list[Check]] = WeakKeyDictionary()
+
+
+def settle(checks: list[Check]) -> None:
+    """Read the verdicts of a step at once; upstream's check of the first rejected value raises its error."""
+    if checks and bool(torch.stack([verdict for _, verdict in checks]).any()):
+        for check, _ in checks:
+            check()
+
+
+def _kept(old: Callable[..., None]) -> Callable[..., None]:
+    """Keep a check that ends the run for later."""
+    signature = inspect.signature(old)
+
+    @functools.wraps(old)
+    def validate_result(self: Any, *args: Any, **kwargs: Any) -> None:
+        checks = _pending.get(self)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        result, rejects = call.arguments["result"], call.arguments["rejection_func"]
+        if checks is None or not call.arguments["fatal"] or rejects not in REJECTED_BY_VALUE or not _is_one(result):
+            return old(self, *args, **kwargs)
+        value = result.detach().clone()  # schedules divide the loss in place
+        call.arguments["result"] = value
+        checks.append((functools.partial(old, *call.args, **call.kwargs), rejects(value)))
+
+    return validate_result
+
+
+def _is_one(result: Any) -> bool:
+    return isinstance(result, Tensor) and result.dim() == 0
+
+
+def _read_between(old: Callable[..., bool]) -> Callable[..., bool]:
+    """Read a step's verdicts when the loop asks whether to run it again: before the optimizer's step."""
+
+    @functools.wraps(old)
+    def should_run_forward_backward(self: Any, *args: Any, **kwargs: Any) -> bool:
+        settle(_pending.pop(self, []))
+        runs = old(self, *args, **kwargs)
+        if runs and self.mode == DISABLED and any_on_graphs():
+            _pending[self] = []
+        return runs
+
+    return should_run_forward_backward
+
+
+PATCHES = (
+    Patch(seam("value_checks"), _kept),
+    Patch(seam("rerun_question"), _read_between),
+)

@@ -1,0 +1,47 @@
+"""Fifty steps of pretrain() of a packed Qwen3-VL on graphs: where the host waits for the device."""
+
+from .trainings import Training
+from .waiting_training import BEFORE
+
+COUNTED = 50
+# A step reads its verdicts once, before the optimizer's step. Everything else waits behind the optimizer's step, for
+# what is logged: gradient norm, loss scale, loss and counts of operations.
+VERDICTS = "loss_checks.settle"
+BEHIND = {
+    "clip_grads.get_grad_norm_fp32",
+    "clip_grads.clip_grad_by_total_norm_fp32",
+    "optimizer.step",
+    "train_utils.reduce_max_stat_across_model_parallel_group",
+    "train_utils.training_log",
+    "flop_utils._accumulator_to_int",
+    "flop_utils.resolve_global_flops_runtime_stats",
+    "train.train_step",
+    "train.train",
+}
+STEPS = BEFORE + COUNTED
+
+
+def run(*words):
+    return Training("graphs", words, STEPS, main_job=False, module="tests.gpu.waiting_training")
+
+
+def assert_on_graphs(found):
+    for kind, statistics in found["graphs"].items():
+        assert statistics["replays"] > 0 and not statistics["fallbacks"], (kind, statistics)
+    assert len(found["graphs"]) == 2 and found["checked"], found
+
+
+def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained):
+    found = trained(run())
+    print(found["in_schedule"], found["others"])
+    assert_on_graphs(found)
+    assert found["in_schedule"] == {}
+    assert found["others"].pop(VERDICTS) == COUNTED
+    assert found["others"].keys() <= BEHIND, found["others"].keys() - BEHIND
+
+
+def test_upstreams_checks_wait_in_every_microbatch(trained):
+    """Without the plugin's part the same run waits, so the test above would find it."""
+    found = trained(run("--at-once"))
+    assert_on_graphs(found)
+    assert found["in_schedule"]["rerun_state_machine.validate_result"] >= 4 * COUNTED

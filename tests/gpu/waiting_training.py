@@ -1,0 +1,100 @@
+"""Bridge's `pretrain()` of a small Qwen3-VL on packs, all on graphs, and where its host waits for the device."""
+
+import argparse
+import json
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.pretrain import pretrain
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.hooks import loss_checks
+from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_tools.benchmarks.packed.training import photograph_config
+from bridge_cg_tools.benchmarks.runs.recorder import graph_statistics
+
+# Steps before waits are counted: warm-up, capture, the first replays.
+BEFORE = 10
+OPTIONS = {
+    "vision_cuda_graph_impl": "transformer_engine",
+    "vision_cuda_graph_buckets": [2048],
+    "vision_cuda_graph_strict": True,
+    "vision_cuda_graph_tuning": {"cost_fallback": False},
+    "cuda_graph_packed_buckets": [1024],
+}
+SCHEDULE = "forward_backward_no_pipelining"
+PACKAGES = ("megatron", "bridge_cg_plugin")
+
+
+class Waits(Callback):
+    """Counts the host's waits by the function of upstream's or the plugin's that waits.
+
+    Attributes:
+        in_schedule: Those between a step's first forward and its last backward.
+        others: All others.
+    """
+
+    def __init__(self) -> None:
+        self._left = BEFORE
+        self.in_schedule: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Begin to count once graphs have replayed."""
+        if self._left == 0:
+            warnings.simplefilter("always")
+            warnings.showwarning = self._note
+            torch.cuda.set_sync_debug_mode("warn")
+        self._left -= 1
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Stop."""
+        torch.cuda.set_sync_debug_mode("default")
+
+    def _note(self, message: Warning | str, *unused: Any, **more: Any) -> None:
+        if "synchronizing CUDA operation" not in str(message):
+            return
+        stack = traceback.extract_stack()
+        named = [f"{Path(f.filename).stem}.{f.name}" for f in stack if any(f"/{p}/" in f.filename for p in PACKAGES)]
+        inside = any(f.name == SCHEDULE for f in stack)
+        (self.in_schedule if inside else self.others)[named[-1] if named else "elsewhere"] += 1
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Train; `--at-once` leaves checks of losses and gradients to upstream."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--at-once", action="store_true")
+    args = parser.parse_args(words)
+    bridge_cg_plugin.activate()
+    if args.at_once:
+        loss_checks.any_on_graphs = lambda: False
+    config = photograph_config("graphs", args.steps)
+    config.dataset.sizes, config.dataset.most_images = [(448, 448)], 1
+    apply_options(graph_options(config.model, OPTIONS), config.model)
+    waits, kept = Waits(), Statistics()
+    with helper_as_shipped():
+        pretrain(config, qwen3_vl_step.forward_step, callbacks=[waits, kept])
+    found = {"in_schedule": waits.in_schedule, "others": waits.others, "graphs": kept.value}
+    args.out.write_text(json.dumps({**found, "checked": config.rerun_state_machine.check_for_nan_in_loss}))
+
+
+class Statistics(Callback):
+    """Keeps the graphs' statistics as of the last step."""
+
+    value: dict[str, Any] | None = None
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Read them."""
+        self.value = graph_statistics()
