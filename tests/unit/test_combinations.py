@@ -151,8 +151,12 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",
     ),
-    "packed-sequence graphs with context parallelism other than `p2p`": (
-        f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
+    "packed-sequence graphs with context parallelism by `all_gather`": (
+        f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=all_gather",
+        "model.cp_comm_type",
+    ),
+    "packed-sequence graphs with context parallelism by `a2a` over ranks that do not divide the heads": (
+        f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=4 tensor_model_parallel_size=2",
         "model.cp_comm_type",
     ),
     "packed-sequence graphs of a model with Mamba layers with context parallelism": (
@@ -339,6 +343,11 @@ ACCEPTED = [
     f"{TE} {PACKED} context_parallel_size=2",
     f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=p2p",
     f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=a2a",
+    f"{TE} {PACKED} context_parallel_size=3 num_query_groups=4",
+    f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=8 tensor_model_parallel_size=2",
+    f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
+    f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a+p2p num_query_groups=2"
+    " hierarchical_context_parallel_sizes=2,2",
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",

@@ -7,8 +7,9 @@ from ..migration import module_names
 from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
 
-# Upstream's default, and the one way in which context-parallel ranks may exchange keys and values.
-RING = "p2p"
+# Ways in which context-parallel ranks may exchange keys and values. The first is upstream's default, a ring; the others
+# also give every rank a part of the heads.
+RING, HEADS, HEADS_AND_RING = EXCHANGES = ("p2p", "a2a", "a2a+p2p")
 SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router, CudaGraphModule.mamba)
 
 
@@ -33,6 +34,19 @@ def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
 
 def _shares_documents(options: GraphOptions, facts: Facts) -> bool:
     return _packs(options) and (facts.context_ranks or 1) > 1
+
+
+def _ranks_of_heads(facts: Facts) -> int:
+    """Return how many context-parallel ranks divide a tensor-parallel rank's heads, at most of all layers."""
+    ranks = facts.context_ranks or 1
+    if HEADS in facts.context_exchange:
+        return ranks
+    return facts.context_levels[0] if HEADS_AND_RING in facts.context_exchange and facts.context_levels else 1
+
+
+def _heads(facts: Facts) -> int:
+    """Return the heads of keys and values of a tensor-parallel rank; 0 is unknown."""
+    return max((facts.key_heads or 0) // (facts.tensor_ranks or 1), 1) if facts.key_heads else 0
 
 
 def _whole_layers(options: GraphOptions) -> bool:
@@ -130,14 +144,25 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism other than `p2p`",
-        "Other exchanges of keys and values are not tested with packed documents",
-        lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {RING},
+        "packed-sequence graphs with context parallelism by `all_gather`",
+        "Gathered keys and values are not tested with packed documents",
+        lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {*EXCHANGES},
         lambda o, f: (
             "model.cp_comm_type",
             ",".join(f.context_exchange),
-            f"{RING} with {_asked(o)} and context parallelism",
+            f"{', '.join(EXCHANGES)} with {_asked(o)} and context parallelism",
             f"Set it to {RING}, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with context parallelism by `a2a` over ranks that do not divide the heads",
+        "Every rank takes an equal part of the heads of keys and values",
+        lambda o, f: _shares_documents(o, f) and _heads(f) % _ranks_of_heads(f),
+        lambda o, f: (
+            "model.cp_comm_type",
+            ",".join(f.context_exchange),
+            f"{RING} where {_ranks_of_heads(f)} context-parallel ranks share {_heads(f)} heads",
+            f"Set it to {RING}, or let a divisor of {_heads(f)} ranks share them.",
         ),
     ),
     Combination(

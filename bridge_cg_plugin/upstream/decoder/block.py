@@ -30,6 +30,7 @@ from ..random_states import usable_random_states
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
+from .context_exchange import check_exchange
 from .experts import CapturedExperts
 from .layers import MAX_SEQLENS, attention_and_router_part, attention_part, mlp_part, packed_params, router_part
 from .mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
@@ -59,13 +60,15 @@ class TransformerBlockFamily:
         rank: Which of them this is.
 
     Raises:
-        OptionError: A layer is of a kind that was not looked at.
+        OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
+            a way that needs the host.
     """
 
     def __init__(self, decoder: UpstreamModule) -> None:
         self._decoder = decoder
         self._forward = decoder.forward
         config = decoder.config
+        check_exchange(config)
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
