@@ -159,10 +159,6 @@ REFUSED = {
         f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=4 tensor_model_parallel_size=2",
         "model.cp_comm_type",
     ),
-    "packed-sequence graphs of a model with Mamba layers with context parallelism": (
-        f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2",
-        "model.context_parallel_size",
-    ),
     "packed-sequence graphs with context parallelism on a model that takes images": (
         f"{TE} {PACKED} {VISION} context_parallel_size=2",
         "model.context_parallel_size",
@@ -318,6 +314,7 @@ ACCEPTED = [
     f"{TE} cuda_graph_modules=mlp hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
+    f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2 cp_comm_type=a2a",
     f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=1",
     f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} rng.te_rng_tracker=true",

@@ -177,17 +177,6 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of a model with Mamba layers with context parallelism",
-        "Graphs do not support how Mamba layers exchange a sequence between ranks",
-        lambda o, f: _shares_documents(o, f) and f.mamba,
-        lambda o, f: (
-            "model.context_parallel_size",
-            f.context_ranks,
-            f"1 with {_asked(o)} on a model with Mamba layers",
-            f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
-        ),
-    ),
-    Combination(
         "packed-sequence graphs with recompute",
         "Activations are in graph memory; recomputing them would need a second graph",
         lambda o, f: _packs(o) and f.recompute_granularity is not None,

@@ -98,7 +98,7 @@ class TransformerBlockFamily:
         tokens = hidden.shape[0] * self.shards
         if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
             return Fallback.CALL_ARGUMENTS
-        if self._mamba and (params.seq_idx is None or params.total_tokens != tokens):
+        if self._mamba and not _indexes(params.seq_idx, tokens * self.ranks):
             return Fallback.NO_SEQ_IDX
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
@@ -157,7 +157,7 @@ class TransformerBlockFamily:
     def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
         if is_mamba(layer):
             if "mamba" in modules:
-                yield mamba_part(layer, self.shards)
+                yield mamba_part(layer, self.shards * self.ranks)
             return
         routed = layer.is_moe_layer and "moe_router" in modules
         if "attn" in modules and _attends(layer):
@@ -169,7 +169,7 @@ class TransformerBlockFamily:
 
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = {}
-        indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
+        indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         with ExitStack() as stack:
             for layer in self._inside:  # looked at anew: the model may have changed since the last recording
                 stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
@@ -227,6 +227,11 @@ def _offsets(params: Any) -> dict[str, Tensor | None]:
     if all(found[padded] is found[name] for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)):
         found.update(dict.fromkeys(PADDED_OFFSETS))
     return found
+
+
+def _indexes(indices: Tensor | None, tokens: int) -> bool:
+    """Whether `seq_idx` has the document of every token of a pack, those that other ranks hold included."""
+    return indices is not None and indices.shape[-1] == tokens
 
 
 def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
