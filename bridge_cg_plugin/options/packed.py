@@ -14,6 +14,7 @@ from .activations import (
 from .capture import CaptureMode, capture_option, on_demand
 from .declaration import Group, option
 from .errors import OptionError
+from .layout import layout
 from .values import capacities, flag, whole_number
 
 
@@ -44,6 +45,14 @@ class PackedOptions:
         "TOKENS",
         "tokens of the longest document that a graph takes",
         "None is the bucket's tokens",
+        tuning=True,
+    )
+    planned_for: str | None = option(
+        None,
+        layout,
+        "LAYOUT",
+        "layout that the buckets and the bound were planned for",
+        "`bridge-cg plan packed` sets it; a run with another layout is refused. None is any",
         tuning=True,
     )
     capture_mode: CaptureMode = capture_option()

@@ -163,6 +163,11 @@ REFUSED = {
         f"{TE} {PACKED} {VISION} context_parallel_size=2",
         "model.context_parallel_size",
     ),
+    "packed-sequence graphs with a plan for another layout": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP1xCP1 tensor_model_parallel_size=1"
+        " context_parallel_size=2",
+        "cuda_graph_packed_tuning.planned_for",
+    ),
     "packed-sequence graphs with recompute": (
         f"{TE} {PACKED} recompute_granularity=selective",
         "model.recompute_granularity",
@@ -338,6 +343,9 @@ ACCEPTED = [
     f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
     f"{TE} {PACKED}",
     f"{TE} {PACKED} context_parallel_size=2",
+    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP2xSP tensor_model_parallel_size=2"
+    " context_parallel_size=2 sequence_parallel=true",
+    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP1 tensor_model_parallel_size=4",
     f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=p2p",
     f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=a2a",
     f"{TE} {PACKED} context_parallel_size=3 num_query_groups=4",

@@ -3,6 +3,7 @@
 from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
+from ..layout import RankLayout
 from ..migration import module_names
 from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
@@ -47,6 +48,18 @@ def _ranks_of_heads(facts: Facts) -> int:
 def _heads(facts: Facts) -> int:
     """Return the heads of keys and values of a tensor-parallel rank; 0 is unknown."""
     return max((facts.key_heads or 0) // (facts.tensor_ranks or 1), 1) if facts.key_heads else 0
+
+
+def _layout(facts: Facts) -> RankLayout | None:
+    """Return how ranks share packs, None where a configuration does not say it."""
+    if facts.tensor_ranks is None or facts.context_ranks is None:
+        return None
+    return RankLayout(facts.tensor_ranks, facts.context_ranks, bool(facts.sequence_parallel))
+
+
+def _other_layout(options: GraphOptions, facts: Facts) -> bool:
+    planned, found = options.packed.planned_for, _layout(facts)
+    return planned is not None and found is not None and planned != str(found)
 
 
 def _whole_layers(options: GraphOptions) -> bool:
@@ -174,6 +187,17 @@ PACKED = (
             f.context_ranks,
             f"1 with {_asked(o)} on this model",
             f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with a plan for another layout",
+        "Documents, packs and buckets were padded for other ranks",
+        lambda o, f: _packs(o) and _other_layout(o, f),
+        lambda o, f: (
+            PACKED_FIELDS["planned_for"],
+            o.packed.planned_for,
+            f"{_layout(f)}, the run's layout",
+            f"Plan again with --layout {_layout(f)}, or remove it.",
         ),
     ),
     Combination(
