@@ -201,11 +201,11 @@ def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=
     return peaked(model)
 
 
-def new_qwen(seed=0, layers=3):
+def new_qwen(seed=0, layers=3, **config):
     """Build Qwen3-VL's language model: multimodal rotary embedding, image features added behind the first layers."""
     start_single_process()
     torch.manual_seed(seed)
-    made = Qwen3VLTransformerConfig(**settings_of(layers), mrope_section=[2, 1, 1])
+    made = Qwen3VLTransformerConfig(**{**settings_of(layers), **config}, mrope_section=[2, 1, 1])
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
@@ -279,7 +279,13 @@ def part_of(arguments, ranks, rank):
     params = arguments["packed_seq_params"]
     padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     places = held(padded.diff().tolist(), ranks, rank)
-    return {**arguments, **{name: arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}}
+    parts = {name: arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
+    if "visual_pos_masks" in arguments:
+        mask = arguments["visual_pos_masks"]
+        rows = (mask.cumsum(1) - 1)[0, places][mask[0, places]]
+        embeddings = [each.detach()[rows].requires_grad_() for each in arguments["deepstack_visual_embeds"]]
+        parts |= {"visual_pos_masks": mask[:, places], "deepstack_visual_embeds": embeddings}
+    return {**arguments, **parts}
 
 
 def unpacked(tokens=16):

@@ -49,10 +49,10 @@ def test_what_is_not_as_it_must_be_is_named(changes, said):
 def processes(monkeypatch, tmp_path):
     """Processes that measure nothing; the list of (layout, devices, cores, others beside it), after who fails.
 
-    On four GPUs TP2 ends after CP2, TP2_sequence once TP2 has its records, and CP2_a2a last.
+    On four GPUs TP2 ends after CP2, TP2_sequence once TP2 has its records, CP2_a2a after it, and CP2_images last.
     """
     asked, lock, busy, pairs = [set()], threading.Lock(), set(), set()
-    begun, ended, others = threading.Barrier(2), threading.Event(), threading.Event()
+    begun, ended, others, last = threading.Barrier(2), *(threading.Event() for _ in range(3))
 
     class Process:
         wait_until_ready = close = lambda self: None
@@ -71,6 +71,8 @@ def processes(monkeypatch, tmp_path):
             assert len(self._devices) == (4 if words[1] in bench.FOUR_GPUS else 2)
             if words[1] == "CP2_a2a" and len(pairs) > 1:
                 assert others.wait(10)
+            if words[1] == "CP2_images" and len(pairs) > 1:
+                assert last.wait(10)
             with lock:
                 assert not busy & set(self._devices), "another layout has the GPUs"
                 busy.update(self._devices)
@@ -86,6 +88,8 @@ def processes(monkeypatch, tmp_path):
                 ended.set()
             if words[1] == "TP2_sequence":
                 others.set()
+            if words[1] == "CP2_a2a":
+                last.set()
             if words[1] in asked[0]:
                 raise TrainingFailed("process 1 of 2 ended with status 1", "the last lines")
             return GOOD
@@ -113,6 +117,7 @@ def test_layouts_go_side_by_side_on_gpus_of_their_own(processes, monkeypatch, tm
         ("TP2", (0, 1), 0),
         ("TP2_sequence", (0, 1), 0),
         ("CP2_a2a", (2, 3), 0),
+        ("CP2_images", (0, 1), 0),
     ]
     for _, devices, cores, _ in processes[1:]:
         assert cores == [set(range(12 * device, 12 * device + 12)) for device in devices]
@@ -171,7 +176,7 @@ def test_a_layouts_records_are_there_before_the_next_ends(processes, monkeypatch
     assert "the last lines" in by_case["TP2_sequence", "plugin"]["error"]
     processes[0].clear()
     status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4", "--layouts", "TP2_sequence")
-    assert status == 0 and not any("error" in record for record in records) and len(records) == 12
+    assert status == 0 and not any("error" in record for record in records) and len(records) == 15
 
 
 @pytest.mark.parametrize("script", ["bench_parallel", "bench_packed_parallel"])

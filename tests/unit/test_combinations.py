@@ -159,8 +159,10 @@ REFUSED = {
         f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=4 tensor_model_parallel_size=2",
         "model.cp_comm_type",
     ),
-    "packed-sequence graphs with context parallelism on a model that takes images": (
-        f"{TE} {PACKED} {VISION} context_parallel_size=2",
+    "packed-sequence graphs with context parallelism on a model that takes images other than Qwen3-VL": (
+        tower_of_hugging_face(
+            cuda_graph_impl="transformer_engine", cuda_graph_max_packed_seqs=64, context_parallel_size=2
+        ),
         "model.context_parallel_size",
     ),
     "packed-sequence graphs with a plan for another layout": (
@@ -343,6 +345,7 @@ ACCEPTED = [
     f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
     f"{TE} {PACKED}",
     f"{TE} {PACKED} context_parallel_size=2",
+    f"{TE} {PACKED} {VISION} context_parallel_size=2",
     f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP2xSP tensor_model_parallel_size=2"
     " context_parallel_size=2 sequence_parallel=true",
     f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP1 tensor_model_parallel_size=4",

@@ -15,7 +15,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import without_collective
 from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images
 from .test_packed import EXPERTS
 from .towers import assert_close
 
@@ -85,6 +85,40 @@ def test_a_ring_and_an_exchange_of_heads_agree(tmp_path):
     for one, other in zip(ring, heads, strict=True):
         for (losses, gradients), (same, sames) in zip(one, other, strict=True):
             assert_close([losses, *gradients], [same, *sames])
+
+
+def replay_images(features):
+    """Replay Qwen3-VL's language model: angles and image features are those of a rank's own tokens."""
+    model = new_qwen(**CP2)
+    model.rotary_pos_emb.is_thd_format = True  # as Bridge's model sets it for packs
+    wholes = [with_images(pack(lengths, seed), features=features, seed=seed) for seed, lengths in enumerate(PACKS)]
+    made = [part_of(arguments, 2, distributed.get_rank()) for arguments in wholes]
+
+    def run(arguments):
+        losses = model(**arguments)
+        given = [each for each in arguments.get("deepstack_visual_embeds", ())]
+        weights = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)
+        wanted = [*model.parameters(), *given]
+        return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), wanted)]
+
+    expected = [run(arguments) for arguments in made]
+    with graphs_on(model, made[0], executor=executor_of(model), **BUCKETS) as graphs:
+        found = [run(arguments) for arguments in made]
+        statistics = graphs.statistics()
+    assert not statistics.fallbacks and statistics.replays == len(made), statistics
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+    return [losses for losses, *_ in found]
+
+
+@pytest.mark.parametrize("features", [0, 2])
+def test_images_of_context_parallel_ranks(tmp_path, features):
+    ranks = run_ranks(2, replay_images, tmp_path, features, **CP2)
+    whole = new_qwen()
+    for index, lengths in enumerate(PACKS):
+        losses = whole(**with_images(pack(lengths, index), features=features, seed=index)).detach()
+        order = [place for rank in range(2) for place in held(lengths, 2, rank)]
+        assert_close([torch.cat([rank[index] for rank in ranks], 1)], [losses[:, order]])
 
 
 def replay_experts(sizes, **router):

@@ -179,9 +179,9 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism on a model that takes images",
-        "Graphs do not support the rotary angles that Bridge's model computes for each rank",
-        lambda o, f: _shares_documents(o, f) and (f.images or o.vision.enabled),
+        "packed-sequence graphs with context parallelism on a model that takes images other than Qwen3-VL",
+        "Only Bridge's Qwen3-VL divides packs with images among ranks",
+        lambda o, f: _shares_documents(o, f) and f.other_tower,
         lambda o, f: (
             "model.context_parallel_size",
             f.context_ranks,

@@ -13,7 +13,7 @@ from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingPr
 
 MODULE = "bridge_cg_tools.benchmarks.packed.ranks"
 # Of `ranks`: two GPUs share layers, documents, or layers and the tokens between them.
-LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a")
+LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images")
 # Layouts of hybrids, which need packages that are compiled, and of four GPUs.
 HYBRIDS = ("TP2_mamba", "CP2_mamba")
 FOUR_GPUS = ("CP4_a2a_p2p",)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ importlib.import_module("bridge_cg_plugin.upstream.hooks.packed_helper")
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+SMALL_QWEN = replace(SMALL, images=True)
 SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
@@ -50,6 +51,7 @@ class Ranks:
         exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
         levels: Ranks of each level of a hierarchical exchange.
         hybrid: Whether the model is a Mamba-Transformer hybrid.
+        images: Whether it is Qwen3-VL's language model, with features of images.
     """
 
     tensor: int = 1
@@ -58,6 +60,7 @@ class Ranks:
     exchange: str | None = None
     levels: tuple[int, ...] = ()
     hybrid: bool = False
+    images: bool = False
 
     @property
     def packs(self) -> dict[str, tuple[int, ...]]:
@@ -80,6 +83,7 @@ LAYOUTS = {
     "TP2_sequence": Ranks(tensor=2, sequence=True),
     "CP2": Ranks(context=2),
     "CP2_a2a": Ranks(context=2, exchange="a2a"),
+    "CP2_images": Ranks(context=2, images=True),
     "CP4_a2a_p2p": Ranks(context=4, exchange="a2a+p2p", levels=(2, 2)),
     "TP2_mamba": Ranks(tensor=2, hybrid=True),
     "CP2_mamba": Ranks(context=2, hybrid=True),
@@ -189,7 +193,7 @@ class Rank:
 
     def times(self, repeats: int) -> dict[int, dict[str, float]]:
         """Return ms of forward plus backward by tokens, eager and on graphs."""
-        model = self._model(lm.SHAPES["mamba" if self.layout.hybrid else "dense"])
+        model = self._model(replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images))
         grads = MainGrads(model)
         found = {}
         for tokens in self.layout.timed:
@@ -212,9 +216,12 @@ class Rank:
 
     @property
     def _small(self) -> lm.Shape:
+        if self.layout.images:
+            return SMALL_QWEN
         return SMALL_HYBRID if self.layout.hybrid else SMALL
 
     def _model(self, shape: lm.Shape) -> Any:
+        self._width = shape.hidden
         return lm.build_model(
             shape,
             tensor_model_parallel_size=self.layout.tensor,
@@ -225,7 +232,10 @@ class Rank:
         )
 
     def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
-        return lm.part_of(lm.make_pack(lengths, seed), self.layout.context, self.context.rank())
+        pack = lm.make_pack(lengths, seed)
+        if self.layout.images:
+            pack = lm.with_images(pack, self._width)
+        return lm.part_of(pack, self.layout.context, self.context.rank())
 
     def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
