@@ -177,7 +177,7 @@ def _counts(settings: dict[str, Any], name: str) -> tuple[int, ...]:
     value = settings.get(name)
     if is_unset(value):
         return ()
-    items = value.strip("[]() ").split(",") if isinstance(value, str) else value
+    items: Any = value.strip("[]() ").split(",") if isinstance(value, str) else value
     return tuple(int(_number(name, item)) for item in items)
 
 

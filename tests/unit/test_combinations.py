@@ -170,6 +170,18 @@ REFUSED = {
         " context_parallel_size=2",
         "cuda_graph_packed_tuning.planned_for",
     ),
+    "packed-sequence graphs with a bucket that ranks cannot share in equal parts": (
+        f"{TE} {PACKED} cuda_graph_packed_buckets=512,1022 tensor_model_parallel_size=1 context_parallel_size=2",
+        "cuda_graph_packed_buckets",
+    ),
+    "packed-sequence graphs with a longest document that ranks cannot share in equal parts": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.max_seqlen=1022 tensor_model_parallel_size=1 context_parallel_size=2",
+        "cuda_graph_packed_tuning.max_seqlen",
+    ),
+    "packed-sequence graphs with documents longer than any bucket": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.max_seqlen=2048 cuda_graph_packed_buckets=512,1024",
+        "cuda_graph_packed_tuning.max_seqlen",
+    ),
     "packed-sequence graphs with recompute": (
         f"{TE} {PACKED} recompute_granularity=selective",
         "model.recompute_granularity",
@@ -262,6 +274,18 @@ REFUSED = {
         "activation_offload_min_bytes",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("cuda_graph_packed_buckets=512,1022", "=1022: it must be a multiple of 4 with TP1xCP2. .* Write 1024."),
+        ("cuda_graph_packed_tuning.max_seqlen=1021", "=1021: it must be a multiple of 4 with TP1xCP2. .* Write 1024."),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_least_that_works(words, said):
+    with pytest.raises(OptionError, match=said):
+        graph_options(f"{TE} {PACKED} {words} tensor_model_parallel_size=1 context_parallel_size=2")
 
 
 def test_recompute_does_not_reach_a_tower_of_hugging_face():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,3 +279,13 @@ def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path)
         assert "Cannot use model.cp_comm_type='a2a': it must be p2p with cuda_graph_max_packed_seqs" in error
         assert "reads a pack's offsets on the host" in error
     assert run_ranks(2, refused_for_the_host, tmp_path / "p2p", "p2p", **CP2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "version, ranks, warned",
+    [("2.17.1", 2, True), ("2.9.0", 4, True), ("2.17.1", 1, False), ("2.18.0", 2, False), ("3.0.0", 2, False)],
+)
+def test_a_release_that_takes_padding_for_tokens_is_named(monkeypatch, caplog, version, ranks, warned):
+    monkeypatch.setattr(context_exchange.importlib.metadata, "version", lambda name: version)
+    context_exchange.check_exchange(SimpleNamespace(context_parallel_size=ranks, cp_comm_type=None))
+    assert (f"Transformer Engine {version} computes wrong attention" in caplog.text) == warned

@@ -62,6 +62,29 @@ def _other_layout(options: GraphOptions, facts: Facts) -> bool:
     return planned is not None and found is not None and planned != str(found)
 
 
+def _uneven_bucket(options: GraphOptions, facts: Facts) -> int | None:
+    """Return a bucket that ranks cannot share in equal parts."""
+    layout, buckets = _layout(facts), options.packed.buckets
+    if layout is None or buckets == "auto":
+        return None
+    return next((tokens for tokens in buckets if tokens % layout.unit), None)
+
+
+def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
+    layout, longest = _layout(facts), options.packed.max_seqlen
+    return layout is not None and bool((longest or 0) % layout.document_unit)
+
+
+def _too_long(options: GraphOptions) -> bool:
+    """Whether the longest document that graphs take is longer than any bucket."""
+    buckets, longest = options.packed.buckets, options.packed.max_seqlen
+    return buckets != "auto" and longest is not None and longest > buckets[-1]
+
+
+def _next(tokens: int, unit: int) -> int:
+    return -(-tokens // unit) * unit
+
+
 def _whole_layers(options: GraphOptions) -> bool:
     return not options.language_model.modules
 
@@ -198,6 +221,39 @@ PACKED = (
             o.packed.planned_for,
             f"{_layout(f)}, the run's layout",
             f"Plan again with --layout {_layout(f)}, or remove it.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with a bucket that ranks cannot share in equal parts",
+        "Every rank holds as many tokens, two chunks of each document with context parallelism",
+        lambda o, f: _packs(o) and _uneven_bucket(o, f),
+        lambda o, f: (
+            PACKED_FIELDS["buckets"],
+            _uneven_bucket(o, f),
+            f"a multiple of {_layout(f).unit} with {_layout(f)}",
+            f"Write {_next(_uneven_bucket(o, f), _layout(f).unit)}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with a longest document that ranks cannot share in equal parts",
+        "Every rank holds two chunks of each document",
+        lambda o, f: _packs(o) and _uneven_document(o, f),
+        lambda o, f: (
+            PACKED_FIELDS["max_seqlen"],
+            o.packed.max_seqlen,
+            f"a multiple of {_layout(f).document_unit} with {_layout(f)}",
+            f"Write {_next(o.packed.max_seqlen, _layout(f).document_unit)}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with documents longer than any bucket",
+        "A document is inside one bucket",
+        lambda o, f: _packs(o) and _too_long(o),
+        lambda o, f: (
+            PACKED_FIELDS["max_seqlen"],
+            o.packed.max_seqlen,
+            f"at most {o.packed.buckets[-1]}, the largest of {PACKED_FIELDS['buckets']}",
+            f"Add a bucket of {o.packed.max_seqlen} tokens, or lower it.",
         ),
     ),
     Combination(

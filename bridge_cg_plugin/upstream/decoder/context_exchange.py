@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import distributed, nn
 
+from ...announce import warn
 from ...options import OptionError
 from ...options.packed import MAX_PACKED_SEQS
 
@@ -14,10 +15,12 @@ TE_CONTEXT = "transformer_engine.pytorch.attention.dot_product_attention.context
 # Came with Transformer Engine 2.20. Earlier releases order a pack's tokens by offsets that the host reads.
 ON_DEVICE = "thd_cp_rank_order_to_sequence_order"
 FIRST = "2.20"
+# The first release that always computes by the real lengths of padded documents (NVIDIA/TransformerEngine issue 3331).
+RIGHT_PADDING = (2, 18)
 
 
 def check_exchange(config: Any) -> None:
-    """Refuse an exchange for which the installed Transformer Engine reads offsets on the host.
+    """Refuse an exchange for which the installed Transformer Engine reads offsets on the host; warn of its errors.
 
     Args:
         config: The decoder's transformer config.
@@ -25,10 +28,17 @@ def check_exchange(config: Any) -> None:
     Raises:
         OptionError: Names the exchange.
     """
-    wanted = exchanges(config) & {HEADS, HEADS_AND_RING}
-    if config.context_parallel_size == 1 or not wanted or orders_on_device():
+    if config.context_parallel_size == 1:
         return
     version = importlib.metadata.version("transformer-engine")
+    if tuple(map(int, version.split(".")[:2])) < RIGHT_PADDING:
+        warn(
+            f"Transformer Engine {version} computes wrong attention under context parallelism, eager too, where only "
+            "the last document of a pack is padded. Install 2.18 or newer, or give every document padding"
+        )
+    wanted = exchanges(config) & {HEADS, HEADS_AND_RING}
+    if not wanted or orders_on_device():
+        return
     raise OptionError(
         "model.cp_comm_type",
         ",".join(sorted(wanted)),
