@@ -11,6 +11,7 @@ from .values import is_unset, parse_flag, words
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
+LEVELS = "hierarchical_context_parallel_sizes"
 # The release that waits for copies inside graphs brought this field.
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
 # Bridge's providers of models that take images and whose encoder's layers are set like the language model's.
@@ -54,6 +55,8 @@ class Facts:
         tensor_ranks: Ranks of tensor parallelism.
         context_ranks: Ranks of context parallelism.
         context_exchange: Ways in which they exchange keys and values, by layer; empty is upstream's default, a ring.
+        context_levels: Ranks of each level of a hierarchical exchange; those of the first divide heads.
+        key_heads: Heads of keys and values, of all tensor-parallel ranks together.
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
         multi_token_layers: Layers of multi-token prediction.
         low_precision: The fp8 or fp4 recipe that layers compute in.
@@ -88,6 +91,8 @@ class Facts:
     tensor_ranks: int | None = None
     context_ranks: int | None = None
     context_exchange: tuple[str, ...] = ()
+    context_levels: tuple[int, ...] = ()
+    key_heads: int | None = None
     in_batch_packing: str | None = None
     multi_token_layers: int | None = None
     low_precision: str | None = None
@@ -136,6 +141,8 @@ def facts_of(written: Written) -> Facts:
         tensor_ranks=_count(settings, "tensor_model_parallel_size"),
         context_ranks=_count(settings, "context_parallel_size"),
         context_exchange=() if is_unset(settings.get("cp_comm_type")) else words(settings["cp_comm_type"]),
+        context_levels=_counts(settings, LEVELS),
+        key_heads=_count(settings, "num_query_groups") or _count(settings, "num_attention_heads"),
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
         multi_token_layers=_count(settings, "mtp_num_layers"),
         low_precision=_low_precision(settings),
@@ -173,6 +180,14 @@ def _number(name: str, value: Any) -> float:
 def _count(settings: dict[str, Any], name: str) -> int | None:
     value = settings.get(name)
     return None if is_unset(value) else int(_number(name, value))
+
+
+def _counts(settings: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = settings.get(name)
+    if is_unset(value):
+        return ()
+    items: Any = value.strip("[]() ").split(",") if isinstance(value, str) else value
+    return tuple(int(_number(name, item)) for item in items)
 
 
 def _low_precision(settings: dict[str, Any]) -> str | None:

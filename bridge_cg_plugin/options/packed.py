@@ -14,6 +14,7 @@ from .activations import (
 from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, option
 from .errors import OptionError
+from .layout import layout
 from .values import capacities, flag, whole_number
 
 
@@ -47,6 +48,14 @@ class PackedOptions:
         tuning=True,
     )
     bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
+    planned_for: str | None = option(
+        None,
+        layout,
+        "LAYOUT",
+        "layout that the buckets and the bound were planned for",
+        "`bridge-cg plan packed` sets it; a run with another layout is refused. None is any",
+        tuning=True,
+    )
     capture_mode: CaptureMode = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",

@@ -256,7 +256,7 @@ def _configured(
     name: str, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool, graphs: str | None
 ) -> tuple[Any, GraphOptions]:
     """Return a recipe's configuration with everything applied, and its graph options."""
-    config = _built(name, stands_in)
+    config = built(name, stands_in)
     if graphs is not None:
         config = with_graphs(config, gpu=graphs)
     options = resolved(config, flags, words, stands_in)
@@ -295,7 +295,16 @@ def resolved(config: Any, flags: Mapping[str, Any], words: Sequence[str], stands
         return resolve(config, flags, words, set_words if stands_in else None)
 
 
-def _built(name: str, stands_in: bool) -> Any:
+def built(name: str, stands_in: bool) -> Any:
+    """Return a recipe's configuration.
+
+    Args:
+        name: Of the recipe.
+        stands_in: Whether Bridge's imports were replaced.
+
+    Raises:
+        OptionError: There is no such recipe, or it cannot be built.
+    """
     try:
         return build_recipe(name)
     except OptionError as error:

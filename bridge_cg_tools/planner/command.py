@@ -2,9 +2,13 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
 from .cost import DEFAULTS, CostModel, load_cost_model
@@ -30,9 +34,12 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
         "--micro-batch-size", type=int, help=f"documents of a microbatch, for in_batch; {MICRO_BATCH} if left out"
     )
     padded = (
-        "documents are padded to a multiple of this: Bridge's pad_seq_to_mult, twice the ranks of context parallelism"
+        "documents are padded to a multiple of this: Bridge's pad_seq_to_mult; twice the ranks of context parallelism "
+        "if left out"
     )
     packed.add_argument("--pad-seq-to-mult", type=int, metavar="N", help=padded)
+    packed.add_argument("--layout", metavar="TPnxCPn", help="how ranks share packs, xSP for sequence parallelism")
+    packed.add_argument("--recipe", metavar="NAME", help="a recipe of Bridge's or a preset: its layout and pack size")
     packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
@@ -82,16 +89,54 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
     """
     found = read_documents(arguments.data, arguments.field)
     _refuse_unused(arguments, found)
-    multiple = _at_least_one("--pad-to-multiple", arguments.pad_to_multiple)
-    packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments), multiple)
-    return plan_packs(packs, _cost(arguments), arguments.max_memory_gb), packs
+    layout, size = _shared(arguments)
+    multiple = math.lcm(_at_least_one("--pad-to-multiple", arguments.pad_to_multiple), layout.unit)
+    for pack in found.packs:
+        for length in pack:
+            if length % layout.document_unit:
+                raise PlanError(
+                    f"{arguments.data}: a document has {length} tokens, and {layout} shares multiples of "
+                    f"{layout.document_unit}: pack again with pad_seq_to_mult={layout.document_unit}"
+                )
+    packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
+    return plan_packs(packs, _cost(arguments), arguments.max_memory_gb, layout), packs
 
 
-def _packed(lengths: tuple[int, ...], arguments: argparse.Namespace) -> list[Pack]:
-    size, packing = arguments.pack_size, arguments.packing or PACKING
+def _shared(arguments: argparse.Namespace) -> tuple[RankLayout, int | None]:
+    """Return how ranks share packs, and a pack's tokens where they are known.
+
+    Raises:
+        PlanError: The recipe or the layout does not exist, or both differ.
+    """
+    layout, size = None, arguments.pack_size
+    try:
+        if arguments.layout is not None:
+            layout = parse_layout("--layout", arguments.layout)
+        if arguments.recipe is None:
+            return layout or RankLayout(), size
+        from ..explain.recipes import shared_packs
+
+        named, tokens = shared_packs(arguments.recipe)
+    except OptionError as error:
+        raise PlanError(str(error)) from None
+    if layout not in (None, named):
+        raise PlanError(f"--layout {layout}: it must be {named}, which --recipe {arguments.recipe} has; keep one")
+    in_batch_packing = arguments.packing == IN_BATCH
+    return named, tokens if size is None and not in_batch_packing else size
+
+
+def _packed(
+    lengths: tuple[int, ...], arguments: argparse.Namespace, layout: RankLayout, size: int | None
+) -> list[Pack]:
+    packing = arguments.packing or PACKING
     if size is None and packing != IN_BATCH:
         raise PlanError("--pack-size is missing: write the tokens of a pack")
-    multiple = 1 if arguments.pad_seq_to_mult is None else _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
+    multiple = layout.document_unit
+    if arguments.pad_seq_to_mult is not None:
+        given = _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
+        if given % multiple:
+            raise PlanError(f"--pad-seq-to-mult {given}: {layout} needs a multiple of {multiple}")
+        multiple = given
     if size is not None:
         _at_least_one("--pack-size", size)
         if size % multiple:

@@ -9,12 +9,16 @@ from functools import partial
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
+from bridge_cg_plugin.options.layout import RankLayout
 
 from .cost import CostModel
 from .errors import PlanError
 from .packing import Pack
 
+ALONE = RankLayout()
 MAX_BUCKETS = 12
+# Capacities are multiples of this, and of what ranks ask for.
+MERGE_UNIT = 4
 BUCKET_COUNTS = (1, 2, 4, 8, MAX_BUCKETS)
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 # A further document bound, or bucket, must save this part of the time.
@@ -67,6 +71,7 @@ class PackedPlan:
         choices: Every bound that was looked at, with its best buckets, ascending.
         best: The recommended one.
         origin: Where the cost model comes from.
+        layout: How ranks share packs.
     """
 
     packs: int
@@ -77,6 +82,7 @@ class PackedPlan:
     choices: tuple[Choice, ...]
     best: Choice
     origin: str
+    layout: str = str(RankLayout())
 
 
 def percentiles(values: Iterable[int]) -> Percentiles:
@@ -89,24 +95,27 @@ def _rank(share: float, count: int) -> int:
     return max(math.ceil(share * count) - 1, 0)
 
 
-def plan_packs(packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | None = None) -> PackedPlan:
+def plan_packs(
+    packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | None = None, layout: RankLayout = ALONE
+) -> PackedPlan:
     """Find the document bound and the buckets with the least expected time.
 
     Args:
         packs: Document lengths of every pack.
         cost: What a microbatch costs.
         max_memory_gb: Limit of one slot's memory; None is no limit.
+        layout: How ranks share packs, whose lengths are multiples of what it asks for.
 
     Raises:
         PlanError: There is no pack, or no choice fits the memory.
     """
     if not packs:
         raise PlanError("there are no packs to plan from: the data holds fewer documents than one microbatch takes")
-    bounds, capacities = candidates(packs)
+    bounds, capacities = candidates(packs, layout)
     counts, alike = [len(pack) for pack in packs], Counter(packs)
     choices = []
     for bound in bounds:
-        found = [expect(alike, cost, bound, buckets) for buckets in capacities]
+        found = [expect(alike, cost, bound, buckets, layout) for buckets in capacities]
         if found := [choice for choice in found if _fits(choice, max_memory_gb)]:
             choices.append(_cheapest(sorted(found, key=lambda c: len(c.buckets))))
     if not choices:
@@ -124,23 +133,26 @@ def plan_packs(packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | No
         choices=tuple(choices),
         best=_cheapest(choices),
         origin=cost.origin,
+        layout=str(layout),
     )
 
 
-def candidates(packs: Sequence[Pack]) -> tuple[list[int], list[tuple[int, ...]]]:
+def candidates(packs: Sequence[Pack], layout: RankLayout = ALONE) -> tuple[list[int], list[tuple[int, ...]]]:
     """Return the document bounds, ascending, and the bucket lists, from few to many, that plans are chosen from."""
     counts = sorted(len(pack) for pack in packs)
     bounds = {counts[_rank(share, len(counts))] for share in SHARES} | _powers(counts[-1])
-    return sorted(bounds), _bucket_sets([sum(pack) for pack in packs])
+    return sorted(bounds), _bucket_sets([sum(pack) for pack in packs], layout)
 
 
-def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int, ...]) -> Choice:
+def expect(
+    packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
+) -> Choice:
     """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it."""
     recorded = pack_buckets(buckets, bound)
     total = replayed = real = padded = 0.0
     fallbacks: Counter[Fallback] = Counter()
     for pack, count in packs.items():
-        found = place(pack, recorded)
+        found = place(pack, recorded, layout)
         if isinstance(found, Fallback):
             fallbacks[found] += count
             total += count * cost.eager_ms(pack)
@@ -161,15 +173,23 @@ def expect(packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int
     )
 
 
-def place(pack: Pack, buckets: Sequence[Bucket]) -> Bucket | Fallback:
-    """Return the first bucket that takes a pack, or why none does, on a rank that shares packs with no other."""
+def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> Bucket | Fallback:
+    """Return the first bucket that takes a pack, or why none does."""
     tokens = sum(pack)
-    return choose(tokens, buckets, partial(refuse_pack, pack, tokens, EXACT_BELOW))
+    refuse = partial(refuse_pack, pack, tokens, EXACT_BELOW, shards=layout.shards, ranks=layout.context)
+    return choose(tokens, buckets, refuse)
 
 
-def _bucket_sets(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+def _bucket_sets(tokens: Sequence[int], layout: RankLayout) -> list[tuple[int, ...]]:
     """Return bucket lists from few to many, up to what automatic planning would make."""
-    plans = (plan_buckets(tokens, max_buckets=n, exact_below=EXACT_BELOW) for n in BUCKET_COUNTS)
+    if layout.shards > 1:  # packs cannot be padded: the sizes that come most often
+        usual = [size for size, _ in Counter(tokens).most_common(MAX_BUCKETS)]
+        return list(dict.fromkeys(tuple(sorted(usual[:count])) for count in BUCKET_COUNTS))
+    exact_below = EXACT_BELOW * layout.context
+    plans = (
+        plan_buckets(tokens, merge_unit=max(layout.unit, MERGE_UNIT), max_buckets=n, exact_below=exact_below)
+        for n in BUCKET_COUNTS
+    )
     return list(dict.fromkeys(plan.capacities for plan in plans))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_tools.benchmarks.packed.bench import PLANNED
 from bridge_cg_tools.benchmarks.packed.cases import PLANS, run_cases
 from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
 from bridge_cg_tools.benchmarks.records.results import output_path
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed.jsonl if left out")
     parser.add_argument("--cost-model", type=Path, help="write the fitted cost model here")
+    parser.add_argument("--planned", choices=(*WANTED, PLANNED), default=PLANNED, help="model that is planned for")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=600.0, help="no further pack begins after this long")
     models = f"comma-separated, of {', '.join(WANTED)}, or empty"
@@ -42,7 +44,7 @@ def main() -> int:
     cases = [model for model in args.models.split(",") if model]
     if args.plans or args.cost_model:
         cases.append(PLANS)
-        words += ["--plans"] * args.plans
+        words += ["--planned", args.planned, *["--plans"] * args.plans]
         words += ["--cost-model", str(args.cost_model.resolve())] if args.cost_model else []
     records, missed = run_cases(cases, words, args.seconds, out)
     missed = [*failures(records), *missed]

@@ -1,10 +1,13 @@
-"""Packed documents over two GPUs that share layers or documents: graphs against eager, parity and times.
+"""Packed documents over several GPUs that share layers or documents: graphs against eager, parity and times.
 
     python scripts/performance/bench_packed_parallel.py --out docs/benchmarks/packed_parallel.jsonl
-    python scripts/performance/bench_packed_parallel.py --gpus 2 --layouts CP2 --out FILE
+    python scripts/performance/bench_packed_parallel.py --gpus 2 --layouts CP2 CP2_a2a --out FILE
+    python scripts/performance/bench_packed_parallel.py --gpus 2 --layouts TP2_mamba CP2_mamba --out FILE
+    python scripts/performance/bench_packed_parallel.py --gpus 4 --layouts CP4_a2a_p2p --out FILE
 
-Every layout has a process for each GPU, and two GPUs: on four GPUs two layouts are measured side by side, each on cores
-of its own, and the third where the first ends. The processes of all import at the start, so nothing imports beside
+Without `--layouts`, those of two GPUs that need no compiled packages are measured. Every layout has a process for each
+GPU, and two GPUs: on four GPUs two layouts are measured side by side, each on cores of its own, and further ones where
+one ends. The processes of all import at the start, so nothing imports beside
 what is timed. Parity is measured under deterministic algorithms, on a small model and on as many rows as the graphs
 have; times on the dense model of bench_packed.py, the slower rank's. A layout's records are written as soon as it has
 ended.
@@ -20,14 +23,23 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.packed.parallel import LAYOUTS, REPEATS, measured, misses, records_of, started
+from bridge_cg_tools.benchmarks.packed.parallel import (
+    FOUR_GPUS,
+    HYBRIDS,
+    LAYOUTS,
+    REPEATS,
+    measured,
+    misses,
+    records_of,
+    started,
+)
 from bridge_cg_tools.benchmarks.records.results import output_path, provenance, put_cases, put_record
 
 
 def main() -> int:
     """Run the layouts and write records; non-zero if graphs differ from eager or are not faster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", choices=(*LAYOUTS, *HYBRIDS, *FOUR_GPUS), default=LAYOUTS)
     parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed_parallel.jsonl if left out")
     args = parser.parse_args()

@@ -5,15 +5,13 @@ eager to the bit. Upstream's scan takes decays as differences of one sum over a 
 documents: inside a chunk another document changes the last bits of those behind it, in eager too.
 """
 
-import importlib
 from importlib.util import find_spec
 
 import pytest
 import torch
-from triton.runtime.autotuner import Autotuner
 
 import bridge_cg_plugin
-from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
+from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings, mamba_kernels
 from bridge_cg_tools.benchmarks.models import language_model as lm
 from bridge_cg_tools.benchmarks.models.tower import relative
 from bridge_cg_tools.benchmarks.packed import parity as parity
@@ -36,32 +34,14 @@ pytestmark = pytest.mark.skipif(
 SHAPE = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 
 
-# Tilings that Triton chooses from, of some ten for each kernel: to compile all of them takes minutes.
-TILINGS = 2
-
-
-def tuners():
-    """Return mamba-ssm's autotuned kernels."""
-    for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing"):
-        module = importlib.import_module(f"mamba_ssm.ops.triton.{name}")
-        yield from (value for value in vars(module).values() if isinstance(value, Autotuner))
-
-
 @pytest.fixture(scope="module", autouse=True)
-def few_tilings():
-    given = {tuner: tuner.configs for tuner in tuners()}
-    for tuner in given:
-        tuner.configs = tuner.configs[-TILINGS:]
-        tuner.cache.clear()
-    with compiled_side_by_side():
+def tilings():
+    with few_tilings():
         yield
-    for tuner, configs in given.items():
-        tuner.configs = configs
-        tuner.cache.clear()
 
 
 @pytest.fixture(scope="module")
-def hybrid(tower_module, few_tilings):
+def hybrid(tower_module, tilings):
     bridge_cg_plugin.activate()
     with parity.deterministic():
         return Trained(lm.build_model(SHAPE))
@@ -96,7 +76,9 @@ def test_graphs_differ_from_eager_as_eager_does_from_itself(tower_module):
 
 def chosen_tilings():
     """Return what Triton chose for every autotuned kernel that ran, by kernel and key."""
-    return {(tuner.base_fn.__name__, key): str(config) for tuner in tuners() for key, config in tuner.cache.items()}
+    return {
+        (tuner.base_fn.__name__, key): str(config) for tuner in mamba_kernels() for key, config in tuner.cache.items()
+    }
 
 
 def test_graphs_run_the_tilings_that_eager_runs(tower_module):

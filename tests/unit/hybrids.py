@@ -13,7 +13,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm import mamba_block, mamba_mixer
+from megatron.core.ssm import mamba_block, mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import nn
 from torch.nn import functional
 
+from bridge_cg_tools.benchmarks.models.language_model import held
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from .packs import ON_CPU, VOCABULARY, CausalSegments, pack, peaked, settings_of
@@ -75,6 +76,13 @@ def scan(
     return (y.reshape(tokens, inner) * functional.silu(z))[None].to(dtype)
 
 
+def partitioned_indices(cu_seqlens, total_tokens, ranks, rank):
+    """Stand in for Transformer Engine's kernel: the places of the tokens that a context-parallel rank holds."""
+    places = held(cu_seqlens.diff().tolist(), ranks, rank)
+    assert len(places) * ranks == total_tokens
+    return torch.tensor(places, dtype=torch.int32)
+
+
 @contextmanager
 def stand_ins():
     """Inside, megatron-core's mixer can be built and run without mamba-ssm and a GPU."""
@@ -89,6 +97,8 @@ def stand_ins():
         stack.enter_context(ON_CPU())
         for name, value in replacements.items():
             stack.enter_context(mock.patch.object(mamba_mixer, name, value))
+        kernels = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+        stack.enter_context(mock.patch.object(mamba_context_parallel, "tex", kernels))
         yield
 
 

@@ -53,17 +53,49 @@ class _Gather(torch.autograd.Function):
         return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
+class _Swap(torch.autograd.Function):
+    """Part `i` of the tensor, along its first dimension, of every rank on rank `i`; its own backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        swapped = torch.zeros_like(tensor)
+        distributed.all_to_all_single(swapped, tensor.contiguous(), group=group)
+        return swapped
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Swap.apply(gradient.contiguous(), ctx.group), None
+
+
+def heads_of_rank(tensor, group):
+    """Return all tokens of a group's ranks, rank by rank, and this rank's part of the heads."""
+    tokens, heads, width = tensor.shape
+    parts = tensor.view(tokens, group.size(), heads // group.size(), width).transpose(0, 1)
+    return _Swap.apply(parts.contiguous(), group).flatten(0, 1)
+
+
+def tokens_of_rank(tensor, group):
+    """Return this rank's tokens and all heads, `[tokens, heads x width]`, of what `heads_of_rank` gave each rank."""
+    parts = _Swap.apply(tensor.contiguous(), group)
+    by_rank = parts.view(group.size(), -1, parts.shape[-1])  # heads of one rank, then of the next
+    return by_rank.transpose(0, 1).flatten(1)
+
+
 class CausalSegments(torch.nn.Module):
     """Causal attention inside the documents of a pack, as attention kernels do it: by dense masks from `cu_seqlens`.
 
     Documents lie where the padded offsets say; tokens outside every document give zero. Context-parallel ranks gather
-    the whole pack; a token behind the last offset is an error there, as it is for Transformer Engine's kernels.
+    the whole pack, or give tokens for heads; a token behind the last offset is an error there, as it is for Transformer
+    Engine's kernels.
     """
 
-    def __init__(self, config, pg_collection=None, **unused):
+    def __init__(self, config, pg_collection=None, cp_comm_type=None, **unused):
         super().__init__()
         self.config = config
         self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
+        levels = {"a2a": [self._group, None], "a2a+p2p": getattr(pg_collection, "hcp", None)}
+        self._heads, self._tokens = levels.get(cp_comm_type if self._group else None) or (None, self._group)
 
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params=None, **unused):
         if self._group is None:
@@ -74,8 +106,15 @@ class CausalSegments(torch.nn.Module):
         places = torch.tensor([p for each in range(size) for p in held(lengths, size, each)])
         order = torch.empty_like(places)
         order[places] = torch.arange(len(places))
-        whole = (_Gather.apply(t, self._group)[order] for t in (query, key, value))
-        return self._attend(*whole, params)[held(lengths, size, rank)]
+        if self._heads is None:
+            whole = (_Gather.apply(t, self._group)[order] for t in (query, key, value))
+            return self._attend(*whole, params)[held(lengths, size, rank)]
+        taken = (heads_of_rank(t, self._heads) for t in (query, key, value))
+        whole = (t if self._tokens is None else _Gather.apply(t, self._tokens) for t in taken)
+        attended = self._attend(*(t[order] for t in whole), params)[places]
+        if self._tokens is not None:
+            attended = attended.chunk(self._tokens.size())[self._tokens.rank()]
+        return tokens_of_rank(attended, self._heads)
 
     def _attend(self, query, key, value, packed_seq_params):
         alone = packed_seq_params is None
@@ -162,11 +201,11 @@ def new_model(seed=0, layers=2, max_length=1024, pre_process=True, post_process=
     return peaked(model)
 
 
-def new_qwen(seed=0, layers=3):
+def new_qwen(seed=0, layers=3, **config):
     """Build Qwen3-VL's language model: multimodal rotary embedding, image features added behind the first layers."""
     start_single_process()
     torch.manual_seed(seed)
-    made = Qwen3VLTransformerConfig(**settings_of(layers), mrope_section=[2, 1, 1])
+    made = Qwen3VLTransformerConfig(**{**settings_of(layers), **config}, mrope_section=[2, 1, 1])
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     spec.submodules.self_attention.submodules.core_attention = CausalSegments
@@ -240,7 +279,13 @@ def part_of(arguments, ranks, rank):
     params = arguments["packed_seq_params"]
     padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     places = held(padded.diff().tolist(), ranks, rank)
-    return {**arguments, **{name: arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}}
+    parts = {name: arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
+    if "visual_pos_masks" in arguments:
+        mask = arguments["visual_pos_masks"]
+        rows = (mask.cumsum(1) - 1)[0, places][mask[0, places]]
+        embeddings = [each.detach()[rows].requires_grad_() for each in arguments["deepstack_visual_embeds"]]
+        parts |= {"visual_pos_masks": mask[:, places], "deepstack_visual_embeds": embeddings}
+    return {**arguments, **parts}
 
 
 def unpacked(tokens=16):

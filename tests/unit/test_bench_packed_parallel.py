@@ -8,6 +8,7 @@ import time
 import pytest
 
 from bridge_cg_tools.benchmarks.packed import parallel as bench
+from bridge_cg_tools.benchmarks.packed import ranks
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from scripts.performance import bench_packed_parallel
@@ -48,16 +49,16 @@ def test_what_is_not_as_it_must_be_is_named(changes, said):
 def processes(monkeypatch, tmp_path):
     """Processes that measure nothing; the list of (layout, devices, cores, others beside it), after who fails.
 
-    On four GPUs TP2 ends after CP2, and TP2_sequence once TP2 has its records.
+    On four GPUs TP2 ends after CP2, TP2_sequence once TP2 has its records, CP2_a2a after it, and CP2_images last.
     """
     asked, lock, busy, pairs = [set()], threading.Lock(), set(), set()
-    begun, ended = threading.Barrier(2), threading.Event()
+    begun, ended, others, last = threading.Barrier(2), *(threading.Event() for _ in range(3))
 
     class Process:
         wait_until_ready = close = lambda self: None
 
         def __init__(self, log, gpus, devices, module):
-            assert (log, gpus, len(devices), module) == (None, 2, 2, bench.MODULE)
+            assert (log, gpus, module) == (None, len(devices), bench.MODULE)
             self._devices = devices
             pairs.add(devices)
 
@@ -65,11 +66,17 @@ def processes(monkeypatch, tmp_path):
             self._cores = [set(own) for own in cores]
 
         def train(self, mode, words, limit_s):
-            assert (mode, limit_s) == ("graphs", bench.LIMIT_S) and "--fault" not in words
+            limit = bench.HYBRID_LIMIT_S if words[1] in bench.HYBRIDS else bench.LIMIT_S
+            assert (mode, limit_s) == ("graphs", limit) and "--fault" not in words
+            assert len(self._devices) == (4 if words[1] in bench.FOUR_GPUS else 2)
+            if words[1] == "CP2_a2a" and len(pairs) > 1:
+                assert others.wait(10)
+            if words[1] == "CP2_images" and len(pairs) > 1:
+                assert last.wait(10)
             with lock:
                 assert not busy & set(self._devices), "another layout has the GPUs"
                 busy.update(self._devices)
-            if words[1] != "TP2_sequence" and len(pairs) > 1:
+            if words[1] in ("TP2", "CP2") and len(pairs) > 1:
                 begun.wait(10)
                 assert words[1] == "CP2" or ended.wait(10)
             if words[1] == "TP2_sequence":
@@ -79,6 +86,10 @@ def processes(monkeypatch, tmp_path):
                 busy.difference_update(self._devices)
             if words[1] == "CP2":
                 ended.set()
+            if words[1] == "TP2_sequence":
+                others.set()
+            if words[1] == "CP2_a2a":
+                last.set()
             if words[1] in asked[0]:
                 raise TrainingFailed("process 1 of 2 ended with status 1", "the last lines")
             return GOOD
@@ -105,6 +116,8 @@ def test_layouts_go_side_by_side_on_gpus_of_their_own(processes, monkeypatch, tm
         ("CP2", (2, 3), 2),
         ("TP2", (0, 1), 0),
         ("TP2_sequence", (0, 1), 0),
+        ("CP2_a2a", (2, 3), 0),
+        ("CP2_images", (0, 1), 0),
     ]
     for _, devices, cores, _ in processes[1:]:
         assert cores == [set(range(12 * device, 12 * device + 12)) for device in devices]
@@ -121,6 +134,27 @@ def test_layouts_go_in_turn_on_two_gpus(processes, monkeypatch, tmp_path, gpus):
 def test_one_layout_may_be_asked_for(processes, monkeypatch, tmp_path):
     status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "2", "--layouts", "CP2")
     assert status == 0 and {r["case"] for r in records} == {"CP2", "CP2_2048"}
+
+
+def test_layouts_of_hybrids_and_of_four_gpus(processes, monkeypatch, tmp_path):
+    assert run(monkeypatch, tmp_path / "h.jsonl", "--gpus", "2", "--layouts", *bench.HYBRIDS)[0] == 0
+    assert run(monkeypatch, tmp_path / "f.jsonl", "--gpus", "4", "--layouts", *bench.FOUR_GPUS)[0] == 0
+    assert [devices for _, devices, _, _ in processes[1:]] == [(0, 1), (0, 1), (0, 1, 2, 3)]
+    with pytest.raises(ValueError, match="--gpus 2: it must be 4 or more"):
+        run(monkeypatch, tmp_path / "n.jsonl", "--gpus", "2", "--layouts", *bench.FOUR_GPUS)
+
+
+@pytest.mark.parametrize("name", ranks.LAYOUTS)
+def test_every_layout_has_thirty_packs_that_its_ranks_can_share(name):
+    layout = ranks.LAYOUTS[name]
+    assert name in (*bench.LAYOUTS, *bench.HYBRIDS, *bench.FOUR_GPUS)
+    packs = layout.packs
+    assert len(packs) == (5 if layout.sequence else 35)
+    for lengths in packs.values():
+        tokens = sum(lengths)
+        assert tokens <= ranks.BUCKETS[-1] and len(lengths) <= ranks.MAX_SEQS
+        assert all(length and length % (2 * layout.context) == 0 for length in lengths)
+        assert tokens in ranks.BUCKETS or (tokens > 256 * layout.context and not layout.sequence)
 
 
 def test_fewer_than_two_gpus_are_refused(processes, monkeypatch, tmp_path):
@@ -142,7 +176,7 @@ def test_a_layouts_records_are_there_before_the_next_ends(processes, monkeypatch
     assert "the last lines" in by_case["TP2_sequence", "plugin"]["error"]
     processes[0].clear()
     status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4", "--layouts", "TP2_sequence")
-    assert status == 0 and not any("error" in record for record in records) and len(records) == 9
+    assert status == 0 and not any("error" in record for record in records) and len(records) == 15
 
 
 @pytest.mark.parametrize("script", ["bench_parallel", "bench_packed_parallel"])

@@ -164,17 +164,36 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",
     ),
-    "packed-sequence graphs with context parallelism other than `p2p`": (
-        f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
+    "packed-sequence graphs with context parallelism by `all_gather`": (
+        f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=all_gather",
         "model.cp_comm_type",
     ),
-    "packed-sequence graphs of a model with Mamba layers with context parallelism": (
-        f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2",
+    "packed-sequence graphs with context parallelism by `a2a` over ranks that do not divide the heads": (
+        f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=4 tensor_model_parallel_size=2",
+        "model.cp_comm_type",
+    ),
+    "packed-sequence graphs with context parallelism on a model that takes images other than Qwen3-VL": (
+        tower_of_hugging_face(
+            cuda_graph_impl="transformer_engine", cuda_graph_max_packed_seqs=64, context_parallel_size=2
+        ),
         "model.context_parallel_size",
     ),
-    "packed-sequence graphs with context parallelism on a model that takes images": (
-        f"{TE} {PACKED} {VISION} context_parallel_size=2",
-        "model.context_parallel_size",
+    "packed-sequence graphs with a plan for another layout": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP1xCP1 tensor_model_parallel_size=1"
+        " context_parallel_size=2",
+        "cuda_graph_packed_tuning.planned_for",
+    ),
+    "packed-sequence graphs with a bucket that ranks cannot share in equal parts": (
+        f"{TE} {PACKED} cuda_graph_packed_buckets=512,1022 tensor_model_parallel_size=1 context_parallel_size=2",
+        "cuda_graph_packed_buckets",
+    ),
+    "packed-sequence graphs with a longest document that ranks cannot share in equal parts": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.max_seqlen=1022 tensor_model_parallel_size=1 context_parallel_size=2",
+        "cuda_graph_packed_tuning.max_seqlen",
+    ),
+    "packed-sequence graphs with documents longer than any bucket": (
+        f"{TE} {PACKED} cuda_graph_packed_tuning.max_seqlen=2048 cuda_graph_packed_buckets=512,1024",
+        "cuda_graph_packed_tuning.max_seqlen",
     ),
     "packed-sequence graphs with recompute": (
         f"{TE} {PACKED} recompute_granularity=selective",
@@ -278,6 +297,18 @@ def test_settings_of_layers_do_not_reach_a_tower_of_hugging_face(setting):
         graph_options(nemotron(**setting))
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("cuda_graph_packed_buckets=512,1022", "=1022: it must be a multiple of 4 with TP1xCP2. .* Write 1024."),
+        ("cuda_graph_packed_tuning.max_seqlen=1021", "=1021: it must be a multiple of 4 with TP1xCP2. .* Write 1024."),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_the_least_that_works(words, said):
+    with pytest.raises(OptionError, match=said):
+        graph_options(f"{TE} {PACKED} {words} tensor_model_parallel_size=1 context_parallel_size=2")
+
+
 def test_recompute_does_not_reach_a_tower_of_hugging_face():
     graph_options(tower_of_hugging_face(recompute_granularity="full"))
 
@@ -335,6 +366,7 @@ ACCEPTED = [
     f"{TE} cuda_graph_modules=mlp hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
+    f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2 cp_comm_type=a2a",
     f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=1",
     f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} rng.te_rng_tracker=true",
@@ -358,8 +390,17 @@ ACCEPTED = [
     f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
     f"{TE} {PACKED}",
     f"{TE} {PACKED} context_parallel_size=2",
+    f"{TE} {PACKED} {VISION} context_parallel_size=2",
+    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP2xSP tensor_model_parallel_size=2"
+    " context_parallel_size=2 sequence_parallel=true",
+    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP1 tensor_model_parallel_size=4",
     f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=p2p",
     f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=a2a",
+    f"{TE} {PACKED} context_parallel_size=3 num_query_groups=4",
+    f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a num_query_groups=8 tensor_model_parallel_size=2",
+    f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=a2a",
+    f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a+p2p num_query_groups=2"
+    " hierarchical_context_parallel_sizes=2,2",
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",

@@ -20,7 +20,7 @@ from bridge_cg_tools.benchmarks.packed.parity import (
     worst_gradient,
 )
 
-from .packs import graphs_on, losses_and_gradients, new_model, pack
+from .packs import graphs_on, losses_and_gradients, new_model, new_qwen, pack, with_images
 from .towers import assert_close
 
 
@@ -45,6 +45,21 @@ def test_eager_on_a_buckets_rows_gives_eagers_results(model, modules):
         assert graphs.statistics().replays == 0 and graphs.workload.host.device_reads <= 1
         losses_and_gradients(model, arguments)
         assert graphs.statistics().replays == len(graphs._regions)
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_eager_on_a_buckets_rows_with_images():
+    """Angles and the mask of images have a row for every token, and get as many more."""
+    model, arguments, rows = new_qwen(), with_images(pack((30, 180, 77))), []
+    with graphs_on(model, arguments) as graphs:
+        with graphs.paused():
+            expected = losses_and_gradients(model, arguments)
+        mlp = model.decoder.layers[0].mlp
+        hook = mlp.register_forward_hook(lambda module, given, out: rows.append(len(given[0])))
+        with eager_at(graphs, 320):
+            found = losses_and_gradients(model, arguments)
+        hook.remove()
+    assert rows == [320]
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 

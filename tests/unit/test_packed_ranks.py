@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,33 +10,38 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.parallel.process_groups import sharing_groups, without_collectives
+from bridge_cg_plugin.upstream.decoder import context_exchange
+from bridge_cg_plugin.upstream.hooks.packed_helper import without_exchanges
+from bridge_cg_plugin.upstream.parallel.process_groups import without_collectives
 from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images
 from .test_packed import EXPERTS
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
 LAYOUTS = pytest.mark.parametrize("sizes", [TP2, CP2], ids=["TP2", "CP2"])
-BUCKETS = {"cuda_graph_packed_buckets": [640, 1024]}
+BUCKETS = {"cuda_graph_packed_buckets": [640, 1024, 1280]}
 PACKS = ((640,), (200, 380, 4), (140, 120, 260, 60, 24), (600, 300))
 ROOM = ((196, 388), (200, 400))
 
 
 def executor_of(model):
-    return ReferenceExecutor(isolated=without_collectives(*sharing_groups(model.decoder)))
+    return ReferenceExecutor(isolated=without_exchanges(model.decoder))
 
 
 def rank_pack(sizes, *args, **kwargs):
     arguments = pack(*args, **kwargs)
-    return part_of(arguments, 2, distributed.get_rank()) if sizes == CP2 else arguments
+    ranks = sizes.get("context_parallel_size", 1)
+    return part_of(arguments, ranks, distributed.get_rank()) if ranks > 1 else arguments
 
 
-def replay(sizes, room=None, modules=(), **config):
+def replay(sizes, room=None, modules=(), packs=PACKS, **config):
     model = new_model(**sizes, **config)
-    packs = [(lengths, None) for lengths in PACKS] if room is None else [room]
+    gives_heads = model.decoder.layers[0].self_attention.core_attention._heads is not None
+    assert gives_heads == ("cp_comm_type" in config)
+    packs = [(lengths, None) for lengths in packs] if room is None else [room]
     made = [rank_pack(sizes, lengths, seed, room) for seed, (lengths, room) in enumerate(packs)]
     expected = [losses_and_gradients(model, arguments) for arguments in made]
     with graphs_on(model, made[0], executor=executor_of(model), cuda_graph_modules=list(modules), **BUCKETS) as graphs:
@@ -54,6 +60,66 @@ def replay(sizes, room=None, modules=(), **config):
 def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
     ranks = run_ranks(2, replay, tmp_path, sizes, None, modules, **sizes)
     assert len(ranks) == 2
+
+
+A2A = {"cp_comm_type": "a2a"}
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+@pytest.mark.parametrize("room", [None, ROOM], ids=["packs", "gaps"])
+def test_ranks_that_give_tokens_for_heads(tmp_path, modules, room):
+    run_ranks(2, partial(replay, **A2A), tmp_path, CP2, room, modules, **CP2)
+
+
+def test_ranks_that_give_tokens_for_heads_in_rings(tmp_path):
+    levels = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
+    packs = ((640,), (200, 376, 64), (136, 120, 264, 56, 64), (600, 504))
+    work = partial(replay, packs=packs, cp_comm_type="a2a+p2p")
+    run_ranks(4, work, tmp_path, levels, **levels)
+
+
+def test_a_ring_and_an_exchange_of_heads_agree(tmp_path):
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "heads").mkdir()
+    ring = run_ranks(2, replay, tmp_path / "ring", CP2, **CP2)
+    heads = run_ranks(2, partial(replay, **A2A), tmp_path / "heads", CP2, **CP2)
+    for one, other in zip(ring, heads, strict=True):
+        for (losses, gradients), (same, sames) in zip(one, other, strict=True):
+            assert_close([losses, *gradients], [same, *sames])
+
+
+def replay_images(features):
+    """Replay Qwen3-VL's language model: angles and image features are those of a rank's own tokens."""
+    model = new_qwen(**CP2)
+    model.rotary_pos_emb.is_thd_format = True  # as Bridge's model sets it for packs
+    wholes = [with_images(pack(lengths, seed), features=features, seed=seed) for seed, lengths in enumerate(PACKS)]
+    made = [part_of(arguments, 2, distributed.get_rank()) for arguments in wholes]
+
+    def run(arguments):
+        losses = model(**arguments)
+        given = [each for each in arguments.get("deepstack_visual_embeds", ())]
+        weights = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)
+        wanted = [*model.parameters(), *given]
+        return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), wanted)]
+
+    expected = [run(arguments) for arguments in made]
+    with graphs_on(model, made[0], executor=executor_of(model), **BUCKETS) as graphs:
+        found = [run(arguments) for arguments in made]
+        statistics = graphs.statistics()
+    assert not statistics.fallbacks and statistics.replays == len(made), statistics
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+    return [losses for losses, *_ in found]
+
+
+@pytest.mark.parametrize("features", [0, 2])
+def test_images_of_context_parallel_ranks(tmp_path, features):
+    ranks = run_ranks(2, replay_images, tmp_path, features, **CP2)
+    whole = new_qwen()
+    for index, lengths in enumerate(PACKS):
+        losses = whole(**with_images(pack(lengths, index), features=features, seed=index)).detach()
+        order = [place for rank in range(2) for place in held(lengths, 2, rank)]
+        assert_close([torch.cat([rank[index] for rank in ranks], 1)], [losses[:, order]])
 
 
 def replay_experts(sizes, **router):
@@ -92,7 +158,7 @@ def fall_back(sizes):
     """Return what a rank counts of packs that no graph takes, among others that one takes."""
     model = new_model(**sizes)
     with graphs_on(model, rank_pack(sizes, (640,)), executor=executor_of(model), **BUCKETS) as graphs:
-        for lengths in ((80,) * 8, (800, 400), (640,), (100, 60)):
+        for lengths in ((80,) * 8, (800, 484), (640,), (100, 60)):
             losses_and_gradients(model, rank_pack(sizes, lengths))
         return dict(graphs.statistics().fallbacks), graphs.statistics().replays
 
@@ -191,9 +257,35 @@ def refused(changes, options):
 @pytest.mark.parametrize(
     "changes, options, said",
     [
-        ({"cp_comm_type": "a2a"}, {}, "model.cp_comm_type='a2a': it must be p2p with cuda_graph_max_packed_seqs=6"),
+        ({"cp_comm_type": "all_gather"}, {}, "model.cp_comm_type='all_gather': it must be p2p, a2a, a2a+p2p with"),
+        (A2A | {"num_query_groups": 1}, {}, "it must be p2p where 2 context-parallel ranks share 1 heads"),
         ({}, {"cuda_graph_packed_buckets": [322]}, "cuda_graph_packed_buckets=322: it must be a multiple of 4"),
     ],
 )
 def test_what_context_parallel_ranks_cannot_do_is_refused(tmp_path, changes, options, said):
     assert all(said in (error or "") for error in run_ranks(2, refused, tmp_path, changes, options, **CP2))
+
+
+def refused_for_the_host(exchange):
+    context_exchange.orders_on_device = lambda: False
+    return refused({"cp_comm_type": exchange}, {})
+
+
+def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path):
+    assert context_exchange.orders_on_device()
+    for exchange in ("a2a", "p2p"):
+        (tmp_path / exchange).mkdir()
+    for error in run_ranks(2, refused_for_the_host, tmp_path / "a2a", "a2a", **CP2):
+        assert "Cannot use model.cp_comm_type='a2a': it must be p2p with cuda_graph_max_packed_seqs" in error
+        assert "reads a pack's offsets on the host" in error
+    assert run_ranks(2, refused_for_the_host, tmp_path / "p2p", "p2p", **CP2) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "version, ranks, warned",
+    [("2.17.1", 2, True), ("2.9.0", 4, True), ("2.17.1", 1, False), ("2.18.0", 2, False), ("3.0.0", 2, False)],
+)
+def test_a_release_that_takes_padding_for_tokens_is_named(monkeypatch, caplog, version, ranks, warned):
+    monkeypatch.setattr(context_exchange.importlib.metadata, "version", lambda name: version)
+    context_exchange.check_exchange(SimpleNamespace(context_parallel_size=ranks, cp_comm_type=None))
+    assert (f"Transformer Engine {version} computes wrong attention" in caplog.text) == warned

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
+from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
+from bridge_cg_plugin.options.layout import parse_layout
 from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
@@ -366,6 +368,73 @@ def test_documents_are_padded_where_ranks_share_them(histogram, capsys):
         tokens.append(json.loads(capsys.readouterr().out)["tokens"])
     assert all(value % 64 == 0 for value in tokens[1].values())
     assert all(plain <= tokens[1][name] <= plain + 5 * 63 for name, plain in tokens[0].items())
+
+
+LAYOUTS = ("TP1xCP1", "TP2xCP1xSP", "TP1xCP2", "TP2xCP4", "TP2xCP2xSP")
+
+
+@pytest.mark.parametrize("written", LAYOUTS)
+def test_a_plan_is_for_a_layout(histogram, capsys, written):
+    from bridge_cg_plugin.options import OptionError, graph_options
+
+    layout = parse_layout("--layout", written)
+    words = ["plan", "packed", histogram, "--pack-size", "2048", "--layout", written, "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"] == found["set"]["cuda_graph_packed_tuning.planned_for"] == written == str(layout)
+    assert all(tokens % layout.unit == 0 for tokens in found["best"]["buckets"])
+    assert all(value % layout.document_unit == 0 for value in found["longest"].values())
+    ranks = {
+        "tensor_model_parallel_size": layout.tensor,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence,
+    }
+    planned = {"cuda_graph_impl": "transformer_engine", **found["set"]}
+    assert graph_options(planned, ranks).packed.planned_for == written
+    other = ranks | {"context_parallel_size": 8}
+    with pytest.raises(OptionError, match=rf"planned_for='{written}': it must be TP\d+xCP8\w*, the run's layout"):
+        graph_options(planned, other)
+
+
+@given(packs, st.sampled_from(LAYOUTS), st.integers(1, 40))
+def test_what_is_planned_is_what_a_rank_would_do(found, written, bound):
+    layout = parse_layout("--layout", written)
+    padded = padded_packs([padded_documents(pack, layout.document_unit) for pack in found], layout.unit)
+    plan = plan_packs(padded, COST, layout=layout)
+    recorded = pack_buckets(plan.best.buckets, plan.best.max_packed_seqs)
+    taken = 0
+    for pack in padded:
+        tokens = sum(pack)
+        refused = [refuse_pack(pack, tokens, EXACT_BELOW, b, layout.shards, layout.context) for b in recorded]
+        taken += any(tokens <= b.tokens and why is None for b, why in zip(recorded, refused, strict=True))
+    assert plan.best.on_graphs == pytest.approx(taken / len(padded))
+
+
+def test_a_layout_and_what_contradicts_it(histogram, capsys, tmp_path):
+    words = ["plan", "packed", histogram, "--pack-size", "2048", "--layout"]
+    for more, said in (
+        (["CP2"], "Cannot use --layout='CP2': it must be TP1xCP1, or another layout"),
+        (["TP0xCP1"], "Cannot use --layout='TP0xCP1'"),
+        (["TP1xCP2", "--pad-seq-to-mult", "6"], "--pad-seq-to-mult 6: TP1xCP2 needs a multiple of 4"),
+        (["TP1xCP1", "--recipe", "no_such_recipe"], "no_such_recipe"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    packed = write(tmp_path / "p.jsonl", json.dumps({"input_ids": list(range(11)), "seq_start_id": [0, 5]}))
+    assert main(["plan", "packed", str(packed), "--layout", "TP1xCP2", "--json"]) == 2
+    assert "shares multiples of 4: pack again with pad_seq_to_mult=4" in capsys.readouterr().err
+
+
+def test_the_layout_of_a_recipe(histogram):
+    import subprocess
+    import sys
+
+    name = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+    words = ["plan", "packed", histogram, "--pack-size", "2048", "--recipe", name, "--json"]
+    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({words!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layout"] == "TP1xCP1"
 
 
 @given(documents, st.integers(1, 64))

@@ -204,7 +204,9 @@ class PackedProgram:
     def _angle_specs(self, tokens: int) -> dict[str, TensorSpec]:
         if not self.layout.rotated:
             return {}
-        angles = TensorSpec((tokens, 1, 1, self.layout.rotated), torch.float32)
+        # A table of positions is the same on all ranks; angles of tokens are those of a rank's own.
+        rows = tokens if self.layout.per_position else tokens // self.layout.ranks
+        angles = TensorSpec((rows, 1, 1, self.layout.rotated), torch.float32)
         return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 
     @property

@@ -3,12 +3,14 @@
 from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
+from ..layout import RankLayout
 from ..migration import module_names
 from ..packed import MAX_PACKED_SEQS, PACKED_FIELDS
 from .rule import Combination
 
-# Upstream's default, and the one way in which context-parallel ranks may exchange keys and values.
-RING = "p2p"
+# Ways in which context-parallel ranks may exchange keys and values. The first is upstream's default, a ring; the others
+# also give every rank a part of the heads.
+RING, HEADS, HEADS_AND_RING = EXCHANGES = ("p2p", "a2a", "a2a+p2p")
 SUPPORTED = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.moe_router, CudaGraphModule.mamba)
 
 
@@ -33,6 +35,54 @@ def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
 
 def _shares_documents(options: GraphOptions, facts: Facts) -> bool:
     return _packs(options) and (facts.context_ranks or 1) > 1
+
+
+def _ranks_of_heads(facts: Facts) -> int:
+    """Return how many context-parallel ranks divide a tensor-parallel rank's heads, at most of all layers."""
+    ranks = facts.context_ranks or 1
+    if HEADS in facts.context_exchange:
+        return ranks
+    return facts.context_levels[0] if HEADS_AND_RING in facts.context_exchange and facts.context_levels else 1
+
+
+def _heads(facts: Facts) -> int:
+    """Return the heads of keys and values of a tensor-parallel rank; 0 is unknown."""
+    return max((facts.key_heads or 0) // (facts.tensor_ranks or 1), 1) if facts.key_heads else 0
+
+
+def _layout(facts: Facts) -> RankLayout | None:
+    """Return how ranks share packs, None where a configuration does not say it."""
+    if facts.tensor_ranks is None or facts.context_ranks is None:
+        return None
+    return RankLayout(facts.tensor_ranks, facts.context_ranks, bool(facts.sequence_parallel))
+
+
+def _other_layout(options: GraphOptions, facts: Facts) -> bool:
+    planned, found = options.packed.planned_for, _layout(facts)
+    return planned is not None and found is not None and planned != str(found)
+
+
+def _uneven_bucket(options: GraphOptions, facts: Facts) -> int | None:
+    """Return a bucket that ranks cannot share in equal parts."""
+    layout, buckets = _layout(facts), options.packed.buckets
+    if layout is None or buckets == "auto":
+        return None
+    return next((tokens for tokens in buckets if tokens % layout.unit), None)
+
+
+def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
+    layout, longest = _layout(facts), options.packed.max_seqlen
+    return layout is not None and bool((longest or 0) % layout.document_unit)
+
+
+def _too_long(options: GraphOptions) -> bool:
+    """Whether the longest document that graphs take is longer than any bucket."""
+    buckets, longest = options.packed.buckets, options.packed.max_seqlen
+    return buckets != "auto" and longest is not None and longest > buckets[-1]
+
+
+def _next(tokens: int, unit: int) -> int:
+    return -(-tokens // unit) * unit
 
 
 def _whole_layers(options: GraphOptions) -> bool:
@@ -130,20 +180,31 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism other than `p2p`",
-        "Other exchanges of keys and values are not tested with packed documents",
-        lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {RING},
+        "packed-sequence graphs with context parallelism by `all_gather`",
+        "Gathered keys and values are not tested with packed documents",
+        lambda o, f: _shares_documents(o, f) and set(f.context_exchange) - {*EXCHANGES},
         lambda o, f: (
             "model.cp_comm_type",
             ",".join(f.context_exchange),
-            f"{RING} with {_asked(o)} and context parallelism",
+            f"{', '.join(EXCHANGES)} with {_asked(o)} and context parallelism",
             f"Set it to {RING}, or remove {MAX_PACKED_SEQS}.",
         ),
     ),
     Combination(
-        "packed-sequence graphs with context parallelism on a model that takes images",
-        "Graphs do not support the rotary angles that Bridge's model computes for each rank",
-        lambda o, f: _shares_documents(o, f) and (f.images or o.vision.enabled),
+        "packed-sequence graphs with context parallelism by `a2a` over ranks that do not divide the heads",
+        "Every rank takes an equal part of the heads of keys and values",
+        lambda o, f: _shares_documents(o, f) and _heads(f) % _ranks_of_heads(f),
+        lambda o, f: (
+            "model.cp_comm_type",
+            ",".join(f.context_exchange),
+            f"{RING} where {_ranks_of_heads(f)} context-parallel ranks share {_heads(f)} heads",
+            f"Set it to {RING}, or let a divisor of {_heads(f)} ranks share them.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with context parallelism on a model that takes images other than Qwen3-VL",
+        "Only Bridge's Qwen3-VL divides packs with images among ranks",
+        lambda o, f: _shares_documents(o, f) and f.other_tower,
         lambda o, f: (
             "model.context_parallel_size",
             f.context_ranks,
@@ -152,14 +213,47 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of a model with Mamba layers with context parallelism",
-        "Graphs do not support how Mamba layers exchange a sequence between ranks",
-        lambda o, f: _shares_documents(o, f) and f.mamba,
+        "packed-sequence graphs with a plan for another layout",
+        "Documents, packs and buckets were padded for other ranks",
+        lambda o, f: _packs(o) and _other_layout(o, f),
         lambda o, f: (
-            "model.context_parallel_size",
-            f.context_ranks,
-            f"1 with {_asked(o)} on a model with Mamba layers",
-            f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
+            PACKED_FIELDS["planned_for"],
+            o.packed.planned_for,
+            f"{_layout(f)}, the run's layout",
+            f"Plan again with --layout {_layout(f)}, or remove it.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with a bucket that ranks cannot share in equal parts",
+        "Every rank holds as many tokens, two chunks of each document with context parallelism",
+        lambda o, f: _packs(o) and _uneven_bucket(o, f),
+        lambda o, f: (
+            PACKED_FIELDS["buckets"],
+            _uneven_bucket(o, f),
+            f"a multiple of {_layout(f).unit} with {_layout(f)}",
+            f"Write {_next(_uneven_bucket(o, f), _layout(f).unit)}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with a longest document that ranks cannot share in equal parts",
+        "Every rank holds two chunks of each document",
+        lambda o, f: _packs(o) and _uneven_document(o, f),
+        lambda o, f: (
+            PACKED_FIELDS["max_seqlen"],
+            o.packed.max_seqlen,
+            f"a multiple of {_layout(f).document_unit} with {_layout(f)}",
+            f"Write {_next(o.packed.max_seqlen, _layout(f).document_unit)}.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs with documents longer than any bucket",
+        "A document is inside one bucket",
+        lambda o, f: _packs(o) and _too_long(o),
+        lambda o, f: (
+            PACKED_FIELDS["max_seqlen"],
+            o.packed.max_seqlen,
+            f"at most {o.packed.buckets[-1]}, the largest of {PACKED_FIELDS['buckets']}",
+            f"Add a bucket of {o.packed.max_seqlen} tokens, or lower it.",
         ),
     ),
     Combination(

@@ -30,6 +30,7 @@ from ..random_states import usable_random_states
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
+from .context_exchange import check_exchange
 from .experts import CapturedExperts
 from .layers import MAX_SEQLENS, attention_and_router_part, attention_part, mlp_part, packed_params, router_part
 from .mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
@@ -59,13 +60,15 @@ class TransformerBlockFamily:
         rank: Which of them this is.
 
     Raises:
-        OptionError: A layer is of a kind that was not looked at.
+        OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
+            a way that needs the host.
     """
 
     def __init__(self, decoder: UpstreamModule) -> None:
         self._decoder = decoder
         self._forward = decoder.forward
         config = decoder.config
+        check_exchange(config)
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
@@ -95,7 +98,7 @@ class TransformerBlockFamily:
         tokens = hidden.shape[0] * self.shards
         if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
             return Fallback.CALL_ARGUMENTS
-        if self._mamba and (params.seq_idx is None or params.total_tokens != tokens):
+        if self._mamba and not _indexes(params.seq_idx, tokens * self.ranks):
             return Fallback.NO_SEQ_IDX
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
@@ -154,7 +157,7 @@ class TransformerBlockFamily:
     def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
         if is_mamba(layer):
             if "mamba" in modules:
-                yield mamba_part(layer, self.shards)
+                yield mamba_part(layer, self.shards * self.ranks)
             return
         routed = layer.is_moe_layer and "moe_router" in modules
         if "attn" in modules and _attends(layer):
@@ -166,7 +169,7 @@ class TransformerBlockFamily:
 
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = {}
-        indexed = pack.hidden.shape[0] * self.shards if self._mamba else 0
+        indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         with ExitStack() as stack:
             for layer in self._inside:  # looked at anew: the model may have changed since the last recording
                 stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
@@ -225,6 +228,11 @@ def _offsets(params: Any) -> dict[str, Tensor | None]:
     if all(found[padded] is found[name] for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)):
         found.update(dict.fromkeys(PADDED_OFFSETS))
     return found
+
+
+def _indexes(indices: Tensor | None, tokens: int) -> bool:
+    """Whether `seq_idx` has the document of every token of a pack, those that other ranks hold included."""
+    return indices is not None and indices.shape[-1] == tokens
 
 
 def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

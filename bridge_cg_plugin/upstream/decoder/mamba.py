@@ -31,36 +31,29 @@ def is_mamba(layer: nn.Module) -> bool:
 
 
 def check_mamba_layer(layer: UpstreamModule) -> None:
-    """Refuse a mixer that was not looked at, and one whose sequence is spread over ranks.
+    """Refuse a mixer that was not looked at.
 
     Raises:
-        OptionError: Names what the layer has.
+        OptionError: Names the mixer.
     """
     if not _is_mixer(layer.mixer):
         why = f"its Mamba layers must have megatron-core's MambaMixer, and one has {type(layer.mixer).__name__}"
         raise OptionError.because(
             MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
         )
-    if layer.mixer.cp.cp_size > 1:
-        raise OptionError(
-            "model.context_parallel_size",
-            layer.mixer.cp.cp_size,
-            f"1 with {MAX_PACKED_SEQS} on a model with Mamba layers",
-            "Use tensor parallelism, or remove the option.",
-        )
 
 
-def mamba_part(layer: nn.Module, shards: int) -> DecoderPart:
+def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
     """Return a whole Mamba layer as a piece.
 
     Args:
         layer: The layer.
-        shards: Ranks that hold a part of the tokens each.
+        parts: Ranks that hold a part of the tokens each; the mixer has all of them, and a part of the heads.
     """
     forward: Callable[..., Any] = layer.forward
 
     def run(pack: RecordedPack) -> tuple[Tensor]:
-        params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * shards)
+        params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * parts)
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
     return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, CallSite(layer, "forward"))

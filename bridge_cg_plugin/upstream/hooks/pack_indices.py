@@ -17,16 +17,17 @@ from .packed_helper import PACK_OFFSETS, DecoderHelper
 def _indices(params: Any) -> Tensor | None:
     """Return what upstream would find for a pack, None where only upstream can say.
 
-    Upstream's offsets may decrease or go beyond the tokens under context parallelism; those stay upstream's.
+    Under context parallelism Bridge's step counts the tokens of one rank; the offsets, and upstream's indices, go on to
+    the pack's end. Offsets that decrease stay upstream's.
     """
     padded = params.cu_seqlens_q_padded
     offsets = params.cu_seqlens_q if padded is None else padded
     if params.total_tokens is None or not isinstance(offsets, Tensor) or offsets.dim() != 1:
         return None
     values = PACK_OFFSETS.known(offsets)
-    if not values or values[-1] > params.total_tokens or any(after < before for before, after in pairwise(values)):
+    if not values or any(after < before for before, after in pairwise(values)):
         return None
-    return document_indices(offsets, params.total_tokens)
+    return document_indices(offsets, max(values[-1], params.total_tokens))
 
 
 def _without_waiting(old: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...graphs.executor import Executor
+from ...graphs.executor import Executor, Isolated
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
@@ -18,6 +18,7 @@ from ...options.migration import module_names
 from ...options.normalization import options_of
 from ...options.sources import collect
 from ..decoder.block import TransformerBlockFamily
+from ..decoder.context_exchange import levels
 from ..environment import check_process
 from ..exempt import EXEMPT
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
@@ -158,8 +159,13 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
 
 def _executor(decoder: nn.Module, releasable: bool) -> Executor:
     """Return what records a decoder, whose layers ranks may share."""
-    groups = sharing_groups(decoder)
-    return default_executor(random_states, without_collectives(*groups), shared=bool(groups), releasable=releasable)
+    shared = bool(sharing_groups(decoder))
+    return default_executor(random_states, without_exchanges(decoder), shared=shared, releasable=releasable)
+
+
+def without_exchanges(decoder: nn.Module) -> Isolated:
+    """Return a context in which a decoder's layers exchange nothing; see `without_collectives`."""
+    return without_collectives(*sharing_groups(decoder), *levels(decoder))
 
 
 def _microbatches() -> int:

@@ -26,6 +26,7 @@ class Shape:
         experts: Experts, each token goes to 4; 0 is a dense model.
         pattern: A letter per layer of a hybrid, M Mamba, * attention, - MLP, in place of `layers`; none is a GPT model.
         fused_rope: Whether eager's rotary embedding is Transformer Engine's kernel.
+        images: Whether it is Qwen3-VL's language model, which takes features of images behind its first layers.
     """
 
     layers: int = 16
@@ -35,6 +36,7 @@ class Shape:
     experts: int = 0
     pattern: str = ""
     fused_rope: bool = False
+    images: bool = False
 
 
 SHAPES = {
@@ -58,8 +60,6 @@ def build_model(
         dtype: Of the weights.
         changes: Fields of the configuration.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     torch.manual_seed(seed)
     experts = {
         "num_moe_experts": shape.experts,
@@ -102,9 +102,33 @@ def build_model(
         **(experts if shape.experts else {}),
         **(hybrid if shape.pattern else {}),
     }
-    config = TransformerConfig(**{**settings, **changes})
-    model = _hybrid(shape, config, max_length) if shape.pattern else _gpt(shape, config, max_length)
+    made = {**settings, **changes}
+    model = _qwen(made, max_length) if shape.images else _language_model(shape, made, max_length)
     return model.cuda().to(dtype).train()
+
+
+def _language_model(shape: Shape, settings: dict[str, Any], max_length: int) -> nn.Module:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**settings)
+    return _hybrid(shape, config, max_length) if shape.pattern else _gpt(shape, config, max_length)
+
+
+def _qwen(settings: dict[str, Any], max_length: int) -> nn.Module:
+    """Build Qwen3-VL's language model as Bridge does, set for packs."""
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = Qwen3VLTransformerConfig(**settings, mrope_section=[24, 20, 20])
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = Qwen3VLGPTModel(config, spec, VOCABULARY, max_length, position_embedding_type="mrope", pg_collection=groups)
+    model.rotary_pos_emb.is_thd_format = True  # the model around it sets this for packs
+    return model
 
 
 def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
@@ -200,6 +224,29 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     return Pack(arguments, places, weights)
 
 
+def with_images(pack: Pack, width: int, features: int = 2, every: int = 5) -> Pack:
+    """Return a pack for Qwen3-VL's language model: positions on three axes, features at every so manyth token.
+
+    Args:
+        pack: Documents of text.
+        width: Of the model.
+        features: Behind how many layers features are added.
+        every: Which tokens are those of images.
+    """
+    tokens = pack.arguments["input_ids"].shape[1]
+    places = torch.arange(tokens, device="cuda")
+    mask = (places % every == 1)[None]
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    shape = int(mask.sum()), width
+    embeddings = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for _ in range(features)
+    ]
+    axes = torch.stack([pack.arguments["position_ids"] + axis * (places % 7) for axis in range(3)])
+    visual = {"visual_pos_masks": mask, "deepstack_visual_embeds": embeddings}
+    return replace(pack, arguments={**pack.arguments, "position_ids": axes, **visual})
+
+
 def held(lengths: Sequence[int], ranks: int, rank: int) -> list[int]:
     """Return the places in a pack of the tokens that a context-parallel rank holds, in its order.
 
@@ -223,7 +270,13 @@ def part_of(pack: Pack, ranks: int, rank: int) -> Pack:
     if ranks == 1:
         return pack
     places = held(pack.lengths, ranks, rank)
-    parts = {name: pack.arguments[name][:, places] for name in ("input_ids", "position_ids", "labels")}
+    parts = {name: pack.arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
+    if "visual_pos_masks" in pack.arguments:
+        mask = pack.arguments["visual_pos_masks"]
+        rows = (mask.cumsum(1) - 1)[0, places][mask[0, places]]
+        embeddings = pack.arguments["deepstack_visual_embeds"]
+        parts["visual_pos_masks"] = mask[:, places]
+        parts["deepstack_visual_embeds"] = [each.detach()[rows].requires_grad_() for each in embeddings]
     return replace(pack, arguments={**pack.arguments, **parts}, weights=pack.weights[:, places])
 
 

@@ -20,6 +20,8 @@ MODULES = {"moe": ("attn", "moe_router")}
 # eager's: tests/gpu/test_captured_experts.py compares them.
 WITH_EXPERTS = ("moe",)
 # Those that become a region each, where all layers could be one.
+# The model that the planner's predictions are measured with where none is named.
+PLANNED = "planned"
 LAYER_MODULES = {"mamba": ("attn", "mlp", "mamba")}
 USUAL_LAYER_MODULES = ("attn", "mlp")
 # Runs that say what eager differs from itself by where it cannot be made to add up in one order, and an odd count of
@@ -208,7 +210,7 @@ class Bench:
     def plan(self, found: Distribution) -> Iterator[dict[str, Any]]:
         """Measure the recommended choice alone, and every choice that the planner could have made."""
         packs = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(found.drawn)]
-        case = f"plan_{found.name}"
+        case = f"plan_{found.name}" if self.name == PLANNED else f"plan_{self.name}_{found.name}"
         options = {
             "cuda_graph_max_packed_seqs": found.best.max_packed_seqs,
             "cuda_graph_packed_buckets": list(found.best.buckets),

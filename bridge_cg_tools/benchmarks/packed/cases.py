@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_tools.benchmarks.packed.bench import Bench
+from bridge_cg_tools.benchmarks.packed.bench import PLANNED, Bench
 from bridge_cg_tools.benchmarks.packed.limits import TOKENS, Records
 from bridge_cg_tools.benchmarks.packed.plans import DISTRIBUTIONS, Distribution
 from bridge_cg_tools.benchmarks.records.results import first_line, put_record, read_records
@@ -22,8 +22,8 @@ STACK = (
     "megatron.core.models.gpt.gpt_model",
     "bridge_cg_plugin.upstream.hooks.packed_helper",
 )
-# The model that the planner's predictions are measured with, and the case that measures them.
-PLANNED, PLANS = "planned", "plans"
+# The case that measures the planner's predictions.
+PLANS = "plans"
 # Seconds that a process has; one that hangs must not keep the others.
 LIMIT_S = 240.0
 
@@ -73,6 +73,7 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--fused-rope", action="store_true")
     parser.add_argument("--plans", action="store_true")
     parser.add_argument("--cost-model", type=Path)
+    parser.add_argument("--planned", default=PLANNED)
     args = parser.parse_args(words)
 
     from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
@@ -121,7 +122,7 @@ def _model_parts(args: argparse.Namespace) -> Parts:
 
 
 def _plan_parts(args: argparse.Namespace) -> Parts:
-    bench = Bench(PLANNED, args.repeats, args.fused_rope)
+    bench = Bench(args.planned, args.repeats, args.fused_rope)
     cost = bench.fit_costs(args.cost_model)
     for name in DISTRIBUTIONS if args.plans else ():
         yield f"plan_{name}", partial(bench.plan, Distribution(name, cost))

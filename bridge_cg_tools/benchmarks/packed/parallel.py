@@ -1,4 +1,4 @@
-"""Packed documents over two GPUs: the processes of each layout, their records and what they miss."""
+"""Packed documents over several GPUs: the processes of each layout, their records and what they miss."""
 
 import json
 import os
@@ -13,17 +13,21 @@ from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingPr
 
 MODULE = "bridge_cg_tools.benchmarks.packed.ranks"
 # Of `ranks`: two GPUs share layers, documents, or layers and the tokens between them.
-LAYOUTS = ("TP2", "CP2", "TP2_sequence")
+LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images")
+# Layouts of hybrids, which need packages that are compiled, and of four GPUs.
+HYBRIDS = ("TP2_mamba", "CP2_mamba")
+FOUR_GPUS = ("CP4_a2a_p2p",)
 GPUS = 2
 REPEATS = 7
-# Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others.
-LIMIT_S = 90.0
+# Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others. A
+# hybrid's compile mamba-ssm's kernels.
+LIMIT_S, HYBRID_LIMIT_S = 90.0, 170.0
 # What a rank counts where one of them cannot capture.
 FAILED = {"capture_failed": 1}
 
 
 class Place(NamedTuple):
-    """Two GPUs and what is measured on them in turn.
+    """GPUs and what is measured on them in turn.
 
     Attributes:
         processes: Of each layout, by its name.
@@ -36,7 +40,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Iterator[list[Place]]:
-    """Start the processes of layouts, spread over pairs of GPUs; they import, and end with this context.
+    """Start the processes of layouts, spread over as many GPUs as each needs; they import, and end with this context.
 
     Args:
         layouts: Their names.
@@ -44,18 +48,19 @@ def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Itera
         log: Folder for the processes' output; without it, it goes to this process's.
 
     Raises:
-        ValueError: There are fewer than two GPUs.
+        ValueError: There are fewer GPUs than a layout needs.
     """
-    if gpus < GPUS:
-        raise ValueError(f"--gpus {gpus}: it must be {GPUS} or more; run it on a machine with that many NVIDIA GPUs")
-    pairs = [tuple(range(first, first + GPUS)) for first in range(0, gpus - gpus % GPUS, GPUS)]
+    each = max(2 * GPUS if layout in FOUR_GPUS else GPUS for layout in layouts)
+    if gpus < each:
+        raise ValueError(f"--gpus {gpus}: it must be {each} or more; run it on a machine with that many NVIDIA GPUs")
+    groups = [tuple(range(first, first + each)) for first in range(0, gpus - gpus % each, each)]
     cores = divide(os.sched_getaffinity(0), gpus)
-    places = [Place({}, cores.of_ranks(GPUS, pair)) for pair in pairs]
+    places = [Place({}, cores.of_ranks(each, group)) for group in groups]
     with ExitStack() as stack:
         for number, layout in enumerate(dict.fromkeys(layouts)):
             file = None if log is None else log / f"{layout}.log"
-            turn = number % len(pairs)
-            process = TrainingProcess(file, GPUS, pairs[turn], module=MODULE)
+            turn, ranks = number % len(groups), 2 * GPUS if layout in FOUR_GPUS else GPUS
+            process = TrainingProcess(file, ranks, groups[turn][:ranks], module=MODULE)
             stack.callback(process.close)
             places[turn].processes[layout] = process
         yield places
@@ -85,7 +90,8 @@ def measured_once(
     try:
         process.wait_until_ready()
         keep_to(process, cores)
-        return process.train("graphs", ["--layout", layout, "--repeats", str(REPEATS), *words], LIMIT_S)
+        limit = HYBRID_LIMIT_S if layout in HYBRIDS else LIMIT_S
+        return process.train("graphs", ["--layout", layout, "--repeats", str(REPEATS), *words], limit)
     except TrainingFailed as error:
         return str(error)
 

@@ -21,6 +21,8 @@ from bridge_cg_tools.benchmarks.models.tower import largest_relative, relative, 
 PACKS = 30
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+# What Qwen3-VL's language model gives its layers for every token: angles, and where images are.
+PER_TOKEN = ("rotary_pos_emb", "visual_pos_masks")
 # How much farther from eager graphs may be than eager runs are from each other.
 NOISE = 1.5
 # Per-token losses, and gradients in the order of the model's trainable parameters.
@@ -62,18 +64,25 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
         stack.enter_context(graphs.paused())
         for owner, attribute in graphs.replaced:
             upstreams = getattr(type(owner), attribute).__get__(owner)
-            parts = graphs.workload.family.shards * graphs.workload.family.ranks
-            stack.enter_context(overridden(owner, attribute, _at_rows(upstreams, rows, parts)))
+            family = graphs.workload.family
+            parts = family.shards * family.ranks
+            padded = _at_rows(upstreams, rows, parts, () if family.per_position else PER_TOKEN)
+            stack.enter_context(overridden(owner, attribute, padded))
         yield
 
 
-def _at_rows(call: Callable[..., Any], rows: int, parts: int) -> Callable[..., Any]:
+def _at_rows(call: Callable[..., Any], rows: int, parts: int, per_token: Sequence[str]) -> Callable[..., Any]:
     def padded(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.pop("hidden_states")
+        further = rows // parts - hidden.shape[0]
+        for name in per_token:
+            if isinstance(value := kwargs.get(name), Tensor):
+                behind = (0, further) if value.dim() == 2 else (0, 0, 0, 0, 0, 0, 0, further)
+                kwargs[name] = pad(value, behind)
         params = kwargs.get("packed_seq_params")
         if params is not None:
             kwargs["packed_seq_params"] = padded_params(params, hidden.shape[0] * parts, rows)
-        outputs = call(pad(hidden, (0, 0, 0, 0, 0, rows // parts - hidden.shape[0])), *args[1:], **kwargs)
+        outputs = call(pad(hidden, (0, 0, 0, 0, 0, further)), *args[1:], **kwargs)
         if isinstance(outputs, tuple):
             return tuple(None if output is None else output[: hidden.shape[0]] for output in outputs)
         return outputs[: hidden.shape[0]]

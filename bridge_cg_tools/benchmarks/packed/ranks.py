@@ -1,4 +1,4 @@
-"""One rank of two GPUs that share a model and run packed documents: parity and times, for bench_packed_parallel.py."""
+"""One rank of GPUs that share a model and run packed documents: parity and times, for bench_packed_parallel.py."""
 
 import argparse
 import gc
@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from torch import distributed
 
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 from bridge_cg_tools.benchmarks.measuring import measure
+from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings
 from bridge_cg_tools.benchmarks.models import language_model as lm
 from bridge_cg_tools.benchmarks.models.tower import MainGrads, largest_relative, relative
 from bridge_cg_tools.benchmarks.packed import parity as parity
@@ -27,33 +30,72 @@ importlib.import_module("bridge_cg_plugin.upstream.hooks.packed_helper")
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+SMALL_QWEN = replace(SMALL, images=True)
+SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
+# Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
+UNIT = 8
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
-FULL = ((2048,), (512, 512), (8, 900, 24, 92), (64,) * 16, (1000, 1048))
-PADDED = ((400, 612), (1100,), (8, 900, 24, 800), (40,) * 24)
+FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
 TIMED_TOKENS = (2048, 4096)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How two GPUs share a model.
+    """How GPUs share a model.
 
     Attributes:
         tensor: Ranks of tensor parallelism.
         context: Ranks of context parallelism.
         sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
+        exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
+        levels: Ranks of each level of a hierarchical exchange.
+        hybrid: Whether the model is a Mamba-Transformer hybrid.
+        images: Whether it is Qwen3-VL's language model, with features of images.
     """
 
     tensor: int = 1
     context: int = 1
     sequence: bool = False
+    exchange: str | None = None
+    levels: tuple[int, ...] = ()
+    hybrid: bool = False
+    images: bool = False
+
+    @property
+    def packs(self) -> dict[str, tuple[int, ...]]:
+        """Return the packs to compare by name: 30 of all sizes, and some that fill a bucket."""
+        full = {str(lengths): lengths for lengths in FULL}
+        if self.sequence:
+            return full
+        least = EXACT_BELOW * self.context  # smaller ones must fill a bucket
+        drawn = (_drawn(index, least) for index in range(parity.PACKS))
+        return {f"{len(lengths)} documents, {sum(lengths)} tokens": lengths for lengths in drawn} | full
+
+    @property
+    def timed(self) -> tuple[int, ...]:
+        """Return the tokens of packs that are timed, at most 4096 for each rank that holds a part of them."""
+        return (*TIMED_TOKENS, *((TIMED_TOKENS[-1] * self.context,) if self.context > 1 else ()))
 
 
 LAYOUTS = {
     "TP2": Ranks(tensor=2),
     "TP2_sequence": Ranks(tensor=2, sequence=True),
     "CP2": Ranks(context=2),
+    "CP2_a2a": Ranks(context=2, exchange="a2a"),
+    "CP2_images": Ranks(context=2, images=True),
+    "CP4_a2a_p2p": Ranks(context=4, exchange="a2a+p2p", levels=(2, 2)),
+    "TP2_mamba": Ranks(tensor=2, hybrid=True),
+    "CP2_mamba": Ranks(context=2, hybrid=True),
 }
+
+
+def _drawn(index: int, least: int) -> tuple[int, ...]:
+    """Return lengths of the documents of one of 30 packs: more than `least` tokens, every third fills a bucket."""
+    documents = 1 + index * (MAX_SEQS - 1) // (parity.PACKS - 1)
+    tokens = least + (BUCKETS[-1] - least) * (index + 1) // parity.PACKS
+    units = (tokens if index % 3 else BUCKETS[index % 2]) // UNIT
+    return tuple(UNIT * length for length in lm.draw(units, documents, index))
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -65,10 +107,12 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--fault", action="store_true", help="let one rank fail to capture, too")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
-    rank = Rank(LAYOUTS[args.layout])
-    found = {**rank.parity(), "ms": rank.times(args.repeats)}
-    if args.fault:
-        found["failing"] = rank.one_cannot_capture()
+    layout = LAYOUTS[args.layout]
+    with few_tilings() if layout.hybrid else nullcontext():
+        rank = Rank(layout)
+        found = {**rank.parity(), "ms": rank.times(args.repeats)}
+        if args.fault:
+            found["failing"] = rank.one_cannot_capture()
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, found)
     if distributed.get_rank() == 0:
@@ -91,7 +135,9 @@ class Rank:
         torch.cuda.set_device(number)
         distributed.init_process_group("nccl", device_id=torch.device("cuda", number))
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, context_parallel_size=layout.context
+            tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
+            hierarchical_context_parallel_sizes=list(layout.levels) or None,
         )
         initialize_rng_tracker(use_te_rng_tracker=True)
         model_parallel_cuda_manual_seed(1234)
@@ -99,19 +145,19 @@ class Rank:
 
     def parity(self) -> dict[str, Any]:
         """Compare graphs with eager, pack for pack, and run packs that no graph takes."""
-        packs = FULL if self.layout.sequence else (*FULL, *PADDED)
+        packs = self.layout.packs
         with parity.deterministic():
-            model = self._model(SMALL)
+            model = self._model(self._small)
             grads = MainGrads(model)
             results(model, grads, self._pack((512, 512)))  # connections are made by a backward, too, before a capture
             helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
             graphs, far = helper.graphs, {}
-            for seed, lengths in enumerate(packs):
+            for seed, (name, lengths) in enumerate(packs.items()):
                 pack = self._pack(lengths, seed)
                 with parity.eager_at(graphs, next(tokens for tokens in BUCKETS if tokens >= pack.tokens)):
                     expected = results(model, grads, pack)
                 found = results(model, grads, pack)
-                far[str(lengths)] = relative(found[0], expected[0]), largest_relative(found[1], expected[1])
+                far[name] = relative(found[0], expected[0]), largest_relative(found[1], expected[1])
             for lengths in BEYOND.values():
                 results(model, grads, self._pack(lengths))
             results(model, grads, self._pack(FULL[0]))
@@ -127,7 +173,7 @@ class Rank:
 
     def one_cannot_capture(self) -> dict[str, int]:
         """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
-        model = self._model(SMALL)
+        model = self._model(self._small)
         helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS, capture=False, cuda_graph_packed_strict=False)
         executor, calls = helper.graphs.executor, []
         record = executor.record
@@ -147,10 +193,10 @@ class Rank:
 
     def times(self, repeats: int) -> dict[int, dict[str, float]]:
         """Return ms of forward plus backward by tokens, eager and on graphs."""
-        model = self._model(lm.SHAPES["dense"])
+        model = self._model(replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images))
         grads = MainGrads(model)
         found = {}
-        for tokens in TIMED_TOKENS:
+        for tokens in self.layout.timed:
             lengths = (tokens // 8,) * 8
             pack = self._pack(lengths)
 
@@ -168,16 +214,28 @@ class Rank:
         del grads
         return found
 
+    @property
+    def _small(self) -> lm.Shape:
+        if self.layout.images:
+            return SMALL_QWEN
+        return SMALL_HYBRID if self.layout.hybrid else SMALL
+
     def _model(self, shape: lm.Shape) -> Any:
+        self._width = shape.hidden
         return lm.build_model(
             shape,
             tensor_model_parallel_size=self.layout.tensor,
             context_parallel_size=self.layout.context,
             sequence_parallel=self.layout.sequence,
+            cp_comm_type=self.layout.exchange,
+            hierarchical_context_parallel_sizes=list(self.layout.levels) or None,
         )
 
     def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
-        return lm.part_of(lm.make_pack(lengths, seed), self.layout.context, self.context.rank())
+        pack = lm.make_pack(lengths, seed)
+        if self.layout.images:
+            pack = lm.with_images(pack, self._width)
+        return lm.part_of(pack, self.layout.context, self.context.rank())
 
     def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
