@@ -10,6 +10,8 @@ from .seams.registry.engine import TE_OFFLOAD
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
+# Graph options as words.
+OPTIONS = "BRIDGE_CG_OPTIONS"
 
 
 def check_process() -> None:

@@ -9,9 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,3 +138,29 @@ def test_every_reason_is_given_somewhere_and_none_by_its_word():
 
 if __name__ == "__main__":
     FILE.write_text(FALLBACKS.sub(lambda found: fallbacks(), PAGE))
+
+
+def texts():
+    """Yield every text in the code that people run and every line of the pages, with its place."""
+    for folder in ("bridge_cg_plugin", "bridge_cg_tools", "recipes", "scripts", "tools", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        yield from ((f"{path.relative_to(ROOT)}:{n}", line) for n, line in enumerate(path.read_text().splitlines(), 1))
+
+
+def test_no_message_says_what_is_allowed_behind_an_assignment():
+    """ "X=Y: allowed is Z" tells neither what cannot be done nor why."""
+    assert [place for place, text in texts() if re.search(r": allowed (is|are)\b", text)] == []
+
+
+@given(st.text(max_size=20), st.one_of(st.none(), st.integers(), st.text(max_size=20)), st.text(max_size=20))
+def test_an_error_of_an_option_begins_with_what_cannot_be_done(field, value, allowed):
+    for error in (
+        OptionError(field, value, allowed, "Do it."),
+        OptionError.unknown(field, "option"),
+        OptionError.unknown(field, "option", "other"),
+    ):
+        assert str(error).startswith("Cannot use ") and ": allowed" not in str(error).replace(allowed, "")

@@ -18,6 +18,7 @@ from ...graphs.joint_step import before_evaluation
 from ...options import PROVIDER_FIELDS, OptionError
 from ...options.language_model import IMPL
 from ...options.packed import MAX_PACKED_SEQS
+from ..environment import OPTIONS
 from ..seams.activation import before_deactivation
 from ..seams.call_arguments import arguments_of
 from ..seams.patches import Patch
@@ -29,8 +30,6 @@ from .graph_helper import active_graphs, has_helper
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
 
-# Graph options for models of loops that have no other way to set them, as words.
-OPTIONS = "BRIDGE_CG_OPTIONS"
 # Attribute of a model's first chunk.
 HELD = "_bridge_cg_loop"
 

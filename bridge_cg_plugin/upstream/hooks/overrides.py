@@ -15,6 +15,7 @@ from ...options.normalization import warn_once
 from ...options.precedence import settle
 from ...options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
 from ...options.values import is_unset
+from .environment_options import apply_environment
 from .field_values import check_value
 from .graph_fields import apply_options
 from .training_config import check_configuration
@@ -71,6 +72,8 @@ def resolve(
     """
     check_trackers(words)
     options = apply_overrides(config, flags, words, apply)
+    if apply_environment(config):
+        options = normalize(config)[0]
     check_configuration(config)
     return options
 

@@ -32,6 +32,7 @@ from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.releases import RELEASES
 from ..seams.seam import Feature
+from .environment_options import apply_environment
 from .graph_fields import apply_options, describe_release
 
 # Options of a region that the shared one of offloading sets.
@@ -87,6 +88,7 @@ def check_training_config(config: Any) -> None:
         OptionError: Something cannot work; nothing was built yet.
         DriftError: The graphs need a part of the plugin that does not fit this release.
     """
+    apply_environment(config)
     _resolve_choice(config)
     written = _without_idle_fields(collect(config))
     options = options_of(written)
