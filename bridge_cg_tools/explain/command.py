@@ -229,7 +229,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         check_gpus(config, place.gpus)
         layout = divided(config.model, place.gpus)
         notes.append(layout_in_words(layout))
-    if name not in RECIPES and _asks_upstream(_built(name, asked is not None)):
+    if name not in RECIPES and _asks_upstream(built(name, asked is not None)):
         notes.append(_UPSTREAMS)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
