@@ -11,6 +11,11 @@ WARM, LARGE = [(1, 28, 28)], [(1, 64, 64)] * 4
 MOST_ROUNDS = 12
 
 
+def small_replays(helper) -> int:
+    """Return the replays of buckets that take WARM and little more: memory may allow a large one at any step."""
+    return sum(b.replays for bucket, b in helper.graphs.statistics().buckets.items() if bucket.tokens < 1024)
+
+
 @pytest.mark.first
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
 def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, graphs_of, modules):
@@ -48,12 +53,12 @@ def test_no_memory_for_a_later_bucket_leaves_the_graphs_there_are(tower_module, 
         torch.cuda.set_per_process_memory_fraction(1.0)
     said = [record.message for record in caplog.records if "could not be captured" in record.message]
     assert len(said) == 1, caplog.messages
-    before = helper.graphs.statistics().replays
+    before = small_replays(helper)
     for seed in range(3):
         with helper.graphs.step():
             check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
             check_grid(tower_module, model, grads, helper, LARGE, seed, "large")
-    assert helper.graphs.statistics().replays == before + 3
+    assert small_replays(helper) == before + 3
     assert helper.graphs.statistics().fallbacks["not_captured_yet"] >= 1
 
 
@@ -77,4 +82,6 @@ def test_a_memory_limit_bounds_buckets_that_come_later(tower_module, model, grad
         with helper.graphs.step():
             check_grid(tower_module, model, grads, helper, middle, seed, "middle")
             check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
-    assert helper.graphs.statistics().replays == 4 + 2 + 3
+    assert small_replays(helper) == 4 + 3
+    # The first one finds a bucket of its own or the large one, whose capture the limit allows now.
+    assert helper.graphs.statistics().replays - small_replays(helper) >= 2
