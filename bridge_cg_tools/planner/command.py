@@ -129,8 +129,6 @@ def _packed(
     lengths: tuple[int, ...], arguments: argparse.Namespace, layout: RankLayout, size: int | None
 ) -> list[Pack]:
     packing = arguments.packing or PACKING
-    if size is None and packing != IN_BATCH:
-        raise PlanError("--pack-size is missing: write the tokens of a pack")
     multiple = layout.document_unit
     if arguments.pad_seq_to_mult is not None:
         given = _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
@@ -146,6 +144,8 @@ def _packed(
     lengths = padded_documents(lengths, multiple)
     if packing == IN_BATCH:
         return in_batch(lengths, MICRO_BATCH if arguments.micro_batch_size is None else arguments.micro_batch_size)
+    if size is None:
+        raise PlanError("--pack-size is missing: write the tokens of a pack")
     return ALGORITHMS[packing](lengths, size)
 
 

@@ -50,35 +50,39 @@ def _heads(facts: Facts) -> int:
     return max((facts.key_heads or 0) // (facts.tensor_ranks or 1), 1) if facts.key_heads else 0
 
 
-def _layout(facts: Facts) -> RankLayout | None:
-    """Return how ranks share packs, None where a configuration does not say it."""
-    if facts.tensor_ranks is None or facts.context_ranks is None:
-        return None
-    return RankLayout(facts.tensor_ranks, facts.context_ranks, bool(facts.sequence_parallel))
+def _layout(facts: Facts) -> RankLayout:
+    """Return how ranks share packs, where a configuration says it."""
+    return RankLayout(facts.tensor_ranks or 1, facts.context_ranks or 1, bool(facts.sequence_parallel))
+
+
+def _says_layout(facts: Facts) -> bool:
+    return None not in (facts.tensor_ranks, facts.context_ranks)
 
 
 def _other_layout(options: GraphOptions, facts: Facts) -> bool:
-    planned, found = options.packed.planned_for, _layout(facts)
-    return planned is not None and found is not None and planned != str(found)
+    planned = options.packed.planned_for
+    return planned is not None and _says_layout(facts) and planned != str(_layout(facts))
 
 
-def _uneven_bucket(options: GraphOptions, facts: Facts) -> int | None:
-    """Return a bucket that ranks cannot share in equal parts."""
-    layout, buckets = _layout(facts), options.packed.buckets
-    if layout is None or buckets == "auto":
-        return None
-    return next((tokens for tokens in buckets if tokens % layout.unit), None)
+def _buckets(options: GraphOptions) -> tuple[int, ...]:
+    """Return the buckets that were named."""
+    return () if options.packed.buckets == "auto" else options.packed.buckets
+
+
+def _uneven_bucket(options: GraphOptions, facts: Facts) -> int:
+    """Return a bucket that ranks cannot share in equal parts; 0 where there is none."""
+    uneven = (tokens for tokens in _buckets(options) if tokens % _layout(facts).unit)
+    return next(uneven, 0) if _says_layout(facts) else 0
 
 
 def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
-    layout, longest = _layout(facts), options.packed.max_seqlen
-    return layout is not None and bool((longest or 0) % layout.document_unit)
+    return _says_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
 
 
 def _too_long(options: GraphOptions) -> bool:
     """Whether the longest document that graphs take is longer than any bucket."""
-    buckets, longest = options.packed.buckets, options.packed.max_seqlen
-    return buckets != "auto" and longest is not None and longest > buckets[-1]
+    buckets, longest = _buckets(options), options.packed.max_seqlen
+    return bool(buckets) and longest is not None and longest > buckets[-1]
 
 
 def _next(tokens: int, unit: int) -> int:
@@ -242,7 +246,7 @@ PACKED = (
             PACKED_FIELDS["max_seqlen"],
             o.packed.max_seqlen,
             f"a multiple of {_layout(f).document_unit} with {_layout(f)}",
-            f"Write {_next(o.packed.max_seqlen, _layout(f).document_unit)}.",
+            f"Write {_next(o.packed.max_seqlen or 0, _layout(f).document_unit)}.",
         ),
     ),
     Combination(
@@ -252,7 +256,7 @@ PACKED = (
         lambda o, f: (
             PACKED_FIELDS["max_seqlen"],
             o.packed.max_seqlen,
-            f"at most {o.packed.buckets[-1]}, the largest of {PACKED_FIELDS['buckets']}",
+            f"at most {_buckets(o)[-1]}, the largest of {PACKED_FIELDS['buckets']}",
             f"Add a bucket of {o.packed.max_seqlen} tokens, or lower it.",
         ),
     ),
