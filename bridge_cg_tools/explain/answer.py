@@ -7,6 +7,7 @@ from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.choice import VISION_ENCODER
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_plugin.upstream.seams.known_encoders import NO_ADAPTER
 
 from .forecast import Forecast
 from .forecast import as_json as forecast_as_json
@@ -79,8 +80,9 @@ class Answer:
     def _line(self, part: wording.Part) -> Line:
         encoder = part.name == VISION_ENCODER
         if encoder and self.has_model and self.forecast is None:
-            runs, why = ("eager", "no adapter for it is known") if self.encoder else ("none", "the model has none")
-            return Line(part.name, runs, why, options=part.options)
+            if NO_ADAPTER in self.encoder:
+                return Line(part.name, "eager", "no adapter for it is known", options=part.options)
+            return Line(part.name, "none", "the model has none that graphs support", options=part.options)
         if part.runs != "graphs":
             return Line(part.name, part.runs, part.why, options=part.options)
         memory, ratio = self._figures() if encoder else (NOT_MEASURED, NOT_MEASURED)

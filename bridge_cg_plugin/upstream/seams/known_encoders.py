@@ -11,6 +11,7 @@ from .registry.models import QWEN3_VL
 
 # Fields of providers whose model has a vision encoder.
 IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_vision_model")
+NO_ADAPTER = "without an adapter for vision graphs"
 HOW_TO_ADD = "docs/adding_an_encoder.md shows how to write one"
 
 
@@ -29,7 +30,7 @@ def encoder_of(model: Any) -> str:
     if not bases[0].endswith("Provider"):  # `bridge-cg explain` does without the hub
         listed = "docs/vision_graphs.md lists those that vision graphs take"
         return f"of a kind that only the hub tells; {listed}, {HOW_TO_ADD}"
-    return f"of {bases[0]}, without an adapter for vision graphs: it runs eager; {HOW_TO_ADD}"
+    return f"of {bases[0]}, {NO_ADAPTER}: it runs eager; {HOW_TO_ADD}"
 
 
 def has_audio_encoder(model: Any) -> bool:
