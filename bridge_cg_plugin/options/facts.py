@@ -39,7 +39,7 @@ class Facts:
         attention_dropout: Whether attention uses random numbers.
         hidden_dropout: Whether MLP and MoE use random numbers.
         moe: Whether the model has mixture-of-experts layers.
-        expert_ranks: Ranks of expert parallelism.
+        expert_tensor_ranks: Ranks of expert tensor parallelism.
         router_jitter: Whether a router's input is changed at random.
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
@@ -72,7 +72,7 @@ class Facts:
     attention_dropout: bool | None = None
     hidden_dropout: bool | None = None
     moe: bool | None = None
-    expert_ranks: int | None = None
+    expert_tensor_ranks: int | None = None
     router_jitter: bool | None = None
     mamba: bool | None = None
     packed_data: bool | None = None
@@ -119,7 +119,7 @@ def facts_of(written: Written) -> Facts:
         moe=None
         if "num_moe_experts" not in settings
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
-        expert_ranks=_count(settings, "expert_model_parallel_size"),
+        expert_tensor_ranks=_count(settings, "expert_tensor_parallel_size"),
         router_jitter=_above_zero(settings, "moe_input_jitter_eps"),
         mamba=_mamba(written),
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),

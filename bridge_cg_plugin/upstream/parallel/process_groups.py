@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import distributed, nn
 
 from ...graphs.executor import Isolated
 from ...graphs.rank_consensus import GroupConsensus, RankConsensus, SingleRank
+from ...options import OptionError
+from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 
@@ -38,14 +41,60 @@ def sharing_groups(model: nn.Module) -> tuple[distributed.ProcessGroup, ...]:
     return tuple(group for group in found if group is not None)
 
 
-def shared_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
+def shared_group(
+    model: UpstreamModule, experts: distributed.ProcessGroup | None = None
+) -> distributed.ProcessGroup | None:
     """Return the ranks that share a model's layers or sequences; None where there is one.
 
     The smallest group that has them: a communicator that nothing else uses takes memory of its own.
+
+    Args:
+        model: The model.
+        experts: Ranks of expert parallelism that must be on graphs together as well; None without any.
+
+    Raises:
+        OptionError: No group has all of them.
     """
     found = sharing_groups(model)
     group: distributed.ProcessGroup | None = model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
+    if experts is None or group is None:
+        return experts or group
+    if has_ranks(group, experts):
+        return group
+    if has_ranks(experts, group):
+        return experts
+    raise OptionError(
+        "model.expert_model_parallel_size",
+        experts.size(),
+        f"a multiple or a divisor of tensor times context parallelism ({group.size()}) with experts inside the graph",
+        f"Change it, or set {MODULES}=attn,moe_router, where experts stay eager.",
+    )
+
+
+def expert_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
+    """Return the ranks that hold a part of a model's experts each; None where there is one."""
+    return _several(getattr(model.pg_collection, "ep", None))
+
+
+def has_ranks(group: distributed.ProcessGroup, other: distributed.ProcessGroup) -> bool:
+    """Whether a group has all ranks of another."""
+    ranks = distributed.get_process_group_ranks
+    return set(ranks(other)) <= set(ranks(group))
+
+
+def new_group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
+    """Make a group with the time-out of the job's own; only its ranks call it."""
+    group: distributed.ProcessGroup = distributed.new_group(
+        ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True
+    )
     return group
+
+
+def _timeout() -> timedelta:
+    device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
+    world: Any = distributed.group.WORLD
+    timeout: timedelta = world._get_backend(device).options._timeout
+    return timeout
 
 
 def _several(group: Any) -> distributed.ProcessGroup | None:
