@@ -48,10 +48,11 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
     "settings, graphs, why",
     [
         (
-            {"expert_model_parallel_size": 2, "num_moe_experts": 8},
+            {"expert_tensor_parallel_size": 2, "num_moe_experts": 8},
             "attention and routers",
-            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
         ),
+        ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "all layers as one region", ""),
         ({"num_moe_experts": 8}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
@@ -89,7 +90,7 @@ def test_a_field_of_a_part_that_was_set_stays():
 
 
 def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no_ones_way():
-    experts = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
+    experts = {**PACKED, "num_moe_experts": 8, "expert_tensor_parallel_size": 8}
     recipe = SimpleNamespace(**experts, cuda_graph_impl="none", cuda_graph_modules="full", cuda_graph_scope="full")
     options, parts = chosen(recipe)
     assert parts["language model"].graphs.startswith("attention and routers")

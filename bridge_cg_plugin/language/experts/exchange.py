@@ -48,14 +48,13 @@ class ExpertExchange:
         distributed.reduce_scatter_tensor(out, parts.contiguous(), group=self._group)
         return out
 
-    def swap(self, blocks: Tensor, fill: float = 0.0) -> Tensor:
+    def swap(self, blocks: Tensor) -> Tensor:
         """Return every rank's block for this rank, `[ranks, ...]`; no gradient flows.
 
         Args:
             blocks: `[ranks, ...]`, a block for every rank.
-            fill: What is there where the exchange is left out: kernels follow what it says.
         """
-        out = torch.full_like(blocks, fill)
+        out = torch.empty_like(blocks)
         distributed.all_to_all_single(out, blocks, group=self._group)
         return out
 
@@ -69,7 +68,8 @@ class ExpertExchange:
 
         Returns:
             Probabilities and routing map, `[ranks * tokens, experts of this rank]` each, and how many of these tokens
-            to look at, `[1]` int32: all, since padding chose nothing.
+            to look at, `[1]` int32: all, since padding chose nothing. Where nothing was chosen, the gradient of the
+            probability must be zero.
         """
         real = (torch.arange(routing_map.shape[0], device=used.device) < used)[:, None]
         found: Tensor = _Choices.apply(probabilities, routing_map & real, self)
@@ -99,7 +99,7 @@ class _Choices(torch.autograd.Function):
         ctx.exchange = exchange
         tokens, experts = chosen.shape
         marked = torch.where(chosen, probabilities, NOT_CHOSEN).reshape(tokens, exchange.ranks, -1)
-        return exchange.swap(marked.transpose(0, 1).contiguous(), NOT_CHOSEN).view(-1, experts // exchange.ranks)
+        return exchange.swap(marked.transpose(0, 1).contiguous()).view(-1, experts // exchange.ranks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

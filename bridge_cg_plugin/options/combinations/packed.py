@@ -109,7 +109,7 @@ PACKED = (
             "model.expert_tensor_parallel_size",
             f.expert_tensor_ranks,
             f"1 with {_asked(o)} and {MODULES} empty",
-            f"Set it to 1, or {MODULES}={_beside_experts(f)}, where experts stay eager.",
+            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager, or set it to 1.",
         ),
     ),
     Combination(

@@ -29,6 +29,21 @@ EXCHANGES = (
 )
 
 
+# What a rank goes on with where an exchange is left out, by the exchange's arguments: its own part in place of others'.
+# Memory as it was could hold NaN, which even a gradient of zero takes into sums, or counts that kernels follow.
+OWN_PART: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "all_gather_into_tensor": lambda given: _repeat(given["output_tensor"], given["input_tensor"]),
+    "reduce_scatter_tensor": lambda given: given["output"].copy_(given["input"].view(-1, *given["output"].shape)[0]),
+    "all_to_all_single": lambda given: _repeat(given["output"], given["input"]),
+    "irecv": lambda given: given["tensor"].zero_(),
+}
+
+
+def _repeat(out: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with another as often as it goes in; with zeros where it does not fit."""
+    return out.zero_() if out.numel() % own.numel() else out.view(-1, *own.shape).copy_(own)
+
+
 def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """Return the ranks that share a model's layers; None where there is one."""
     return _several(getattr(getattr(model, "pg_collection", None), "tp", None))
@@ -59,16 +74,15 @@ def shared_group(
     group: distributed.ProcessGroup | None = model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
     if experts is None or group is None:
         return experts or group
-    if has_ranks(group, experts):
-        return group
-    if has_ranks(experts, group):
-        return experts
-    raise OptionError(
-        "model.expert_model_parallel_size",
-        experts.size(),
-        f"a multiple or a divisor of tensor times context parallelism ({group.size()}) with experts inside the graph",
-        f"Change it, or set {MODULES}=attn,moe_router, where experts stay eager.",
-    )
+    few, many = sorted((group, experts), key=distributed.ProcessGroup.size)
+    if many.size() % few.size() or not has_ranks(many, few):  # by sizes, too: they are the same on every rank
+        raise OptionError(
+            "model.expert_model_parallel_size",
+            experts.size(),
+            f"a multiple or divisor of tensor times context parallelism ({group.size()}) with experts inside the graph",
+            f"Change it, or set {MODULES}=attn,moe_router, where experts stay eager.",
+        )
+    return many
 
 
 def expert_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
@@ -121,7 +135,7 @@ def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     @contextmanager
     def isolated() -> Iterator[None]:
         originals = {name: getattr(distributed, name) for name in EXCHANGES}
-        made = {name: _left_out(exchange, silent) for name, exchange in originals.items()}
+        made = {name: _left_out(name, exchange, silent) for name, exchange in originals.items()}
         made["P2POp"] = _operations(distributed.P2POp, {made[name]: originals[name] for name in originals}, silent)
         made["batch_isend_irecv"] = _batch_left_out(distributed.batch_isend_irecv)
         with ExitStack() as stack:
@@ -132,8 +146,10 @@ def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     return isolated
 
 
-def _left_out(exchange: Callable[..., Any], silent: Sequence[distributed.ProcessGroup]) -> Callable[..., Any]:
-    """Return a stand-in for one of torch's exchanges that does nothing inside some groups."""
+def _left_out(
+    name: str, exchange: Callable[..., Any], silent: Sequence[distributed.ProcessGroup]
+) -> Callable[..., Any]:
+    """Return a stand-in for one of torch's exchanges, which inside some groups leaves each rank with its own part."""
     takes = inspect.signature(exchange)
 
     @functools.wraps(exchange)
@@ -141,6 +157,8 @@ def _left_out(exchange: Callable[..., Any], silent: Sequence[distributed.Process
         given = takes.bind(*args, **kwargs).arguments
         if given.get("group") not in silent:
             return exchange(*args, **kwargs)
+        if name in OWN_PART:
+            OWN_PART[name](given)
         return _Done() if given.get("async_op") or "async_op" not in takes.parameters else None
 
     return exchanged
@@ -160,6 +178,8 @@ def _operations(
 
     def operation(op: Callable[..., Any], tensor: torch.Tensor, peer: Any = None, group: Any = None, *rest: Any) -> Any:
         if group in silent:
+            if op.__name__ == "irecv":
+                OWN_PART["irecv"]({"tensor": tensor})
             return _Unsent()
         return original(originals.get(op, op), tensor, peer, group, *rest)
 
