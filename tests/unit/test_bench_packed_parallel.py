@@ -37,6 +37,9 @@ GOOD = {"ranks": [rank(), rank(ms={"2048": {"eager": 90.0, "plugin": 60.0}})]}
         ({"ms": {"2048": {"eager": 50.0, "plugin": 50.0}}}, "50.0 ms, eager 50.0 ms"),
         ({"fallbacks": {}}, "wanted each of"),
         ({"replays": 3}, "ranks chose otherwise"),
+        ({"far": {"0": [0.1, 0.1]}, "from_fp32": {"graphs": [1.04, 2.0], "eager": [1.0, 2.0]}}, None),
+        ({"from_fp32": {"graphs": [1.0, 2.2], "eager": [1.0, 2.0]}}, "is from fp32"),
+        ({"from_fp32": {"graphs": [1.0, float("nan")], "eager": [1.0, 2.0]}}, "is from fp32"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_named(changes, said):
@@ -48,10 +51,10 @@ def test_what_is_not_as_it_must_be_is_named(changes, said):
 def processes(monkeypatch, tmp_path):
     """Processes that measure nothing; the list of (layout, devices, cores, others beside it), after who fails.
 
-    On four GPUs TP2 ends after CP2, and TP2_sequence once TP2 has its records.
+    On four GPUs TP2 ends after CP2, and TP2_sequence once TP2 has its records; EP2 follows CP2.
     """
     asked, lock, busy, pairs = [set()], threading.Lock(), set(), set()
-    begun, ended = threading.Barrier(2), threading.Event()
+    begun, ended, followed = threading.Barrier(2), threading.Event(), threading.Event()
 
     class Process:
         wait_until_ready = close = lambda self: None
@@ -66,10 +69,12 @@ def processes(monkeypatch, tmp_path):
 
         def train(self, mode, words, limit_s):
             assert (mode, limit_s) == ("graphs", bench.LIMIT_S) and "--fault" not in words
+            if words[1] == "EP2" and len(pairs) > 1:
+                assert followed.wait(10)
             with lock:
                 assert not busy & set(self._devices), "another layout has the GPUs"
                 busy.update(self._devices)
-            if words[1] != "TP2_sequence" and len(pairs) > 1:
+            if words[1] in ("TP2", "CP2") and len(pairs) > 1:
                 begun.wait(10)
                 assert words[1] == "CP2" or ended.wait(10)
             if words[1] == "TP2_sequence":
@@ -79,6 +84,8 @@ def processes(monkeypatch, tmp_path):
                 busy.difference_update(self._devices)
             if words[1] == "CP2":
                 ended.set()
+            if words[1] == "TP2_sequence":
+                followed.set()
             if words[1] in asked[0]:
                 raise TrainingFailed("process 1 of 2 ended with status 1", "the last lines")
             return GOOD
@@ -105,6 +112,7 @@ def test_layouts_go_side_by_side_on_gpus_of_their_own(processes, monkeypatch, tm
         ("CP2", (2, 3), 2),
         ("TP2", (0, 1), 0),
         ("TP2_sequence", (0, 1), 0),
+        ("EP2", (2, 3), 0),
     ]
     for _, devices, cores, _ in processes[1:]:
         assert cores == [set(range(12 * device, 12 * device + 12)) for device in devices]
@@ -142,7 +150,7 @@ def test_a_layouts_records_are_there_before_the_next_ends(processes, monkeypatch
     assert "the last lines" in by_case["TP2_sequence", "plugin"]["error"]
     processes[0].clear()
     status, records = run(monkeypatch, tmp_path / "r.jsonl", "--gpus", "4", "--layouts", "TP2_sequence")
-    assert status == 0 and not any("error" in record for record in records) and len(records) == 9
+    assert status == 0 and not any("error" in record for record in records) and len(records) == 12
 
 
 @pytest.mark.parametrize("script", ["bench_parallel", "bench_packed_parallel"])

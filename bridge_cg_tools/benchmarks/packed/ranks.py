@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import distributed
 
 from bridge_cg_tools.benchmarks.measuring import measure
 from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.reference import without_tf32
 from bridge_cg_tools.benchmarks.models.tower import MainGrads, largest_relative, relative
 from bridge_cg_tools.benchmarks.packed import parity as parity
 
@@ -27,11 +29,16 @@ importlib.import_module("bridge_cg_plugin.upstream.hooks.packed_helper")
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
+# The language model of Qwen3-VL-30B-A3B, with 8 of its 48 layers.
+EXPERTS, TOP_K = lm.Shape(layers=8, heads=32, ffn=768, experts=128), 8
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
 FULL = ((2048,), (512, 512), (8, 900, 24, 92), (64,) * 16, (1000, 1048))
 PADDED = ((400, 612), (1100,), (8, 900, 24, 800), (40,) * 24)
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
 TIMED_TOKENS = (2048, 4096)
+# Packs of ranks that share experts: each rank draws its own, with as many documents.
+DRAWN, MOST_DRAWN = 30, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +49,20 @@ class Ranks:
         tensor: Ranks of tensor parallelism.
         context: Ranks of context parallelism.
         sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
+        experts: Ranks of expert parallelism, which have packs of their own.
     """
 
     tensor: int = 1
     context: int = 1
     sequence: bool = False
+    experts: int = 1
 
 
 LAYOUTS = {
     "TP2": Ranks(tensor=2),
     "TP2_sequence": Ranks(tensor=2, sequence=True),
     "CP2": Ranks(context=2),
+    "EP2": Ranks(experts=2),
 }
 
 
@@ -66,7 +76,8 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     rank = Rank(LAYOUTS[args.layout])
-    found = {**rank.parity(), "ms": rank.times(args.repeats)}
+    parity_of_packs = rank.parity_of_experts if rank.layout.experts > 1 else rank.parity
+    found = {**parity_of_packs(), "ms": rank.times(args.repeats)}
     if args.fault:
         found["failing"] = rank.one_cannot_capture()
     ranks: list[Any] = [None] * distributed.get_world_size()
@@ -91,7 +102,9 @@ class Rank:
         torch.cuda.set_device(number)
         distributed.init_process_group("nccl", device_id=torch.device("cuda", number))
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor, context_parallel_size=layout.context
+            tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.experts,
         )
         initialize_rng_tracker(use_te_rng_tracker=True)
         model_parallel_cuda_manual_seed(1234)
@@ -125,9 +138,55 @@ class Rank:
             "beyond": list(BEYOND),
         }
 
+    def parity_of_experts(self) -> dict[str, Any]:
+        """Compare graphs and eager with fp32 and each other, on packs of its own, and run packs that no graph takes.
+
+        Experts in a graph add in another order, so they are not equal to the bit. In fp32 every rank runs its documents
+        alone, one for one with the other's.
+        """
+        with parity.deterministic():
+            model = self._model(SMALL_EXPERTS)
+            grads = MainGrads(model)
+            fp32 = parity.Fp32Reference(lambda: self._model(SMALL_EXPERTS, dtype=torch.float32), model)
+            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            graphs, far, distances = helper.graphs, {}, []
+            for index in range(DRAWN):
+                pack = self._drawn(index)
+                with without_tf32():
+                    exact = fp32.results(pack)
+                with graphs.paused():
+                    expected = results(model, grads, pack)
+                found = results(model, grads, pack)
+                far[f"{index}: {pack.tokens}"] = (
+                    relative(found[0], expected[0]),
+                    largest_relative(found[1], expected[1]),
+                )
+                distances.append([_from(each, exact) for each in (found, expected)])
+            for lengths in BEYOND.values():  # of the last rank alone
+                last = distributed.get_rank() == distributed.get_world_size() - 1
+                results(model, grads, self._pack(lengths if last else (512, 512)))
+            results(model, grads, self._pack(FULL[0]))
+            statistics = graphs.statistics()
+            helper.delete_cuda_graphs()
+        assert statistics.replays == DRAWN + 1, statistics
+        means = torch.tensor(distances).mean(0).tolist()
+        return {
+            "far": far,
+            "from_fp32": dict(zip(("graphs", "eager"), means, strict=True)),
+            "replays": statistics.replays,
+            "fallbacks": dict(statistics.fallbacks),
+            "beyond": list(BEYOND),
+        }
+
+    def _drawn(self, index: int) -> lm.Pack:
+        rank = distributed.get_rank()
+        tokens = random.Random(f"{index} {rank}").randint(300, BUCKETS[-1])
+        documents = 1 + index * (MOST_DRAWN - 1) // (DRAWN - 1)
+        return self._pack(lm.draw(tokens, documents, 2 * index + rank), 2 * index + rank)
+
     def one_cannot_capture(self) -> dict[str, int]:
         """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
-        model = self._model(SMALL)
+        model = self._model(SMALL_EXPERTS if self.layout.experts > 1 else SMALL)
         helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS, capture=False, cuda_graph_packed_strict=False)
         executor, calls = helper.graphs.executor, []
         record = executor.record
@@ -147,7 +206,8 @@ class Rank:
 
     def times(self, repeats: int) -> dict[int, dict[str, float]]:
         """Return ms of forward plus backward by tokens, eager and on graphs."""
-        model = self._model(lm.SHAPES["dense"])
+        shape, routed = (EXPERTS, {"moe_router_topk": TOP_K}) if self.layout.experts > 1 else (lm.SHAPES["dense"], {})
+        model = self._model(shape, **routed)
         grads = MainGrads(model)
         found = {}
         for tokens in TIMED_TOKENS:
@@ -168,12 +228,14 @@ class Rank:
         del grads
         return found
 
-    def _model(self, shape: lm.Shape) -> Any:
+    def _model(self, shape: lm.Shape, **changes: Any) -> Any:
         return lm.build_model(
             shape,
             tensor_model_parallel_size=self.layout.tensor,
             context_parallel_size=self.layout.context,
             sequence_parallel=self.layout.sequence,
+            expert_model_parallel_size=self.layout.experts,
+            **changes,
         )
 
     def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
@@ -182,6 +244,12 @@ class Rank:
     def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
         return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_tuning={"slots": 1}, **values)
+
+
+def _from(found: parity.Result, exact: parity.Result) -> list[float]:
+    """Return how far losses and, on average, gradients are from exact ones."""
+    far = parity.distances(found, exact)
+    return [far["losses"], far["mean of gradients"]]
 
 
 def results(model: Any, grads: MainGrads, pack: lm.Pack) -> parity.Result:
