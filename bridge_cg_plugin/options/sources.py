@@ -31,6 +31,7 @@ SETTINGS = (
     "attention_dropout",
     "hidden_dropout",
     "num_moe_experts",
+    "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "moe_input_jitter_eps",
     "is_hybrid_model",

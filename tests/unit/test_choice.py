@@ -53,6 +53,7 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
             "expert_tensor_parallel_size",
         ),
         ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "all layers as one region", ""),
+        ({"expert_model_parallel_size": 4, "num_moe_experts": 8}, "attention and routers", "much memory in a graph"),
         ({"num_moe_experts": 8}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
@@ -97,6 +98,12 @@ def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no
     assert [module.name for module in options.language_model.modules] == ["attn", "moe_router"]
     _, parts = chosen(recipe, {"cuda_graph_modules": "full"})
     assert parts["language model"].graphs == "eager"
+
+
+def test_experts_of_many_ranks_are_captured_where_a_person_asks():
+    settings = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
+    options, parts = chosen(settings, {"cuda_graph_modules": "[]"})
+    assert options.language_model.modules == () and parts["language model"].graphs.startswith("all layers")
 
 
 def test_an_explicit_none_stays():

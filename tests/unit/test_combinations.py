@@ -147,6 +147,10 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 expert_tensor_parallel_size=2",
         "model.expert_tensor_parallel_size",
     ),
+    "packed-sequence graphs of whole layers with adapters on experts": (
+        f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,linear_fc1]",
+        "peft.target_modules",
+    ),
     "packed-sequence graphs of routers with jitter on their input": (
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",
@@ -321,6 +325,9 @@ ACCEPTED = [
     f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
     f"{TE} {PACKED} num_moe_experts=8",
+    f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,vision_model.*.linear_fc1]",
+    f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 peft.target_modules=[linear_fc1]",
+    f"{TE} {PACKED} peft.target_modules=[linear_qkv,linear_fc1]",
     f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} rng.te_rng_tracker=true",

@@ -113,6 +113,17 @@ PACKED = (
         ),
     ),
     Combination(
+        "packed-sequence graphs of whole layers with adapters on experts",
+        "Graphs compute experts' products without adapters",
+        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and f.expert_adapters,
+        lambda o, f: (
+            "peft.target_modules",
+            ",".join(f.expert_adapters),
+            f"other layers than experts' with {_asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager.",
+        ),
+    ),
+    Combination(
         "packed-sequence graphs of parts of layers with offloading or recompute",
         "A part of a layer is too short to overlap with a copy",
         lambda o, f: _packs(o) and o.packed.moves_activations and (f.moe or not _all_parts(o)),
