@@ -71,6 +71,12 @@ class Fallback(StrEnum):
         "microbatch",
         "add a bucket near its size, or set `vision_cuda_graph_tuning.cost_fallback=False`",
     )
+    OTHER_RANK = (
+        "other_rank",
+        "expert parallelism: another rank cannot replay its microbatch, or is in another state, and all run eager "
+        "together",
+        "see the reasons that the other ranks count",
+    )
     # Slots and recordings
     NO_FREE_SLOT = (
         "no_free_slot",

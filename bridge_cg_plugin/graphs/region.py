@@ -102,6 +102,11 @@ class Region:
         """
         return self._captured().sources
 
+    @property
+    def in_recorded_state(self) -> bool:
+        """Whether the model is in a state that recordings were made from; True where there are none."""
+        return self._made is None or self._made.sources.known() is not None
+
     def capture(self, progress: Progress | None = None) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
 

@@ -70,6 +70,10 @@ class Manager(Protocol):
     def is_paused(self) -> bool:
         """Whether the module runs eager for a while."""
 
+    @property
+    def in_recorded_state(self) -> bool:
+        """Whether the model is in a state that recordings were made from; True where there are none."""
+
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why."""
 

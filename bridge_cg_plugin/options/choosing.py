@@ -18,6 +18,9 @@ from .vision import PROVIDER_FIELDS, VISION
 
 VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
 UNTRIED = "no graphs of such layers were tried on a GPU"
+# Experts in a region take memory that grows with the ranks that share them.
+MOST_EXPERT_RANKS = 2
+MUCH_MEMORY = f"experts of so many ranks take much memory in a graph; {MODULES}=[] captures them"
 TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
 # Returns the typed options of fields.
 Make = Callable[[Written], GraphOptions]
@@ -25,10 +28,11 @@ Make = Callable[[Written], GraphOptions]
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Fields that put a part on graphs, and what they do in words."""
+    """Fields that put a part on graphs, and what they do in words; why it is not chosen unless a person asks for it."""
 
     fields: Mapping[str, Any]
     graphs: str
+    unless: str = ""
 
 
 def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
@@ -83,7 +87,9 @@ def _language_model(facts: Facts, model: Any) -> Iterator[_Candidate]:
 
 def _packed(facts: Facts) -> Iterator[_Candidate]:
     packs = {IMPL: "transformer_engine", SCOPE: None, MAX_PACKED_SEQS: "auto"}
-    yield _Candidate({**packs, MODULES: []}, "all layers as one region over packed sequences")
+    many = facts.moe and (facts.expert_ranks or 1) > MOST_EXPERT_RANKS
+    unless = f"model.expert_model_parallel_size={facts.expert_ranks}: {MUCH_MEMORY}" if many else ""
+    yield _Candidate({**packs, MODULES: []}, "all layers as one region over packed sequences", unless)
     if facts.moe:
         router = ["attn", "moe_router", *(["mamba"] if facts.mamba else [])]
         yield _Candidate({**packs, MODULES: router}, "attention and routers over packed sequences")
@@ -113,7 +119,8 @@ def _taken(
     for candidate in candidates:
         fields = {field: value for field, value in candidate.fields.items() if not _is_set(written, field)}
         tried = replace(written, fields={**written.fields, **fields})
-        reason = _refusal(tried, facts, make)
+        unasked = candidate.unless and not _is_set(written, MODULES)
+        reason = candidate.unless if unasked else _refusal(tried, facts, make)
         if reason is None:
             parts.append(Part(name, candidate.graphs, why))
             return tried

@@ -43,6 +43,8 @@ class Facts:
         hidden_dropout: Whether MLP and MoE use random numbers.
         moe: Whether the model has mixture-of-experts layers.
         expert_ranks: Ranks of expert parallelism.
+        expert_tensor_ranks: Ranks of expert tensor parallelism.
+        expert_adapters: Names by which adapters are put on linear layers that experts have, too.
         router_jitter: Whether a router's input is changed at random.
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
@@ -79,6 +81,8 @@ class Facts:
     hidden_dropout: bool | None = None
     moe: bool | None = None
     expert_ranks: int | None = None
+    expert_tensor_ranks: int | None = None
+    expert_adapters: tuple[str, ...] = ()
     router_jitter: bool | None = None
     mamba: bool | None = None
     packed_data: bool | None = None
@@ -129,6 +133,8 @@ def facts_of(written: Written) -> Facts:
         if "num_moe_experts" not in settings
         else not is_unset(experts) and _number("num_moe_experts", experts) > 1,
         expert_ranks=_count(settings, "expert_model_parallel_size"),
+        expert_tensor_ranks=_count(settings, "expert_tensor_parallel_size"),
+        expert_adapters=tuple(filter(_names_experts, _adapted(settings))),
         router_jitter=_above_zero(settings, "moe_input_jitter_eps"),
         mamba=_mamba(written),
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
@@ -212,11 +218,21 @@ def _deepstack(model: Any) -> bool | None:
     return None if layers is None else bool(layers)
 
 
+def _adapted(settings: dict[str, Any]) -> list[str]:
+    """Return the names by which adapters are put on linear layers."""
+    targets = settings.get("target_modules")
+    names = targets.strip("[]() ").split(",") if isinstance(targets, str) else targets or ()
+    return [str(name).strip(" '\"") for name in names]
+
+
+def _names_experts(target: str) -> bool:
+    elsewhere = any(part in target for part in ("vision", "shared_experts", "self_attention"))
+    return target.rpartition(".")[2].startswith("linear_fc") and not elsewhere
+
+
 def _encoder_trained(settings: dict[str, Any]) -> bool | None:
     if "target_modules" in settings:
-        targets = settings["target_modules"]
-        names = targets.strip("[]() ").split(",") if isinstance(targets, str) else targets or ()
-        return True if any(str(name).strip(" '\"") in ENCODER_LAYERS for name in names) else None
+        return True if any(name in ENCODER_LAYERS for name in _adapted(settings)) else None
     frozen = [_flag(settings, name) for name in ("freeze_vision_model", "freeze_vision_projection")]
     if False in frozen:
         return True

@@ -32,6 +32,7 @@ SETTINGS = (
     "hidden_dropout",
     "num_moe_experts",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "moe_input_jitter_eps",
     "is_hybrid_model",
     "hybrid_layer_pattern",

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
 from bridge_cg_tools.benchmarks.packed.parallel import (
+    EXPERTS,
     FOUR_GPUS,
     HYBRIDS,
     LAYOUTS,
@@ -39,7 +40,7 @@ from bridge_cg_tools.benchmarks.records.results import output_path, provenance, 
 def main() -> int:
     """Run the layouts and write records; non-zero if graphs differ from eager or are not faster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", nargs="+", choices=(*LAYOUTS, *HYBRIDS, *FOUR_GPUS), default=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", choices=(*LAYOUTS, *EXPERTS, *HYBRIDS, *FOUR_GPUS), default=LAYOUTS)
     parser.add_argument("--gpus", type=int, help="GPUs to use; all without it")
     parser.add_argument("--out", type=Path, help="docs/benchmarks/packed_parallel.jsonl if left out")
     args = parser.parse_args()

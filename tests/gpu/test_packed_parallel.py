@@ -1,4 +1,4 @@
-"""Packed documents over two GPUs: tensor and context parallelism, against eager on the same ranks."""
+"""Packed documents over two GPUs: tensor, context and expert parallelism, against eager on the same ranks."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,7 @@ from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
 from bridge_cg_tools.benchmarks.packed import parallel as bench
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
-LAYOUTS = bench.LAYOUTS if MISSING else (*bench.LAYOUTS, *bench.HYBRIDS)
+LAYOUTS = (*bench.LAYOUTS, *bench.EXPERTS, *(() if MISSING else bench.HYBRIDS))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,15 @@ def found(layouts, request):
 
 def test_graphs_give_what_eager_gives_to_the_bit(found):
     for rank in found["ranks"]:
-        assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
+        if "from_fp32" not in rank:
+            assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
+
+
+def test_experts_in_graphs_are_as_near_to_fp32_as_eagers(layouts):
+    assert not isinstance(layouts["EP2"], str), layouts["EP2"]
+    for rank in layouts["EP2"]["ranks"]:
+        print(f"from fp32, losses and gradients: {rank['from_fp32']}")
+        assert len(rank["far"]) == 30 and bench._inexact(rank) == []
 
 
 def test_all_ranks_replay_or_run_eager_together(found):

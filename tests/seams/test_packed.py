@@ -202,7 +202,7 @@ def test_a_packed_configuration_passes(active):
         ({"cuda_graph_max_packed_seqs": None}, "cuda_graph_max_packed_seqs"),
         ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs"),
         ({"cuda_graph_impl": "none"}, "cuda_graph_impl"),
-        ({"num_moe_experts": 8, "expert_model_parallel_size": 2}, "model.expert_model_parallel_size"),
+        ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, "model.expert_tensor_parallel_size"),
         ({"hidden_dropout": 0.1}, "model.hidden_dropout"),
         ({"recompute_granularity": "full"}, "model.recompute_granularity"),
     ],

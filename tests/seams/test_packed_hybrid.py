@@ -96,7 +96,7 @@ def test_a_packed_hybrids_configuration(active):
     check_training_config(config_of(hybrid_layer_pattern="M*-M", cuda_graph_modules=["attn", "mamba"]))
     check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8))
     with pytest.raises(OptionError, match="attn,moe_router,mamba"):
-        check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8, expert_model_parallel_size=2))
+        check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8, expert_tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in SEAMS])

@@ -38,6 +38,9 @@ GOOD = {"ranks": [rank(), rank(ms={"2048": {"eager": 90.0, "plugin": 60.0}})]}
         ({"ms": {"2048": {"eager": 50.0, "plugin": 50.0}}}, "50.0 ms, eager 50.0 ms"),
         ({"fallbacks": {}}, "wanted each of"),
         ({"replays": 3}, "ranks chose otherwise"),
+        ({"far": {"0": [0.1, 0.1]}, "from_fp32": {"graphs": [1.04, 2.0], "eager": [1.0, 2.0]}}, None),
+        ({"from_fp32": {"graphs": [1.0, 2.2], "eager": [1.0, 2.0]}}, "is from fp32"),
+        ({"from_fp32": {"graphs": [1.0, float("nan")], "eager": [1.0, 2.0]}}, "is from fp32"),
     ],
 )
 def test_what_is_not_as_it_must_be_is_named(changes, said):
@@ -66,7 +69,7 @@ def processes(monkeypatch, tmp_path):
             self._cores = [set(own) for own in cores]
 
         def train(self, mode, words, limit_s):
-            limit = bench.HYBRID_LIMIT_S if words[1] in bench.HYBRIDS else bench.LIMIT_S
+            limit = bench.LONG_LIMIT_S if words[1] in (*bench.HYBRIDS, *bench.EXPERTS) else bench.LIMIT_S
             assert (mode, limit_s) == ("graphs", limit) and "--fault" not in words
             assert len(self._devices) == (4 if words[1] in bench.FOUR_GPUS else 2)
             if words[1] == "CP2_a2a" and len(pairs) > 1:
@@ -137,7 +140,7 @@ def test_one_layout_may_be_asked_for(processes, monkeypatch, tmp_path):
 
 
 def test_layouts_of_hybrids_and_of_four_gpus(processes, monkeypatch, tmp_path):
-    assert run(monkeypatch, tmp_path / "h.jsonl", "--gpus", "2", "--layouts", *bench.HYBRIDS)[0] == 0
+    assert run(monkeypatch, tmp_path / "h.jsonl", "--gpus", "2", "--layouts", *bench.EXPERTS, *bench.HYBRIDS)[0] == 0
     assert run(monkeypatch, tmp_path / "f.jsonl", "--gpus", "4", "--layouts", *bench.FOUR_GPUS)[0] == 0
     assert [devices for _, devices, _, _ in processes[1:]] == [(0, 1), (0, 1), (0, 1, 2, 3)]
     with pytest.raises(ValueError, match="--gpus 2: it must be 4 or more"):
@@ -147,7 +150,7 @@ def test_layouts_of_hybrids_and_of_four_gpus(processes, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ranks.LAYOUTS)
 def test_every_layout_has_thirty_packs_that_its_ranks_can_share(name):
     layout = ranks.LAYOUTS[name]
-    assert name in (*bench.LAYOUTS, *bench.HYBRIDS, *bench.FOUR_GPUS)
+    assert name in (*bench.LAYOUTS, *bench.EXPERTS, *bench.HYBRIDS, *bench.FOUR_GPUS)
     packs = layout.packs
     assert len(packs) == (5 if layout.sequence else 35)
     for lengths in packs.values():

@@ -48,10 +48,12 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
     "settings, graphs, why",
     [
         (
-            {"expert_model_parallel_size": 2, "num_moe_experts": 8},
+            {"expert_tensor_parallel_size": 2, "num_moe_experts": 8},
             "attention and routers",
-            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
         ),
+        ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "all layers as one region", ""),
+        ({"expert_model_parallel_size": 4, "num_moe_experts": 8}, "attention and routers", "much memory in a graph"),
         ({"num_moe_experts": 8}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
@@ -89,13 +91,19 @@ def test_a_field_of_a_part_that_was_set_stays():
 
 
 def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no_ones_way():
-    experts = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
+    experts = {**PACKED, "num_moe_experts": 8, "expert_tensor_parallel_size": 8}
     recipe = SimpleNamespace(**experts, cuda_graph_impl="none", cuda_graph_modules="full", cuda_graph_scope="full")
     options, parts = chosen(recipe)
     assert parts["language model"].graphs.startswith("attention and routers")
     assert [module.name for module in options.language_model.modules] == ["attn", "moe_router"]
     _, parts = chosen(recipe, {"cuda_graph_modules": "full"})
     assert parts["language model"].graphs == "eager"
+
+
+def test_experts_of_many_ranks_are_captured_where_a_person_asks():
+    settings = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
+    options, parts = chosen(settings, {"cuda_graph_modules": "[]"})
+    assert options.language_model.modules == () and parts["language model"].graphs.startswith("all layers")
 
 
 def test_an_explicit_none_stays():

@@ -156,9 +156,13 @@ REFUSED = {
         f"{TE} {PACKED} cuda_graph_modules=moe",
         "cuda_graph_modules",
     ),
-    "packed-sequence graphs of whole layers with expert parallelism": (
-        f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=2",
-        "model.expert_model_parallel_size",
+    "packed-sequence graphs of whole layers with expert tensor parallelism": (
+        f"{TE} {PACKED} num_moe_experts=8 expert_tensor_parallel_size=2",
+        "model.expert_tensor_parallel_size",
+    ),
+    "packed-sequence graphs of whole layers with adapters on experts": (
+        f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,linear_fc1]",
+        "peft.target_modules",
     ),
     "packed-sequence graphs of routers with jitter on their input": (
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
@@ -326,7 +330,13 @@ def test_upstreams_graphs_of_mamba_layers_take_no_packs():
 
 def test_experts_beside_mamba_layers_get_the_parts_to_name():
     with pytest.raises(OptionError, match="Set cuda_graph_modules=attn,moe_router,mamba"):
-        graph_options(f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=4 hybrid_layer_pattern=M*ME")
+        graph_options(f"{TE} {PACKED} num_moe_experts=8 expert_tensor_parallel_size=4 hybrid_layer_pattern=M*ME")
+
+
+def test_experts_are_divided_like_layers_where_nothing_is_set():
+    with pytest.raises(OptionError, match="expert_tensor_parallel_size=None: it must be 1 with"):
+        graph_options(f"{TE} {PACKED} num_moe_experts=8 tensor_model_parallel_size=2")
+    graph_options(f"{TE} {PACKED} num_moe_experts=8 tensor_model_parallel_size=2 expert_tensor_parallel_size=1")
 
 
 def test_routers_of_whole_layers_take_no_jitter_either():
@@ -367,7 +377,11 @@ ACCEPTED = [
     f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2 cp_comm_type=a2a",
-    f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=1",
+    f"{TE} {PACKED} num_moe_experts=8",
+    f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,vision_model.*.linear_fc1]",
+    f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 peft.target_modules=[linear_fc1]",
+    f"{TE} {PACKED} peft.target_modules=[linear_qkv,linear_fc1]",
+    f"{TE} {PACKED} num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 expert_model_parallel_size=8",
     f"{TE} rng.te_rng_tracker=true",
     f"{TE} rng.te_rng_tracker=false model.use_te_rng_tracker=true",

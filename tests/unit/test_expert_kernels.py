@@ -44,7 +44,8 @@ for case in cases:
     kernels.weight_gradients(gradient, None, x, tokens, bounds, table_of_slices(made), False, TILING)
     swapped = torch.full((len(weights), shape[1], shape[0]), torch.nan, dtype=x.dtype)
     kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False, TILING)
-    combined = kernels.combine(rows_out, case["places"])
+    combined = kernels.combine(rows_out, case["places"], x.dtype)
+    wide = kernels.combine(rows_out, case["places"], torch.float32)
     swiglu_kernels.MOST_COLUMNS = 16  # several blocks a row
     inner, weights = case["inner"], case["probabilities"]
     out = swiglu_kernels.swiglu(inner, weights, bounds)
@@ -57,6 +58,7 @@ for case in cases:
     spread = row_kernels.spread_rows(weights, case["rows_of"])
     found.append({"rows": rows, "again": again, "taken": taken, "spread": spread})
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
+    products["wide"] = wide
     found[-1].update(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
 torch.save(found, sys.argv[2])
 """
@@ -153,9 +155,11 @@ def test_weight_gradients(case):
 
 def test_sums_by_token(case):
     given, found = case
-    expected = combine(found["out"], given["places"])
+    kind = found["out"].dtype
+    expected = combine(found["out"], given["places"], kind)
     assert_near(found["combined"], expected)
-    assert torch.equal(found["combined"], expected) or expected.dtype is torch.bfloat16
+    assert torch.equal(found["combined"], expected) or kind is torch.bfloat16
+    assert torch.equal(found["wide"], combine(found["out"], given["places"], torch.float32))
 
 
 def test_swiglu_and_its_gradients(case):

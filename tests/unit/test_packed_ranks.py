@@ -207,7 +207,8 @@ def exchange_in_silence():
     """Return what exchanges give inside a silent group, and one that is not inside it."""
     ranks, rank = distributed.group.WORLD, distributed.get_rank()
     own = [distributed.new_group([each]) for each in range(2)][rank]
-    mine, other, whole = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(4)
+    mine, (other, part, swapped) = torch.full((2,), 1.0 + rank), torch.full((3, 2), torch.nan)
+    whole = torch.full((4,), torch.nan)
     with without_collectives(ranks)():
         operations = [
             distributed.P2POp(distributed.isend, mine, 1 - rank, ranks),
@@ -217,15 +218,17 @@ def exchange_in_silence():
         waited.append(distributed.irecv(other, 1 - rank, group=ranks).wait())
         waited.append(distributed.all_gather_into_tensor(whole, mine, group=ranks, async_op=True).wait())
         distributed.all_reduce(mine, group=ranks)
+        distributed.reduce_scatter_tensor(part, whole, group=ranks)
+        distributed.all_to_all_single(swapped, mine, group=ranks)
         alone = mine.clone()
         distributed.all_gather_into_tensor(alone, mine, group=own)
     restored = [distributed.P2POp(distributed.isend, mine, 1 - rank, ranks).op is distributed.isend]
-    return [each.tolist() for each in (mine, other, whole, alone)], waited, restored
+    return [each.tolist() for each in (mine, other, whole, alone, part, swapped)], waited, restored
 
 
 def test_exchanges_of_other_groups_go_on_in_silence(tmp_path):
     for rank, (values, waited, restored) in enumerate(run_ranks(2, exchange_in_silence, tmp_path)):
-        assert values == [[1.0 + rank] * 2, [0.0] * 2, [0.0] * 4, [1.0 + rank] * 2]
+        assert values == [[1.0 + rank] * 2, [0.0] * 2, [1.0 + rank] * 4, [1.0 + rank] * 2, *[[1.0 + rank] * 2] * 2]
         assert waited == [True] * 3 and restored == [True]
 
 

@@ -292,10 +292,10 @@ def weight_gradients(
     )
 
 
-def combine(values: Tensor, places: Tensor) -> Tensor:
-    """Return the sum of each token's rows, `[tokens, width]`; see `products.combine`."""
+def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of each token's rows, `[tokens, width]` of a type; see `products.combine`."""
     (tokens, top_k), columns = places.shape, values.shape[1]
-    out = values.new_empty(tokens, columns)
+    out = values.new_empty(tokens, columns, dtype=dtype)
     _combine[(tokens, triton.cdiv(columns, COMBINED_COLUMNS))](
         values, places, out, columns, TOP_K=top_k, COLUMNS=COMBINED_COLUMNS, num_warps=4
     )

@@ -86,22 +86,23 @@ def new_weight_gradients(
     return _weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds)
 
 
-def combine(values: Tensor, places: Tensor) -> Tensor:
+def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Return for every token the sum of its rows, `[tokens, width]`, summed in fp32 by rising expert.
 
     Args:
         values: `[rows, width]`.
         places: See `Rows`.
+        dtype: Of the sums.
     """
     if device.runs_kernels(values):
         from . import kernels
 
-        return kernels.combine(values, places)
+        return kernels.combine(values, places, dtype)
     wide = torch.promote_types(values.dtype, torch.float32)
     total = torch.zeros(places.shape[0], values.shape[1], dtype=wide, device=values.device)
     for place in places.unbind(1):
         total += torch.where((place >= 0)[:, None], values[place.clamp(min=0)].to(wide), 0)
-    return total.to(values.dtype)
+    return total.to(dtype)
 
 
 def _weight_gradients(

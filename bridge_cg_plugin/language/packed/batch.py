@@ -29,6 +29,7 @@ class PackedBatch:
         tokens: Tokens of the pack, those that other ranks hold included.
         additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
         loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
+        joint: The shapes of all ranks that must use the same bucket; None where all of them have this pack.
     """
 
     hidden: Tensor
@@ -38,6 +39,7 @@ class PackedBatch:
     tokens: int
     additions: tuple[Tensor, ...] = ()
     loaded: bool = False
+    joint: "JointShape | None" = None
 
     @property
     def documents(self) -> int:
@@ -55,8 +57,18 @@ class PackedBatch:
         return tuple(self.offsets)
 
     @property
-    def shape(self) -> "PackShape":
+    def shape(self) -> "PackShape | JointShape":
         """What buckets are chosen by."""
+        return self.own_shape if self.joint is None else self.joint
+
+    @property
+    def each(self) -> "tuple[PackShape, ...]":
+        """The shapes that a bucket must take."""
+        return self.shape.each
+
+    @property
+    def own_shape(self) -> "PackShape":
+        """The shape of this rank's pack."""
         return PackShape(self.tokens, self.lengths, self.layout, self.rotated, (None,) * len(self.additions))
 
     def of_part(self, hidden: Tensor) -> "PackedBatch":
@@ -76,6 +88,22 @@ class PackShape(NamedTuple):
     layout: tuple[str, ...]
     rotated: int
     additions: tuple[None, ...]
+
+    @property
+    def each(self) -> "tuple[PackShape, ...]":
+        """The shapes that a bucket must take: this one."""
+        return (self,)
+
+
+class JointShape(NamedTuple):
+    """The shapes of packs that ranks replay in one bucket; it takes them if it takes each."""
+
+    each: tuple[PackShape, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest pack."""
+        return max(shape.tokens for shape in self.each)
 
 
 def pack_batch(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
+from ..experts.exchange import ExpertExchange
 from .program import Run
 
 
@@ -66,6 +67,7 @@ class DecoderFamily(Protocol):
     shards: int
     ranks: int
     rank: int
+    exchange: ExpertExchange | None
 
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""

@@ -11,7 +11,7 @@ from ...attention_bounds import replay_cost
 from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets
 from ...graphs.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
-from .batch import PackedBatch, PackShape
+from .batch import JointShape, PackedBatch, PackShape
 from .decoder import DecoderFamily
 from .fit import pack_buckets
 from .program import PackedProgram
@@ -26,19 +26,20 @@ Kind = tuple[tuple[str, ...], int, int, torch.dtype]
 class Observed:
     """What a warm-up step's pack looked like."""
 
-    shape: PackShape
+    shape: PackShape | JointShape
     width: int
     dtype: torch.dtype
 
     @property
     def documents(self) -> int:
-        """Documents."""
-        return len(self.shape.lengths)
+        """Documents, of the rank that has most."""
+        return max(len(shape.lengths) for shape in self.shape.each)
 
     @property
     def kind(self) -> Kind:
         """What all packs of a recording share."""
-        return self.shape.layout, self.shape.rotated, self.width, self.dtype
+        first = self.shape.each[0]
+        return first.layout, first.rotated, self.width, self.dtype
 
 
 class PackPlan:
@@ -116,7 +117,7 @@ class PackPlan:
 
     def additions(self) -> int:
         """Return behind how many layers something is added at most."""
-        return max(len(seen.shape.additions) for seen in self.observed)
+        return max(len(shape.additions) for seen in self.observed for shape in seen.shape.each)
 
     @property
     def _unit(self) -> int:

@@ -13,7 +13,7 @@ from ...graphs.fallback import Fallback
 from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import leading, write_rows
 from ...graphs.segments import fill_one_segment, fill_segments, write_offsets
-from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch
+from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape
 from .fit import refuse_pack
 from .layout import token_angles
 
@@ -134,11 +134,17 @@ class PackedProgram:
 
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
+        reasons = (self._refuse_shape(shape, bucket) for shape in batch.each)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _refuse_shape(self, shape: PackShape, bucket: Bucket) -> Fallback | None:
         layout = self.layout
-        known = batch.layout == layout.offsets and batch.rotated == layout.rotated
-        if not known or len(batch.additions) > layout.additions:
+        known = shape.layout == layout.offsets and shape.rotated == layout.rotated
+        if not known or len(shape.additions) > layout.additions:
             return Fallback.OTHER_LAYOUT
-        return refuse_pack(batch.lengths, batch.tokens, self._exact_below, bucket, layout.shards, layout.ranks)
+        if shape.tokens > bucket.tokens:
+            return Fallback.TOO_MANY_TOKENS
+        return refuse_pack(shape.lengths, shape.tokens, self._exact_below, bucket, layout.shards, layout.ranks)
 
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""

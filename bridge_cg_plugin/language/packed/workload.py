@@ -1,11 +1,12 @@
 """A decoder over packed documents as the graph manager sees it: calls as packs, what is recorded, results, notes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...announce import announce
@@ -25,6 +26,7 @@ from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .decoder import DecoderCall, DecoderFamily, DecoderPart
 from .layout import spread
+from .peers import Peers
 from .plan import PackPlan
 from .program import SHARED, PackedProgram, PackLayout
 
@@ -40,6 +42,7 @@ class PackedWorkload(Workload):
         modules: Names of the parts of layers to record; none are all layers as one region.
         family: The decoder's upstream side.
         host: Host copies of offsets.
+        peers: Ranks that have other packs and must replay them in the same bucket; None without any.
 
     Attributes:
         plan: Observes packs and plans buckets.
@@ -64,10 +67,11 @@ class PackedWorkload(Workload):
         modules: Sequence[str],
         family: DecoderFamily,
         host: HostCopies | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.options, self.modules, self.family = options, tuple(modules), family
         self.strict = options.strict
-        self.host = host or HostCopies()
+        self.host, self._peers = host or HostCopies(), peers
         self.plan = PackPlan(options, family)
         self.buckets: BucketPlan | None = None
         self._demand: Demand | None = None
@@ -79,6 +83,10 @@ class PackedWorkload(Workload):
         Raises:
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
+        call = self._read(args, kwargs)
+        return call if self._peers is None else self._together(call, self._peers)
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         call = self.family.read(args, kwargs)
         if not isinstance(call, DecoderCall):
             return Call(None, call, counts=False)
@@ -86,6 +94,18 @@ class PackedWorkload(Workload):
             return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
         batch = self._batch(call)
         return Call(batch, None, batch.tokens, note=None if self._demand is None else batch.shape)
+
+    def _together(self, call: Call, peers: Peers) -> Call:
+        """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
+        manager, batch = self.manager, call.batch
+        wants = batch is not None and want_gradients((batch.hidden, *batch.additions))
+        state = manager.captured, manager.in_recorded_state, manager.is_paused, torch.is_grad_enabled(), wants
+        joint = peers.joint(None if batch is None else batch.own_shape, state)
+        if batch is None:
+            return call
+        if joint is None:
+            return Call(None, Fallback.OTHER_RANK, call.tokens)
+        return call._replace(batch=replace(batch, joint=joint), note=None if call.note is None else joint)
 
     def _batch(self, call: DecoderCall) -> PackedBatch:
         family = self.family
@@ -107,7 +127,24 @@ class PackedWorkload(Workload):
         consensus = self.manager.consensus
         if not consensus.agree(self._digest).same:
             raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
+        self._connect()
         consensus.agree(self._record)
+
+    def _connect(self) -> None:
+        """Let ranks of expert parallelism make the connections that recordings exchange over, all at once."""
+        exchange, made = self.family.exchange, list[Callable[[], None]]()
+        if exchange is None:
+            return
+
+        def take_memory() -> float:
+            _, _, width, dtype = self.plan.kind()
+            largest = max(self.buckets.capacities) if self.buckets else 1
+            tokens = largest // (self.family.shards * self.family.ranks)
+            made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))
+            return 0.0
+
+        self.manager.consensus.agree(take_memory)
+        made.pop()()
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""

@@ -98,6 +98,11 @@ def _routes(options: GraphOptions, facts: Facts) -> bool:
     return bool(facts.moe and _whole_layers(options)) or CudaGraphModule.moe_router in options.language_model.modules
 
 
+def _expert_tensor_ranks(facts: Facts) -> int:
+    """Return ranks of expert tensor parallelism; megatron-core's default is as many as of tensor parallelism."""
+    return facts.expert_tensor_ranks or facts.tensor_ranks or 1
+
+
 def _beside_experts(facts: Facts) -> str:
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
@@ -151,13 +156,24 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs of whole layers with expert parallelism",
-        "The host reads how many tokens each rank sends",
-        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and (f.expert_ranks or 1) > 1,
+        "packed-sequence graphs of whole layers with expert tensor parallelism",
+        "Graphs do not support experts of which each rank holds a part",
+        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and _expert_tensor_ranks(f) > 1,
         lambda o, f: (
-            "model.expert_model_parallel_size",
-            f.expert_ranks,
+            "model.expert_tensor_parallel_size",
+            f.expert_tensor_ranks,
             f"1 with {_asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager, or set it to 1.",
+        ),
+    ),
+    Combination(
+        "packed-sequence graphs of whole layers with adapters on experts",
+        "Graphs compute experts' products without adapters",
+        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and f.expert_adapters,
+        lambda o, f: (
+            "peft.target_modules",
+            ",".join(f.expert_adapters),
+            f"other layers than experts' with {_asked(o)} and {MODULES} empty",
             f"Set {MODULES}={_beside_experts(f)}, where experts stay eager.",
         ),
     ),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
+from ...language.experts.exchange import ExpertExchange
 from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.decoder import DecoderCall, DecoderPart
@@ -26,6 +27,7 @@ from ..kernels.layers import kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
+from ..parallel.process_groups import expert_group
 from ..random_states import usable_random_states
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
@@ -58,6 +60,7 @@ class TransformerBlockFamily:
         shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
         ranks: Context-parallel ranks that hold two chunks of every document each.
         rank: Which of them this is.
+        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
 
     Raises:
         OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
@@ -74,6 +77,7 @@ class TransformerBlockFamily:
         self.ranks, self.rank = context.size(), context.rank()
         self._inside: list[nn.Module] = []  # layers with experts inside the graph
         self._tables = Tables()
+        self.exchange: ExpertExchange | None = None
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]
         self._transformer = [layer for layer in decoder.layers if not is_mamba(layer)]
         for layer in self._mamba:
@@ -128,8 +132,10 @@ class TransformerBlockFamily:
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
         if not modules or (set(modules) == every and not experts):
+            group = expert_group(self._decoder) if experts else None
+            self.exchange = None if group is None else ExpertExchange(group)
             for layer in experts:
-                CapturedExperts(layer, self._tables)  # refuses what cannot be recorded
+                CapturedExperts(layer, self._tables, self.exchange)  # refuses what cannot be recorded
             self._inside = experts
             return [DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))]
         return self.layer_parts(modules)
@@ -172,7 +178,7 @@ class TransformerBlockFamily:
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         with ExitStack() as stack:
             for layer in self._inside:  # looked at anew: the model may have changed since the last recording
-                stack.enter_context(CapturedExperts(layer, self._tables).recorded(_used(pack)))
+                stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
             if pack.additions:
                 stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
                 visual = dict(zip(VISUAL, (None, pack.additions), strict=True))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ...language.experts import device
 from ...language.experts.activation import weighted_swiglu
+from ...language.experts.exchange import ExpertExchange
 from ...language.experts.linear import combine_linear, dispatch_linear
 from ...language.experts.rows import Rows, find_rows, row_weights
 from ...language.experts.tables import Tables
@@ -33,7 +34,6 @@ LINEAR = (
 )
 # Fields of a model's configuration, and what each must be where a release has it.
 NEEDED = {
-    "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "moe_expert_capacity_factor": None,
     "moe_latent_size": None,
@@ -56,12 +56,13 @@ class CapturedExperts:
     Args:
         layer: A transformer layer with experts.
         tables: Where experts' weights are, for as long as recordings are replayed.
+        exchange: Ranks of expert parallelism; None where there is one.
 
     Raises:
         OptionError: They are of a kind, or set in a way, that is not recorded; names it.
     """
 
-    def __init__(self, layer: UpstreamModule, tables: Tables) -> None:
+    def __init__(self, layer: UpstreamModule, tables: Tables, exchange: ExpertExchange | None = None) -> None:
         self._moe: UpstreamModule = layer.mlp
         config = self._moe.config
         check_fields(config, NEEDED)
@@ -69,7 +70,7 @@ class CapturedExperts:
         self._linear = _linear_layers(self._moe.experts)
         self._activate, self._is_swiglu = activation(config), is_swiglu(config)
         self._top_k: int = config.moe_router_topk
-        self._tables = tables
+        self._tables, self._exchange = tables, exchange
 
     def recorded(self, used: Tensor) -> AbstractContextManager[None]:
         """Let the layer compute so.
@@ -86,11 +87,14 @@ class CapturedExperts:
     def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
         shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
         probabilities, routing_map = self._router.route(hidden, used)
-        rows = find_rows(routing_map, used, self._top_k)
+        if self._exchange is not None:
+            probabilities, routing_map, used = self._exchange.choices(probabilities, routing_map, used)
+        rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]))
         first, second = (linear.weights() for linear in self._linear)
-        inner = dispatch_linear(hidden.reshape(-1, hidden.shape[-1]), rows, first, self._tables)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        inner = dispatch_linear(tokens, rows, first, self._tables, self._exchange)
         inner = self._between(inner, row_weights(probabilities, rows), rows)
-        out = combine_linear(inner, rows, second, self._tables).view(hidden.shape)
+        out = combine_linear(inner, rows, second, self._tables, self._exchange).view(hidden.shape)
         return out if shared is None else out + shared
 
     def _between(self, inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:

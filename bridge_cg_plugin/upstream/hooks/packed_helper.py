@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from ...graphs.executor import Executor, Isolated
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
+from ...language.packed.peers import Peers
 from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options
 from ...options.capture import CaptureMode
@@ -22,7 +23,15 @@ from ..decoder.context_exchange import levels
 from ..environment import check_process
 from ..exempt import EXEMPT
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
-from ..parallel.process_groups import consensus_of, shared_group, sharing_groups, without_collectives
+from ..parallel.process_groups import (
+    consensus_of,
+    expert_group,
+    has_ranks,
+    new_group,
+    shared_group,
+    sharing_groups,
+    without_collectives,
+)
 from ..parallel.schedules import microbatches_in_flight
 from ..random_states import random_states
 from ..seams.patches import Patch
@@ -82,7 +91,8 @@ class PackedCudaGraphHelper:
                 module_names(options.language_model.modules),
                 list(model),
                 partial(microbatches_in_flight, config, count),
-                executor or _executor(decoder, releasable),
+                executor,
+                releasable,
             )
             for decoder in find_decoders(model)
         ]
@@ -114,7 +124,8 @@ class DecoderHelper(GraphHelper):
         modules: Names of the parts of layers to record.
         chunks: The training loop's model chunks.
         in_flight: Counts the microbatches in flight.
-        executor: Makes recordings.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+        releasable: Whether memory of graphs may leave the device between steps.
     """
 
     def __init__(
@@ -124,13 +135,15 @@ class DecoderHelper(GraphHelper):
         modules: Sequence[str],
         chunks: Sequence[nn.Module],
         in_flight: Callable[[], int],
-        executor: Executor,
+        executor: Executor | None,
+        releasable: bool,
     ) -> None:
         release_module(decoder)
         order = reduction_order(chunks, decoder)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
-        consensus = consensus_of(shared_group(decoder))
+        experts = None if family.exchange is None else expert_group(decoder)
+        consensus = consensus_of(shared_group(decoder, experts))
         surroundings = Surroundings(
             slots=in_flight() if options.slots == "auto" else options.slots,
             before_replay=parameter_gather(chunks, decoder),
@@ -139,9 +152,10 @@ class DecoderHelper(GraphHelper):
             consensus=consensus,
             bucket_consensus=consensus,
         )
-        workload = PackedWorkload(options, modules, family, PACK_OFFSETS)
+        workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _peers(decoder, experts))
         counted = in_flight if options.slots == "auto" else None
-        self._take(GraphManager(decoder, workload, executor, surroundings), counted, order)
+        records = executor or _executor(decoder, experts, releasable)
+        self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
 
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -157,15 +171,23 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
                 yield decoder
 
 
-def _executor(decoder: nn.Module, releasable: bool) -> Executor:
-    """Return what records a decoder, whose layers ranks may share."""
-    shared = bool(sharing_groups(decoder))
-    return default_executor(random_states, without_exchanges(decoder), shared=shared, releasable=releasable)
+def _peers(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> Peers | None:
+    """Return the ranks of expert parallelism if any of them has other packs than this one."""
+    layers = shared_group(decoder)
+    if experts is None or (layers is not None and has_ranks(layers, experts)):
+        return None
+    return Peers(new_group(distributed.get_process_group_ranks(experts), "gloo"))
 
 
-def without_exchanges(decoder: nn.Module) -> Isolated:
+def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool) -> Executor:
+    """Return what records a decoder, whose layers and experts ranks may share."""
+    shared = experts is not None or bool(sharing_groups(decoder))
+    return default_executor(random_states, without_exchanges(decoder, experts), shared=shared, releasable=releasable)
+
+
+def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:
     """Return a context in which a decoder's layers exchange nothing; see `without_collectives`."""
-    return without_collectives(*sharing_groups(decoder), *levels(decoder))
+    return without_collectives(*sharing_groups(decoder), *levels(decoder), *([] if experts is None else [experts]))
 
 
 def _microbatches() -> int:

@@ -1,15 +1,14 @@
 """Images that move between Megatron's data-parallel ranks: their groups."""
 
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import distributed, nn
 
 from ...attention_bounds import deterministic
 from ...options import PROVIDER_FIELDS, OptionError
 from ...vision.adapter import EncoderFamily
 from ...vision.balance.exchange import ImageExchange
+from .process_groups import new_group
 
 
 def image_exchange(
@@ -48,24 +47,9 @@ def image_exchange(
         return None
     ranks = distributed.get_process_group_ranks(group)
     return ImageExchange(
-        _group(ranks, "gloo"),
-        _group(ranks, distributed.get_backend(group)),
+        new_group(ranks, "gloo"),
+        new_group(ranks, distributed.get_backend(group)),
         share,
         family.movable(model),
         lambda: any(parameter.requires_grad for parameter in model.parameters()),
     )
-
-
-def _group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
-    group: distributed.ProcessGroup = distributed.new_group(
-        ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True
-    )
-    return group
-
-
-def _timeout() -> timedelta:
-    """Return the time-out of the job's own group."""
-    device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
-    world: Any = distributed.group.WORLD
-    timeout: timedelta = world._get_backend(device).options._timeout
-    return timeout

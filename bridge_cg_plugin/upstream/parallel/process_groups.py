@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import distributed, nn
 
 from ...graphs.executor import Isolated
 from ...graphs.rank_consensus import GroupConsensus, RankConsensus, SingleRank
+from ...options import OptionError
+from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 
@@ -26,6 +29,21 @@ EXCHANGES = (
 )
 
 
+# What a rank goes on with where an exchange is left out, by the exchange's arguments: its own part in place of others'.
+# Memory as it was could hold NaN, which even a gradient of zero takes into sums, or counts that kernels follow.
+OWN_PART: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "all_gather_into_tensor": lambda given: _repeat(given["output_tensor"], given["input_tensor"]),
+    "reduce_scatter_tensor": lambda given: given["output"].copy_(given["input"].view(-1, *given["output"].shape)[0]),
+    "all_to_all_single": lambda given: _repeat(given["output"], given["input"]),
+    "irecv": lambda given: given["tensor"].zero_(),
+}
+
+
+def _repeat(out: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with another as often as it goes in; with zeros where it does not fit."""
+    return out.zero_() if out.numel() % own.numel() else out.view(-1, *own.shape).copy_(own)
+
+
 def tensor_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """Return the ranks that share a model's layers; None where there is one."""
     return _several(getattr(getattr(model, "pg_collection", None), "tp", None))
@@ -38,14 +56,59 @@ def sharing_groups(model: nn.Module) -> tuple[distributed.ProcessGroup, ...]:
     return tuple(group for group in found if group is not None)
 
 
-def shared_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
+def shared_group(
+    model: UpstreamModule, experts: distributed.ProcessGroup | None = None
+) -> distributed.ProcessGroup | None:
     """Return the ranks that share a model's layers or sequences; None where there is one.
 
     The smallest group that has them: a communicator that nothing else uses takes memory of its own.
+
+    Args:
+        model: The model.
+        experts: Ranks of expert parallelism that must be on graphs together as well; None without any.
+
+    Raises:
+        OptionError: No group has all of them.
     """
     found = sharing_groups(model)
     group: distributed.ProcessGroup | None = model.pg_collection.tp_cp if len(found) > 1 else next(iter(found), None)
+    if experts is None or group is None:
+        return experts or group
+    few, many = sorted((group, experts), key=distributed.ProcessGroup.size)
+    if many.size() % few.size() or not has_ranks(many, few):  # by sizes, too: they are the same on every rank
+        raise OptionError(
+            "model.expert_model_parallel_size",
+            experts.size(),
+            f"a multiple or divisor of tensor times context parallelism ({group.size()}) with experts inside the graph",
+            f"Change it, or set {MODULES}=attn,moe_router, where experts stay eager.",
+        )
+    return many
+
+
+def expert_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
+    """Return the ranks that hold a part of a model's experts each; None where there is one."""
+    return _several(getattr(model.pg_collection, "ep", None))
+
+
+def has_ranks(group: distributed.ProcessGroup, other: distributed.ProcessGroup) -> bool:
+    """Whether a group has all ranks of another."""
+    ranks = distributed.get_process_group_ranks
+    return set(ranks(other)) <= set(ranks(group))
+
+
+def new_group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
+    """Make a group with the time-out of the job's own; only its ranks call it."""
+    group: distributed.ProcessGroup = distributed.new_group(
+        ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True
+    )
     return group
+
+
+def _timeout() -> timedelta:
+    device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
+    world: Any = distributed.group.WORLD
+    timeout: timedelta = world._get_backend(device).options._timeout
+    return timeout
 
 
 def _several(group: Any) -> distributed.ProcessGroup | None:
@@ -72,7 +135,7 @@ def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     @contextmanager
     def isolated() -> Iterator[None]:
         originals = {name: getattr(distributed, name) for name in EXCHANGES}
-        made = {name: _left_out(exchange, silent) for name, exchange in originals.items()}
+        made = {name: _left_out(name, exchange, silent) for name, exchange in originals.items()}
         made["P2POp"] = _operations(distributed.P2POp, {made[name]: originals[name] for name in originals}, silent)
         made["batch_isend_irecv"] = _batch_left_out(distributed.batch_isend_irecv)
         with ExitStack() as stack:
@@ -83,8 +146,10 @@ def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     return isolated
 
 
-def _left_out(exchange: Callable[..., Any], silent: Sequence[distributed.ProcessGroup]) -> Callable[..., Any]:
-    """Return a stand-in for one of torch's exchanges that does nothing inside some groups."""
+def _left_out(
+    name: str, exchange: Callable[..., Any], silent: Sequence[distributed.ProcessGroup]
+) -> Callable[..., Any]:
+    """Return a stand-in for one of torch's exchanges, which inside some groups leaves each rank with its own part."""
     takes = inspect.signature(exchange)
 
     @functools.wraps(exchange)
@@ -92,6 +157,8 @@ def _left_out(exchange: Callable[..., Any], silent: Sequence[distributed.Process
         given = takes.bind(*args, **kwargs).arguments
         if given.get("group") not in silent:
             return exchange(*args, **kwargs)
+        if name in OWN_PART:
+            OWN_PART[name](given)
         return _Done() if given.get("async_op") or "async_op" not in takes.parameters else None
 
     return exchanged
@@ -111,6 +178,8 @@ def _operations(
 
     def operation(op: Callable[..., Any], tensor: torch.Tensor, peer: Any = None, group: Any = None, *rest: Any) -> Any:
         if group in silent:
+            if op.__name__ == "irecv":
+                OWN_PART["irecv"]({"tensor": tensor})
             return _Unsent()
         return original(originals.get(op, op), tensor, peer, group, *rest)
 

@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 from bridge_cg_tools.benchmarks.measuring import measure
 from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings
 from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.reference import without_tf32
 from bridge_cg_tools.benchmarks.models.tower import MainGrads, largest_relative, relative
 from bridge_cg_tools.benchmarks.packed import parity as parity
 
@@ -34,10 +36,15 @@ SMALL_QWEN = replace(SMALL, images=True)
 SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
+SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
+# The language model of Qwen3-VL-30B-A3B, with 8 of its 48 layers.
+EXPERTS, TOP_K = lm.Shape(layers=8, heads=32, ffn=768, experts=128), 8
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
 FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
 TIMED_TOKENS = (2048, 4096)
+# Packs of ranks that share experts: each rank draws its own, with as many documents.
+DRAWN, MOST_DRAWN = 30, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,7 @@ class Ranks:
         levels: Ranks of each level of a hierarchical exchange.
         hybrid: Whether the model is a Mamba-Transformer hybrid.
         images: Whether it is Qwen3-VL's language model, with features of images.
+        experts: Ranks of expert parallelism, which have packs of their own.
     """
 
     tensor: int = 1
@@ -61,6 +69,7 @@ class Ranks:
     levels: tuple[int, ...] = ()
     hybrid: bool = False
     images: bool = False
+    experts: int = 1
 
     @property
     def packs(self) -> dict[str, tuple[int, ...]]:
@@ -87,6 +96,7 @@ LAYOUTS = {
     "CP4_a2a_p2p": Ranks(context=4, exchange="a2a+p2p", levels=(2, 2)),
     "TP2_mamba": Ranks(tensor=2, hybrid=True),
     "CP2_mamba": Ranks(context=2, hybrid=True),
+    "EP2": Ranks(experts=2),
 }
 
 
@@ -110,7 +120,8 @@ def train_words(words: Sequence[str]) -> None:
     layout = LAYOUTS[args.layout]
     with few_tilings() if layout.hybrid else nullcontext():
         rank = Rank(layout)
-        found = {**rank.parity(), "ms": rank.times(args.repeats)}
+        parity_of_packs = rank.parity_of_experts if layout.experts > 1 else rank.parity
+        found = {**parity_of_packs(), "ms": rank.times(args.repeats)}
         if args.fault:
             found["failing"] = rank.one_cannot_capture()
     ranks: list[Any] = [None] * distributed.get_world_size()
@@ -138,6 +149,7 @@ class Rank:
             tensor_model_parallel_size=layout.tensor,
             context_parallel_size=layout.context,
             hierarchical_context_parallel_sizes=list(layout.levels) or None,
+            expert_model_parallel_size=layout.experts,
         )
         initialize_rng_tracker(use_te_rng_tracker=True)
         model_parallel_cuda_manual_seed(1234)
@@ -171,6 +183,52 @@ class Rank:
             "beyond": list(BEYOND),
         }
 
+    def parity_of_experts(self) -> dict[str, Any]:
+        """Compare graphs and eager with fp32 and each other, on packs of its own, and run packs that no graph takes.
+
+        Experts in a graph add in another order, so they are not equal to the bit. In fp32 every rank runs its documents
+        alone, one for one with the other's.
+        """
+        with parity.deterministic():
+            model = self._model(SMALL_EXPERTS)
+            grads = MainGrads(model)
+            fp32 = parity.Fp32Reference(lambda: self._model(SMALL_EXPERTS, dtype=torch.float32), model)
+            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            graphs, far, distances = helper.graphs, {}, []
+            for index in range(DRAWN):
+                pack = self._drawn(index)
+                with without_tf32():
+                    exact = fp32.results(pack)
+                with graphs.paused():
+                    expected = results(model, grads, pack)
+                found = results(model, grads, pack)
+                far[f"{index}: {pack.tokens}"] = (
+                    relative(found[0], expected[0]),
+                    largest_relative(found[1], expected[1]),
+                )
+                distances.append([_from(each, exact) for each in (found, expected)])
+            for lengths in BEYOND.values():  # of the last rank alone
+                last = distributed.get_rank() == distributed.get_world_size() - 1
+                results(model, grads, self._pack(lengths if last else (512, 512)))
+            results(model, grads, self._pack(FULL[0]))
+            statistics = graphs.statistics()
+            helper.delete_cuda_graphs()
+        assert statistics.replays == DRAWN + 1, statistics
+        means = torch.tensor(distances).mean(0).tolist()
+        return {
+            "far": far,
+            "from_fp32": dict(zip(("graphs", "eager"), means, strict=True)),
+            "replays": statistics.replays,
+            "fallbacks": dict(statistics.fallbacks),
+            "beyond": list(BEYOND),
+        }
+
+    def _drawn(self, index: int) -> lm.Pack:
+        rank = distributed.get_rank()
+        tokens = random.Random(f"{index} {rank}").randint(300, BUCKETS[-1])
+        documents = 1 + index * (MOST_DRAWN - 1) // (DRAWN - 1)
+        return self._pack(lm.draw(tokens, documents, 2 * index + rank), 2 * index + rank)
+
     def one_cannot_capture(self) -> dict[str, int]:
         """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
         model = self._model(self._small)
@@ -193,7 +251,11 @@ class Rank:
 
     def times(self, repeats: int) -> dict[int, dict[str, float]]:
         """Return ms of forward plus backward by tokens, eager and on graphs."""
-        model = self._model(replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images))
+        name = "mamba" if self.layout.hybrid else "dense"
+        shape, routed = replace(lm.SHAPES[name], images=self.layout.images), {}
+        if self.layout.experts > 1:
+            shape, routed = EXPERTS, {"moe_router_topk": TOP_K}
+        model = self._model(shape, **routed)
         grads = MainGrads(model)
         found = {}
         for tokens in self.layout.timed:
@@ -216,11 +278,13 @@ class Rank:
 
     @property
     def _small(self) -> lm.Shape:
+        if self.layout.experts > 1:
+            return SMALL_EXPERTS
         if self.layout.images:
             return SMALL_QWEN
         return SMALL_HYBRID if self.layout.hybrid else SMALL
 
-    def _model(self, shape: lm.Shape) -> Any:
+    def _model(self, shape: lm.Shape, **changes: Any) -> Any:
         self._width = shape.hidden
         return lm.build_model(
             shape,
@@ -229,6 +293,8 @@ class Rank:
             sequence_parallel=self.layout.sequence,
             cp_comm_type=self.layout.exchange,
             hierarchical_context_parallel_sizes=list(self.layout.levels) or None,
+            expert_model_parallel_size=self.layout.experts,
+            **changes,
         )
 
     def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
@@ -240,6 +306,12 @@ class Rank:
     def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
         return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_tuning={"slots": 1}, **values)
+
+
+def _from(found: parity.Result, exact: parity.Result) -> list[float]:
+    """Return how far losses and, on average, gradients are from exact ones."""
+    far = parity.distances(found, exact)
+    return [far["losses"], far["mean of gradients"]]
 
 
 def results(model: Any, grads: MainGrads, pack: lm.Pack) -> parity.Result:

@@ -1,0 +1,376 @@
+"""Experts of several ranks inside packed graphs: equal to eager's dispatcher, on graphs together or not at all."""
+
+import random
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, strategies
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import token_dispatcher
+from torch import distributed
+from torch.nn import functional
+
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.language.experts.exchange import ExpertExchange
+from bridge_cg_plugin.language.packed import peers
+from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
+from bridge_cg_plugin.language.packed.fit import refuse_pack
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.parallel.process_groups import (
+    expert_group,
+    shared_group,
+    sharing_groups,
+    without_collectives,
+)
+from tests.ranks import run_ranks
+from tests.routers import take_statistics
+
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
+from .test_packed import EXPERTS
+from .towers import assert_close, poison
+
+EP2 = {"expert_model_parallel_size": 2}
+
+
+class Stream:
+    """Stands in for a CUDA stream, and for its events: on a CPU all has ended."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+def on_the_host(tensor, as_numpy=False, record_stream=False):
+    """Return counts as the dispatcher wants them, from a tensor that is on the CPU already."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+@contextmanager
+def dispatching_on_cpu():
+    """Let megatron-core's all-to-all dispatcher run without CUDA's streams."""
+    stream = Stream()
+    with ExitStack() as stack:
+        stack.enter_context(ON_CPU())
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda *args, **kwargs: stream))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda *args: stream))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda *args: ExitStack()))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", on_the_host))
+        yield
+
+
+def rank_model(seed=0, **changes):
+    """Return a model whose experts two ranks share; on one rank of context parallelism each has its own packs."""
+    return new_model(seed, **{**EXPERTS, "moe_token_dispatcher_type": "alltoall", **EP2, **changes})
+
+
+def executor_of(model):
+    groups = (*sharing_groups(model.decoder), expert_group(model.decoder))
+    return ReferenceExecutor(isolated=without_collectives(*groups))
+
+
+def on_graphs(model, *warmup, **options):
+    given = {"executor": executor_of(model), "cuda_graph_modules": [], **options}
+    return graphs_on(model, *(warmup or (pack((100, 150, 50)),)), **given)
+
+
+def drawn(generator):
+    """Return the lengths of a pack that a bucket takes."""
+    lengths = [generator.randint(1, 200) for _ in range(generator.randint(1, 5))]
+    while sum(lengths) > 500:
+        lengths.pop()
+    return (*lengths, max(257 - sum(lengths), 1))
+
+
+def own_packs(count, seed=0):
+    """Return packs of this rank's."""
+    rank = distributed.get_rank()
+    generator = random.Random(f"{seed} {rank}")
+    return [pack(drawn(generator), seed=2 * number + rank) for number in range(count)]
+
+
+def compare(found, expected):
+    for (losses, gradients), (eager, eagers) in zip(found, expected, strict=True):
+        assert_close([losses, *gradients], [eager, *eagers])
+
+
+@dispatching_on_cpu()
+def replay(changes, count=4, seed=0):
+    model, packs = rank_model(**changes), own_packs(count, seed)
+    if changes.get("context_parallel_size"):
+        packs = [part_of(pack((640 - 4 * n, 4 * n), n), 2, distributed.get_rank()) for n in (1, 40, 70, 100)]
+    routers = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
+    take_statistics(routers)
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    counted = take_statistics(routers)
+    with on_graphs(model, packs[0], cuda_graph_packed_buckets=[512, 640]) as graphs:
+        take_statistics(routers)
+        found = []
+        for arguments in packs:
+            poison(graphs, float("nan"))
+            found.append(losses_and_gradients(model, arguments))
+        statistics = graphs.statistics()
+        assert len(graphs._regions) == 1
+    assert statistics.replays == count and not statistics.fallbacks, statistics.fallbacks
+    compare(found, expected)
+    assert_close(take_statistics(routers), counted)
+    return len(graphs.workload.plan.observed[0].shape.each)
+
+
+MODELS = {
+    "plain": {},
+    "more experts than a rank has": {"moe_router_topk": 3},
+    "all experts": {"moe_router_topk": 4},
+    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sigmoid scores": {"moe_router_score_function": "sigmoid"},
+    "shared experts": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "dense layers, too": {"moe_layer_freq": [0, 1]},
+    "gelu": {"gated_linear_unit": False, "activation_func": functional.gelu},
+}
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_replays_equal_eagers_dispatcher(tmp_path, changes):
+    assert run_ranks(2, replay, tmp_path, changes, **EP2) == [2, 2]
+
+
+def test_many_packs(tmp_path):
+    """Ranks draw packs of their own; one capture serves them."""
+    run_ranks(2, replay, tmp_path, {"num_moe_experts": 8}, 30, 7, **EP2)
+
+
+def test_ranks_that_share_a_pack_ask_nobody(tmp_path):
+    sizes = {"context_parallel_size": 2, **EP2}
+    assert run_ranks(2, replay, tmp_path, {"context_parallel_size": 2}, **sizes) == [1, 1]
+
+
+def test_a_mixture_of_losses_goes_to_main_grad(tmp_path):
+    run_ranks(2, accumulate, tmp_path, **EP2)
+
+
+@dispatching_on_cpu()
+def accumulate():
+    model, packs = rank_model(), own_packs(2)
+    expected = [losses_and_gradients(model, arguments)[1] for arguments in packs]
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    with on_graphs(model, packs[0]):
+        for arguments in packs:
+            losses = model(**arguments)
+            (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
+    inside = set(model.decoder.parameters())
+    for parameter, one, other in zip(model.parameters(), *expected, strict=True):
+        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [one + other])
+
+
+# What one rank is given while the other has a pack that fits: its pack, and what both count.
+BEYOND = {
+    "documents": (((40,) * 8,), ["too_many_documents"] * 2),
+    "tokens": (((800,),), ["too_many_tokens"] * 2),
+    "few tokens": (((60, 40),), ["too_few_tokens"] * 2),
+    "unpacked": (None, ["unpacked_batch", "other_rank"]),
+}
+
+
+@dispatching_on_cpu()
+def fall_back(lengths, odd):
+    model, rank = rank_model(), distributed.get_rank()
+    packs = own_packs(3)
+    if rank == odd:
+        packs[1] = unpacked() if lengths is None else pack(*lengths)
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    with on_graphs(model) as graphs:
+        compare([losses_and_gradients(model, arguments) for arguments in packs], expected)
+        statistics = graphs.statistics()
+    assert statistics.replays == 2
+    return list(statistics.fallbacks)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("lengths, reasons", BEYOND.values(), ids=BEYOND)
+def test_all_ranks_run_eager_where_one_must(tmp_path, lengths, reasons, odd):
+    found = run_ranks(2, fall_back, tmp_path, lengths, odd, **EP2)
+    assert [reason for rank in (odd, 1 - odd) for reason in found[rank]] == reasons
+
+
+@dispatching_on_cpu()
+def hook_on_one_rank():
+    model, packs = rank_model(), own_packs(3)
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    with on_graphs(model, cuda_graph_packed_strict=False) as graphs:
+        found = [losses_and_gradients(model, packs[0])]
+        hook = model.decoder.layers[0].register_forward_hook(lambda *args: None) if distributed.get_rank() else None
+        found.append(losses_and_gradients(model, packs[1]))
+        if hook is not None:
+            hook.remove()
+        found.append(losses_and_gradients(model, packs[2]))
+        compare(found, expected)
+        return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
+
+
+def test_a_rank_whose_model_differs_makes_all_eager(tmp_path):
+    assert run_ranks(2, hook_on_one_rank, tmp_path, **EP2) == [(2, {"other_rank": 1})] * 2
+
+
+@dispatching_on_cpu()
+def capture_failing_on_one_rank(strict, nth):
+    model, packs = rank_model(), own_packs(1)
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    executor, calls = executor_of(model), []
+    record = executor.record
+
+    def failing(body, pool):
+        calls.append(body)
+        if distributed.get_rank() == 1 and len(calls) == nth:
+            raise torch.OutOfMemoryError("made to fail")
+        return record(body, pool)
+
+    executor.record = failing
+    options = {"executor": executor, "cuda_graph_packed_strict": strict, "capture": False}
+    with on_graphs(model, **options) as graphs:
+        if strict:
+            with pytest.raises(Exception, match="made to fail"):
+                graphs.capture()
+            return graphs.failure, None
+        assert not graphs.capture()
+        compare([losses_and_gradients(model, arguments) for arguments in packs], expected)
+        return graphs.failure, dict(graphs.statistics().fallbacks)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, strict, nth):
+    first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, strict, nth, **EP2)
+    assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
+    assert second[0].startswith("OutOfMemoryInCapture: made to fail")
+    assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
+
+
+@dispatching_on_cpu()
+def evaluate():
+    model, packs = rank_model(), own_packs(3)
+    with on_graphs(model) as graphs, torch.no_grad():
+        model.eval()
+        found = [model(**arguments) for arguments in packs]
+        with graphs.paused():
+            assert_close(found, [model(**arguments) for arguments in packs])
+        assert sum(bucket.evaluations for bucket in graphs.statistics().buckets.values()) == 3
+
+
+def test_evaluation_replays(tmp_path):
+    run_ranks(2, evaluate, tmp_path, **EP2)
+
+
+@dispatching_on_cpu()
+def grow():
+    """Return the buckets of a run with small and large packs in turn, other ones on each rank, and what it counts."""
+    model, rank = rank_model(), distributed.get_rank()
+    sizes = [(270 + 60 * ((step + rank) % 3), 960 - 40 * rank)[step % 2] for step in range(24)]
+    packs = [pack((size - 90, 90), seed=2 * number + rank) for number, size in enumerate(sizes)]
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
+    with on_graphs(model, packs[0], **options) as graphs:
+        found = []
+        for arguments in packs:
+            with graphs.step():
+                found.append(losses_and_gradients(model, arguments))
+        compare(found, expected)
+        statistics = graphs.statistics()
+    return [str(bucket) for bucket in statistics.buckets], statistics.replays, dict(statistics.fallbacks)
+
+
+def test_buckets_on_demand_are_those_of_all_ranks(tmp_path):
+    first, second = run_ranks(2, grow, tmp_path, **EP2)
+    assert first == second
+    assert len(first[0]) > 1 and first[1] > 12
+
+
+@dispatching_on_cpu()
+def stay_in_parts():
+    """Return what ranks replay where experts stay eager: packs that differ are no business of the other rank."""
+    model, rank = rank_model(), distributed.get_rank()
+    packs = [pack((40,) * 8), pack((300,))] if rank else [pack((300,)), pack((300,))]
+    expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    with graphs_on(model, pack((300,)), cuda_graph_modules=["attn", "moe_router"]) as graphs:
+        compare([losses_and_gradients(model, arguments) for arguments in packs], expected)
+        return dict(graphs.statistics().fallbacks)
+
+
+def test_parts_of_layers_replay_by_themselves(tmp_path):
+    assert run_ranks(2, stay_in_parts, tmp_path, **EP2) == [{}, {"too_many_documents": 1}]
+
+
+def exchange():
+    """Return what the tokens of both ranks chose, with the gradient of what this rank gave."""
+    rank, ranks = distributed.get_rank(), ExpertExchange(distributed.group.WORLD)
+    torch.manual_seed(0)
+    scores, chosen = torch.rand(2, 5, 6), torch.rand(2, 5, 6) < 0.5
+    scores[0, 1, 2], chosen[0, 1, 2] = torch.nan, True
+    scores[1, 0, 0], chosen[1, 0, 0] = 0.0, True
+    used, weights = (5, 3)[rank], torch.rand(2, 10, 3)
+    own = scores[rank].clone().requires_grad_()
+    found, routing_map, count = ranks.choices(own, chosen[rank], torch.tensor([used], dtype=torch.int32))
+    chosen[1, 3:] = False
+    right = torch.cat([scores[each][:, 3 * rank : 3 * rank + 3] for each in range(2)])
+    its = torch.cat([chosen[each][:, 3 * rank : 3 * rank + 3] for each in range(2)])
+    assert torch.equal(routing_map, its) and count.tolist() == [10] and count.dtype is torch.int32
+    torch.testing.assert_close(found[its], right[its], equal_nan=True, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad(found, own, torch.where(its, weights[rank], 0))
+    wanted = torch.cat([weights[owner][5 * rank : 5 * rank + 5] for owner in range(2)], 1)
+    assert torch.equal(gradient, torch.where(chosen[rank], wanted, 0))
+    with without_collectives(distributed.group.WORLD)():  # kernels follow the map, also in such a pass
+        its = ranks.choices(own, chosen[rank], count)[1]
+    assert torch.equal(its, torch.cat((chosen[rank][:, :3], chosen[rank][:, 3:])))
+
+
+def test_what_tokens_chose_and_its_gradient(tmp_path):
+    run_ranks(2, exchange, tmp_path)
+
+
+@given(
+    lengths=strategies.lists(strategies.integers(0, 300), min_size=1, max_size=9).filter(any),
+    room=strategies.integers(0, 50),
+    layout=strategies.sampled_from([OFFSETS, PADDED_OFFSETS, (*OFFSETS, *PADDED_OFFSETS)]),
+    bucket=strategies.tuples(strategies.integers(1, 3000), strategies.integers(1, 9), strategies.integers(1, 400)),
+)
+def test_buckets_take_what_is_told_of_a_pack_as_the_pack(lengths, room, layout, bucket):
+    shape = PackShape(sum(lengths) + room, tuple(lengths), layout, 8, (None, None))
+    told = peers._shape(peers._numbers(shape))
+    assert (told.tokens, told.layout, told.rotated, told.additions) == (shape.tokens, layout, 8, (None, None))
+    tokens, documents, longest = bucket
+    for shards, ranks in ((1, 1), (2, 1), (1, 2)):
+        sizes = (256, Bucket(tokens, (documents, longest)), shards, ranks)
+        assert refuse_pack(told.lengths, told.tokens, *sizes) == refuse_pack(shape.lengths, shape.tokens, *sizes)
+
+
+def groups_of_layers_and_experts():
+    model = SimpleNamespace(pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    experts = expert_group(model)
+    try:
+        return distributed.get_process_group_ranks(shared_group(model, experts))
+    except OptionError as error:
+        return str(error)
+
+
+def test_ranks_that_are_on_graphs_together(tmp_path):
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    four, two, six = (tmp_path / name for name in ("four", "two", "six"))
+    for folder in (four, two, six):
+        folder.mkdir()
+    found = run_ranks(4, groups_of_layers_and_experts, four, expert_model_parallel_size=4, **sizes)
+    assert found == [[0, 1, 2, 3]] * 4
+    found = run_ranks(4, groups_of_layers_and_experts, two, expert_model_parallel_size=2, **sizes)
+    assert found == [[0, 1]] * 2 + [[2, 3]] * 2
+    found = run_ranks(6, groups_of_layers_and_experts, six, expert_model_parallel_size=3, **sizes)
+    assert all("expert_model_parallel_size=3: it must be a multiple or divisor" in said for said in found)
