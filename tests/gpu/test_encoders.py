@@ -173,7 +173,7 @@ def test_segments_equal_eager_on_the_same_kernels_to_the_bit(encoder):
     helper.delete_cuda_graphs()
 
 
-@encoders(*PACKED, "ministral3", AUDIO, "siglip", "nemotron_omni")
+@encoders(*PACKED, "ministral3", AUDIO, "siglip")
 def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper = encoder.on_graphs()
     batch = encoder.batch(next(iter(encoder.sizes.values())))

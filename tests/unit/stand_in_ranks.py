@@ -1,6 +1,7 @@
 """What the processes of a run do in place of training: each writes what it was told, or fails; nothing of the stack."""
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ def train_words(words: Sequence[str]) -> None:
             raise RuntimeError("rank 1 is out of memory")
         time.sleep(600)
     told = {name: os.environ.get(name) for name in TOLD} | {"threads": threading.active_count()}
+    told["workers"] = multiprocessing.get_start_method()
     args.out.with_suffix(f".{rank}").write_text(json.dumps(told))
     if os.environ["WORLD_SIZE"] == "1":
         args.out.write_text(json.dumps([told]))
