@@ -427,9 +427,10 @@ def noting(forward, seen):
 
 @pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=["layers", "attn", "mlp"])
 @pytest.mark.parametrize("fused", [None, True, False], ids=["by default", "fused", "not fused"])
-def test_weight_gradients_are_added_inside_products_of_recorded_work_only(bare, monkeypatch, modules, fused):
+def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkeypatch, modules, fused):
     """Products are Transformer Engine's on a GPU; these have its attributes alone."""
-    products = [module for module in bare.decoder.modules() if "Parallel" in type(module).__name__]
+    fresh = new_model()
+    products = [module for module in fresh.decoder.modules() if "Parallel" in type(module).__name__]
     seen = []
     for product in products:
         product.fuse_wgrad_accumulation, product.is_first_microbatch = False, True
@@ -437,12 +438,12 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(bare, 
     for kind in {type(product) for product in products}:
         monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
     tuning = {} if fused is None else {"gradient_accumulation_fusion": fused}
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=modules, cuda_graph_packed_tuning=tuning) as graphs:
+    with graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, cuda_graph_packed_tuning=tuning) as graphs:
         assert (False, True) in seen and ((True, False) in seen) == (fused is not False)
         assert (True, True) not in seen and (False, False) not in seen
         seen.clear()
         with graphs.paused():
-            bare(**pack(WARMUP))
+            fresh(**pack(WARMUP))
         assert {*seen} == {(False, True)}
     assert products and not any(product.fuse_wgrad_accumulation for product in products)
 
