@@ -250,7 +250,7 @@ def _import_and_train(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A pool of compiler processes beside each of several would take longer to start than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # A spawned process spawns its data loader's workers, too, and some of Bridge's data sets cannot be pickled for them.
+    # A spawned process spawns its data loader's workers, too; some of Bridge's data sets cannot be pickled for them.
     multiprocessing.set_start_method("fork", force=True)
     if log is not None:
         with log.open("w") as file:
