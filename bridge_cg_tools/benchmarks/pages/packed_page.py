@@ -105,16 +105,19 @@ def _ratios(graphs: Records, own: Records, cases: list[str]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
 
+def _beside(eager: dict[str, Any], graphs: dict[str, Any]) -> str:
+    return f"{number(eager, 'ms')} / {number(graphs, 'ms')} (**{1 / graphs['ratio']:.2f}**)"
+
+
 def ranks(records: Records) -> str:
     """Return parity and times of two GPUs."""
     eager, plugin = by_case(records, "eager"), by_case(records, "plugin")
+    sizes = sorted({r["tokens"] for r in plugin.values()})
     rows = []
     for r in (r for r in records if r["mode"] == "plugin_deterministic"):
-        layout = r["case"]
-        timed = [p for case, p in plugin.items() if case.rpartition("_")[0] == layout]
-        times = [f"{number(eager[p['case']], 'ms')} / {number(p, 'ms')} (**{1 / p['ratio']:.2f}**)" for p in timed]
-        rows.append([layout, f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.0e}", r["replays"], *times])
-    sizes = sorted({r["tokens"] for r in plugin.values()})
+        timed = (plugin.get(f"{r['case']}_{size}") for size in sizes)
+        times = ["" if p is None else _beside(eager[p["case"]], p) for p in timed]
+        rows.append([r["case"], f"{r['forward_rel']:.0e}", f"{r['grad_rel']:.0e}", r["replays"], *times])
     header = ["layout", "losses differ by", "gradients", "replays", *(f"{n} tokens, eager / graphs ms" for n in sizes)]
     return f"{table(header, rows)}\n\n{origin(records)}" if rows else ""
 

@@ -34,14 +34,14 @@ def steps(records: Records) -> str:
     rows = []
     for r in shown(records):
         runs = sum(e["case"] == r["case"] and e["mode"].startswith("eager") for e in records if "error" not in e)
-        inside = {True: "yes", False: "**no**", None: ""}[r.get("inside_spread")]
+        inside = {True: f" (inside eager's of {runs})", False: f" (**outside** eager's of {runs})", None: ""}
         rows.append(
             [r["case"], r["gpus"], mode_in_words(r), number(r, "ms", ".0f"), f"**{r['ratio']:.2f}**"]
             + [number(r, "tflops_per_gpu", ".0f"), number(r, "idle_share", ".1%"), number(r, "peak_gb", ".0f")]
-            + [f"{r['loss_rel']:.0e}", inside and f"{inside}, of {runs}"]
+            + [f"{r['loss_rel']:.0e}{inside[r.get('inside_spread')]}"]
         )
     header = ["case", "GPUs", "mode", "ms", "ratio", "TFLOP/s a GPU", "GPU idle", "peak GiB", "losses differ by"]
-    return table([*header, "inside eager's spread"], rows) if rows else ""
+    return table(header, rows) if rows else ""
 
 
 def failures(records: Records) -> str:

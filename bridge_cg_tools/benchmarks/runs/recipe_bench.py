@@ -193,8 +193,25 @@ def records_of(case: str, runs: Mapping[str, dict[str, Any] | str], steps: int, 
             continue
         beside = _beside(run, measured.get("eager1"))
         inside = _inside(eager, run) if mode in GRAPHS else None
-        found.append({**own, **run, **_graphs(run), **beside, **({} if inside is None else {"inside_spread": inside})})
+        found.append(
+            {
+                **own,
+                **run,
+                **_idle(run),
+                **_graphs(run),
+                **beside,
+                **({} if inside is None else {"inside_spread": inside}),
+            }
+        )
     return found
+
+
+def _idle(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the idle time of the timed steps: the profiler slows the host, so that the profiled step idles longer."""
+    if "gpu_busy_ms" not in run:
+        return {}
+    idle = max(run["ms"] - run["gpu_busy_ms"], 0.0)
+    return {"parts_ms": {**run["parts_ms"], "idle": idle}, "idle_share": idle / run["ms"]}
 
 
 def _graphs(run: Mapping[str, Any]) -> dict[str, float]:
