@@ -8,6 +8,8 @@ FORKED = (
     "unit/test_fingerprint",
     "unit/test_interpreted_experts",
     "unit/test_kernels",
+    "unit/test_packed_rotation",
+    "unit/test_rmsnorm",
     "unit/test_rotary",
     "unit/test_segment_attention",
     "seams/test_activations",

@@ -188,6 +188,7 @@ def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
     helper.delete_cuda_graphs()
 
 
+@pytest.mark.first
 def test_tiles_of_radio_run_eager(tower_module):
     made = Encoder("nemotron_vl", tower_module)
     helper = made.on_graphs(strict=False)

@@ -1,5 +1,7 @@
 """Fifty steps of pretrain() of a packed Qwen3-VL on graphs: where the host waits for the device."""
 
+import pytest
+
 from .trainings import Training
 from .waiting_training import BEFORE
 
@@ -31,6 +33,7 @@ def assert_on_graphs(found):
     assert len(found["graphs"]) == 2 and found["checked"], found
 
 
+@pytest.mark.first
 def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained):
     found = trained(run())
     print(found["in_schedule"], found["others"])

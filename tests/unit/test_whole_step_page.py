@@ -51,7 +51,10 @@ def folder(tmp_path):
 def test_steps_are_beside_eager_and_repeated_eager_runs_are_counted_only(folder):
     text = whole_step_parts(folder)["whole-steps"]
     assert "| 8b_sft_tp2 | 2 | plugin | 800 | **0.50** | 180 | 2.5% | 90 | 1e-04 (inside eager's of 3) |" in text
-    assert "| 8b_sft_tp2 | 2 | plugin_vision | 1400 | **0.88** | 180 | 30.0% | 90 | 1e-04 (**outside** eager's of 3) |" in text
+    assert (
+        "| 8b_sft_tp2 | 2 | plugin_vision | 1400 | **0.88** | 180 | 30.0% | 90 | 1e-04 (**outside** eager's of 3) |"
+        in text
+    )
     assert text.count("| eager |") == 2 and "eager2" not in text and "NVIDIA H200, 2026-11-24" in text
 
 

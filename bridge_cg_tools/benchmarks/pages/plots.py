@@ -238,7 +238,7 @@ def parts_plot(axes: Axes, records: Records) -> bool:
     for place, end in zip(places, left, strict=True):
         axes.text(end, place, f" {end:.0f} ms", va="center", fontsize=8)
     axes.set_yticks(places, [name for name, _ in bars], fontsize=8)
-    axes.set_xlabel("profiled step, ms")
+    axes.set_xlabel("step, ms")
     axes.margins(x=0.12)
     if found:
         axes.legend(fontsize=8, ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.4, 1.0))
