@@ -286,7 +286,7 @@ def render(found: Diagnosis, details: bool = False) -> str:
     lines = [f"{count} problem{'s' if count > 1 else ''}" if count else fine]
     lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
     lines += ["", *_summary(found)]
-    lines += _details(found) if details else ["", "bridge-cg doctor --details names every seam"]
+    lines += _details(found) if details else ["bridge-cg doctor --details names every seam"]
     return "\n".join(line for text in lines for line in wrapped(text))
 
 
@@ -314,11 +314,13 @@ def _summary(found: Diagnosis) -> list[str]:
 def _encoders(found: Diagnosis) -> list[str]:
     """Return which encoders graphs take, and where upstream's own graphs are on."""
     others = [f"{provider} by {adapter}" for provider, adapter in found.encoders.get("others", {}).items()]
-    return [
+    lines = [
         f"encoders that graphs take: {', '.join(found.encoders.get('built_in', ())) or 'not read'}",
         f"  of other packages: {', '.join(others) or 'none'}; bridge-cg explain RECIPE names a recipe's",
-        f"recipes that switch upstream's own vision graphs on: {', '.join(found.upstream_graphs) or 'none'}",
     ]
+    if found.upstream_graphs:
+        lines.append(f"recipes that switch upstream's own vision graphs on: {', '.join(found.upstream_graphs)}")
+    return lines
 
 
 def _details(found: Diagnosis) -> list[str]:

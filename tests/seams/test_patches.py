@@ -74,12 +74,13 @@ def made_up(target, make, module="m", kind="function", **changes):
 def owner_of(patch, module):
     owner = module
     for part in patch.target.split(".")[:-1]:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, ABSENT)
     return owner
 
 
 def raw(patch, module):
-    return vars(owner_of(patch, module)).get(patch.target.rpartition(".")[2], ABSENT)
+    owner = owner_of(patch, module)
+    return ABSENT if owner is ABSENT else vars(owner).get(patch.target.rpartition(".")[2], ABSENT)
 
 
 def fake_module(patch, value):

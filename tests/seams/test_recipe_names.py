@@ -10,6 +10,7 @@ from bridge_cg_plugin.recipes import PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
 from bridge_cg_plugin.upstream.hooks import recipe_names, recipes
 from bridge_cg_plugin.upstream.hooks.recipe_names import AddedNames
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import Seam
 from bridge_cg_tools.recipe_files import RecipeFiles
 
@@ -75,6 +76,7 @@ def test_a_preset_without_its_recipe_says_which(active):
         build(preset)
 
 
+@pytest.mark.skipif(bridge_release()[:3] != "0.6", reason="older releases lie over files of the newest one here")
 def test_the_names_that_files_tell_are_those_that_packages_have(active):
     """`bridge-cg recipes` lists what `build_recipe` finds, and no helper such as `build_dataset_config`."""
     found = {

@@ -227,7 +227,7 @@ def test_memory_that_moves_inside_a_step_is_an_error_and_is_not_written(change):
         with pytest.raises(ReplayError, match="between the forward and the backward"):
             loss_of(outputs).backward()
         assert graphs.statistics().replays == 2
-        assert not canary.any() and torch.equal(flat, written)
+        assert not canary.any() and torch.equal(flat.view(torch.int32), written.view(torch.int32))
 
 
 def test_a_tower_unfrozen_after_capture_is_trained_on_graphs_again():
