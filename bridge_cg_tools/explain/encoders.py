@@ -5,7 +5,8 @@ from typing import Any
 
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.seams.encoders import declared
-from bridge_cg_tools.planner.cost import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, CostModel, Fit
+from bridge_cg_tools.planner.cost import CostModel, Fit
+from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
 
 QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3 = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL", "Gemma 3"
 _OF_PROVIDERS = {

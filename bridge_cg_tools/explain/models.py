@@ -4,11 +4,13 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, models
+
+from .sizes import sizes_of
 
 GPT = "gpt_provider.GPTModelProvider"
 
@@ -127,7 +129,7 @@ class StandInBridge:
             return unknown_model(
                 next((kind for names, kind in WITHOUT_ADAPTER.items() if re.match(names, self.name)), GPT)
             )
-        return _provider(_kind(family.provider), family)
+        return _provider(_kind(family.provider), replace(family, sizes={**family.sizes, **sizes_of(self.name)}))
 
 
 _asked: list[str] = []

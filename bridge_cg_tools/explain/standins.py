@@ -34,6 +34,10 @@ LIGHT = frozenset(
         "typing_extensions",
         "attr",
         "attrs",
+        "rich",
+        "pygments",
+        "markdown_it",
+        "mdurl",
     }
 ) | frozenset(sys.stdlib_module_names)
 RECIPES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")

@@ -6,18 +6,23 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
-from .cost import DEFAULTS, CostModel, load_cost_model
+from .cost import CostModel, load_cost_model
+from .defaults import DEFAULTS, default_packed
 from .errors import PlanError
 from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
 from .lengths import Documents, read_documents
-from .output import as_json, plot_packs, print_plan
+from .output import as_json, import_plots, plot_packs, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
 from .plan import PackedPlan, plan_packs
+
+if TYPE_CHECKING:
+    from ..explain.recipes import PackedRecipe
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"
@@ -39,7 +44,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     )
     packed.add_argument("--pad-seq-to-mult", type=int, metavar="N", help=padded)
     packed.add_argument("--layout", metavar="TPnxCPn", help="how ranks share packs, xSP for sequence parallelism")
-    packed.add_argument("--recipe", metavar="NAME", help="a recipe of Bridge's or a preset: its layout and pack size")
+    packed.add_argument(
+        "--recipe", metavar="NAME", help="a recipe of Bridge's or a preset: its model, layout and pack size"
+    )
     packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
@@ -59,6 +66,8 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     """Make a plan and print it, its JSON by `tell`; returns 2 for input that is refused, else 0."""
     try:
         plan: PackedPlan | VisionPlan
+        if getattr(arguments, "plot", None) is not None:
+            import_plots()  # before a recipe replaces what is not imported yet
         if arguments.kind == "packed":
             plan, packs = plan_of_documents(arguments)
             if arguments.plot is not None:
@@ -89,7 +98,8 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
     """
     found = read_documents(arguments.data, arguments.field)
     _refuse_unused(arguments, found)
-    layout, size = _shared(arguments)
+    recipe = _recipe(arguments)
+    layout, size = _shared(arguments, recipe)
     multiple = math.lcm(_at_least_one("--pad-to-multiple", arguments.pad_to_multiple), layout.unit)
     for pack in found.packs:
         for length in pack:
@@ -99,30 +109,62 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
                     f"{layout.document_unit}: pack again with pad_seq_to_mult={layout.document_unit}"
                 )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
-    return plan_packs(packs, _cost(arguments), arguments.max_memory_gb, layout), packs
+    return plan_packs(packs, _cost_of_packs(arguments, layout, recipe), arguments.max_memory_gb, layout), packs
 
 
-def _shared(arguments: argparse.Namespace) -> tuple[RankLayout, int | None]:
+def _recipe(arguments: argparse.Namespace) -> "PackedRecipe | None":
+    """Return the recipe that is planned for; None without one.
+
+    Raises:
+        PlanError: It does not exist or cannot be built.
+    """
+    if arguments.recipe is None:
+        return None
+    from ..explain.recipes import packed_recipe
+
+    try:
+        return packed_recipe(arguments.recipe)
+    except OptionError as error:
+        raise PlanError(str(error)) from None
+
+
+def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tuple[RankLayout, int | None]:
     """Return how ranks share packs, and a pack's tokens where they are known.
 
     Raises:
-        PlanError: The recipe or the layout does not exist, or both differ.
+        PlanError: There is no such layout, or it is not the recipe's.
     """
     layout, size = None, arguments.pack_size
     try:
         if arguments.layout is not None:
             layout = parse_layout("--layout", arguments.layout)
-        if arguments.recipe is None:
-            return layout or RankLayout(), size
-        from ..explain.recipes import shared_packs
-
-        named, tokens = shared_packs(arguments.recipe)
     except OptionError as error:
         raise PlanError(str(error)) from None
-    if layout not in (None, named):
-        raise PlanError(f"--layout {layout}: it must be {named}, which --recipe {arguments.recipe} has; keep one")
+    if recipe is None:
+        return layout or RankLayout(), size
+    if layout not in (None, recipe.layout):
+        said = f"it must be {recipe.layout}, which --recipe {arguments.recipe} has; keep one"
+        raise PlanError(f"--layout {layout}: {said}")
     in_batch_packing = arguments.packing == IN_BATCH
-    return named, tokens if size is None and not in_batch_packing else size
+    return recipe.layout, recipe.tokens if size is None and not in_batch_packing else size
+
+
+def _cost_of_packs(arguments: argparse.Namespace, layout: RankLayout, recipe: "PackedRecipe | None") -> CostModel:
+    """Return what a pack costs: as a file says, or the recipe's model, or 16 dense layers.
+
+    Raises:
+        PlanError: The sizes of the recipe's model are not known.
+    """
+    if arguments.cost_model is not None:
+        return load_cost_model(arguments.cost_model, arguments.kind)
+    if recipe is None:
+        return default_packed(layout)
+    if recipe.cost is None:
+        raise PlanError(
+            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --cost-model with a file that "
+            f"bench_packed.py wrote, or --layout {layout} instead of --recipe, which plans for 16 dense layers"
+        )
+    return recipe.cost
 
 
 def _packed(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from bridge_cg_plugin.attention_bounds import scan_cost
@@ -28,6 +28,9 @@ class CostModel:
         host_per_segment_ms: Host time that a segment adds.
         eager_busy: GPU time of eager over that of a replay, whose kernels are fused.
         stall_ms: What eager waits for the host while the GPU is the slower one.
+        stall_share: The same as a part of the host's time.
+        host_per_token_ms: Host time that a token adds.
+        graph_host_ms: Host time of a replay whose experts run eager, which it cannot be faster than.
         memory_fixed_mb: Memory of a slot that does not grow, in MiB.
         memory_per_token_mb: Memory of a slot for a token of its largest bucket, in MiB.
     """
@@ -44,6 +47,9 @@ class CostModel:
     stall_ms: float
     memory_fixed_mb: float
     memory_per_token_mb: float
+    stall_share: float = 0.0
+    host_per_token_ms: float = 0.0
+    graph_host_ms: float = 0.0
 
     def busy_ms(self, tokens: int, lengths: Sequence[int], segments: int, largest: int) -> float:
         """Return GPU time.
@@ -61,11 +67,12 @@ class CostModel:
     def eager_ms(self, lengths: Sequence[int]) -> float:
         """Return the time of a microbatch run eager."""
         busy = self.busy_ms(sum(lengths), lengths, len(lengths), max(lengths))
-        return max(self.host_ms + self.host_per_segment_ms * len(lengths), self.eager_busy * busy + self.stall_ms)
+        host = self.host_ms + self.host_per_segment_ms * len(lengths) + self.host_per_token_ms * sum(lengths)
+        return max(host, self.eager_busy * busy + self.stall_ms + self.stall_share * host)
 
     def graph_ms(self, capacity: int, lengths: Sequence[int], segments: int, largest: int) -> float:
         """Return the time of a microbatch replayed in a bucket with these bounds."""
-        return self.replay_ms + self.busy_ms(capacity, lengths, segments, largest)
+        return max(self.graph_host_ms, self.replay_ms + self.busy_ms(capacity, lengths, segments, largest))
 
     def memory_gb(self, capacity: int, slots: int = 1) -> float:
         """Return the memory of graphs whose largest bucket has this capacity, in GiB."""
@@ -76,45 +83,9 @@ class CostModel:
         return max(int((gigabytes * 1024 - self.memory_fixed_mb) / self.memory_per_token_mb), 0)
 
 
-# Fitted to the project's own runs on an H200. The scan's price is that of cuDNN's backward in the vision tower (27
-# layers, 16 heads of 72: 4.3 ms for 32 x 4096 rows, 17 ms for 512 x 1024), for the language model by layers and width.
-DEFAULTS = {
-    "packed": CostModel(
-        origin="16 dense layers of 2048, MLP 6144, packs of 5 documents, eager profiles on an H200; replay, scan and "
-        "memory are estimates until bench_packed.py has measured them",
-        fixed_ms=8.7,
-        per_token_ms=0.00969,
-        per_square_ms=1.09,
-        per_row_ms=34.0,
-        replay_ms=1.0,
-        host_ms=86.0,
-        host_per_segment_ms=0.4,
-        eager_busy=1.0,
-        stall_ms=26.9,
-        memory_fixed_mb=600.0,
-        memory_per_token_mb=1.1,
-    ),
-    "vision": CostModel(
-        origin="Qwen3-VL's vision encoder (27 layers of 1152) with default options, measured on an H200: "
-        "vision_bench.jsonl of 2026-11-22",
-        fixed_ms=4.59,
-        per_token_ms=0.00625,
-        per_square_ms=1.36,
-        per_row_ms=0.0,
-        replay_ms=0.0,
-        host_ms=117.6,
-        host_per_segment_ms=2.2,
-        eager_busy=1.13,
-        stall_ms=43.9,
-        memory_fixed_mb=97.5,
-        memory_per_token_mb=1.08,
-    ),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The records that a default cost model was fitted to, and how far it is from them at most.
+    """The records that a default cost model was fitted to, and how far it is from those that are left out of the fit.
 
     Attributes:
         file: The records.
@@ -134,31 +105,6 @@ class Fit:
     memory: float
 
 
-VISION_FIT = Fit(
-    file="docs/benchmarks/vision_bench.jsonl",
-    date="2026-11-22",
-    gpu="NVIDIA H200",
-    tokens=(784, 32768),
-    eager=0.15,
-    graphs=0.03,
-    ratio=0.15,
-    memory=0.1,
-)
-
-
-# With kernels="exact", whose records are of one stream.
-VISION_EXACT = replace(
-    DEFAULTS["vision"],
-    origin="the same with kernels that round as eager's do, on one stream",
-    fixed_ms=7.66,
-    per_token_ms=0.00631,
-    per_square_ms=1.34,
-    memory_fixed_mb=43.7,
-    memory_per_token_mb=1.055,
-)
-VISION_EXACT_FIT = replace(VISION_FIT, graphs=0.04)
-
-
 def load_cost_model(path: Path, name: str) -> CostModel:
     """Read a cost model that a benchmark wrote: a JSON object with one model by name.
 
@@ -173,8 +119,9 @@ def load_cost_model(path: Path, name: str) -> CostModel:
         raise PlanError(f"cost model {path} has no {name!r}: it must be an object with {', '.join(NAMES)}")
     values = found[name]
     names = {f.name for f in fields(CostModel)}
-    if not isinstance(values, dict) or set(values) != names:
-        wrong = names ^ set(values) if isinstance(values, dict) else names
+    needed = {f.name for f in fields(CostModel) if f.default is MISSING}
+    if not isinstance(values, dict) or not needed <= set(values) <= names:
+        wrong = needed - set(values) | set(values) - names if isinstance(values, dict) else needed
         raise PlanError(f"cost model {path}, {name!r}: {', '.join(sorted(wrong))} missing or unknown; write it anew")
     for key, value in values.items():
         if key != "origin" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):

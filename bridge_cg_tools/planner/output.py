@@ -93,19 +93,29 @@ def _listed(buckets: Sequence[int]) -> str:
     return ", ".join(map(str, buckets))
 
 
-def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
-    """Draw how many documents packs have and what each bound is expected to cost, into a picture file.
+def import_plots() -> tuple[Any, Any]:
+    """Return matplotlib's canvas and figure.
 
     Raises:
-        PlanError: matplotlib is not installed, or does not know the file's kind.
+        PlanError: It is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise PlanError(f"plots need matplotlib: {EXTRA}") from None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    return FigureCanvasAgg, Figure
+
+
+def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
+    """Draw how many documents packs have and what each bound is expected to cost, into a picture file.
+
+    Raises:
+        PlanError: matplotlib is not installed, or does not know the file's kind.
+    """
+    canvas_of, figure_of = import_plots()
+    figure = figure_of(figsize=(8, 4.5), layout="constrained")
+    canvas = canvas_of(figure)
     counts = Counter(map(len, packs))
     shares, times = figure.subplots(1, 2)
     shares.bar(list(counts), [n / len(packs) for n in counts.values()], width=1.0)

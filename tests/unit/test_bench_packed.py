@@ -22,7 +22,7 @@ from bridge_cg_tools.benchmarks.packed.costs import Measured, fit, non_negative
 from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
 from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
-from bridge_cg_tools.planner.cost import DEFAULTS
+from bridge_cg_tools.planner.defaults import DEFAULTS
 from bridge_cg_tools.planner.plan import place
 from scripts.performance import bench_packed
 

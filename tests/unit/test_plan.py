@@ -13,19 +13,16 @@ from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES
 from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
+from bridge_cg_tools.benchmarks.packed.observations import sizes_of
+from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.cli import main
-from bridge_cg_tools.planner.cost import (
-    DEFAULTS,
-    VISION_EXACT,
-    VISION_EXACT_FIT,
-    VISION_FIT,
-    load_cost_model,
-    save_cost_model,
-)
+from bridge_cg_tools.planner.cost import load_cost_model, save_cost_model
+from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, default_packed
 from bridge_cg_tools.planner.errors import PlanError
 from bridge_cg_tools.planner.images import Image, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
@@ -38,6 +35,8 @@ from bridge_cg_tools.planner.packing import (
     padded_packs,
 )
 from bridge_cg_tools.planner.plan import BUCKET_COUNTS, expect, percentiles, plan_packs
+from bridge_cg_tools.planner.rates import language_model_rates, scaled
+from bridge_cg_tools.planner.shapes import Ranks
 
 COST = DEFAULTS["packed"]
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -124,7 +123,7 @@ def test_a_larger_bound_never_loses_packs(found, bound):
 def test_scanning_speaks_against_a_bound_for_one_pack_in_a_thousand():
     """999 packs of 8 documents, and one of 2000: graphs for that one would make all of them scan for more."""
     usual = [(512,) * 8] * 999
-    plan = plan_packs([*usual, (2,) * 2000], replace(COST, per_row_ms=3000.0))
+    plan = plan_packs([*usual, (2,) * 2000], replace(COST, per_row_ms=3000.0, host_per_segment_ms=0.4))
     assert plan.best.max_packed_seqs < 2000 and dict(plan.best.fallbacks) == {"too_many_documents": 1}
 
 
@@ -144,12 +143,16 @@ def test_nothing_to_plan_from():
         plan_packs([], COST)
 
 
-def test_defaults_are_what_was_measured_eager():
-    """The table of packed language models, eager: 5 documents, 86.5, 90.8 and 129.7 ms, of which the GPU is busy ..."""
-    for tokens, step, busy in ((2048, 86.5, 29.5), (4096, 90.8, 52.1), (8192, 129.7, 102.8)):
-        lengths = (tokens // 5,) * 5
-        assert COST.eager_ms(lengths) == pytest.approx(step, rel=0.1)
-        assert COST.busy_ms(tokens, lengths, 5, max(lengths)) == pytest.approx(busy, rel=0.1)
+def test_the_packed_default_is_the_benchmarks_dense_model():
+    """16 layers of 2048: packs of 5 documents, eager and on graphs."""
+    errors = language_model_rates().errors["dense"]
+    records = read_records(ROOT / "docs/benchmarks/packed.jsonl")
+    modes = {(r["tokens"], r["mode"]): r for r in records if r["case"].startswith("dense_")}
+    for tokens in (2048, 4096, 8192):
+        lengths, graphs = (tokens // 5,) * 5, modes[tokens, "plugin"]
+        assert COST.eager_ms(lengths) == pytest.approx(modes[tokens, "eager"]["ms"], rel=errors.eager)
+        assert COST.graph_ms(tokens, lengths, 5, max(lengths)) == pytest.approx(graphs["ms"], rel=errors.graphs)
+        assert COST.memory_gb(tokens) == pytest.approx(graphs["memory_gb"], rel=errors.memory)
 
 
 def by_default_records():
@@ -425,16 +428,47 @@ def test_a_layout_and_what_contradicts_it(histogram, capsys, tmp_path):
     assert "shares multiples of 4: pack again with pad_seq_to_mult=4" in capsys.readouterr().err
 
 
-def test_the_layout_of_a_recipe(histogram):
+def plan_of_a_recipe(histogram, name, *words):
     import subprocess
     import sys
 
-    name = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
-    words = ["plan", "packed", histogram, "--pack-size", "2048", "--recipe", name, "--json"]
-    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({words!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    given = ["plan", "packed", histogram, "--pack-size", "2048", "--recipe", name, *words]
+    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({given!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_a_plan_is_for_the_model_and_the_layout_of_a_recipe(histogram):
+    done = plan_of_a_recipe(histogram, "qwen3_vl_8b_vision_graphs_h200_sft_config", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["layout"] == "TP1xCP1"
+    found = json.loads(done.stdout)
+    assert found["layout"] == "TP2xCP1"
+    assert found["origin"].startswith("36 attention, 36 MLP layers of 4096 by rates of docs/benchmarks/packed.jsonl")
+    small = json.loads(
+        plan_of_a_recipe(histogram, "qwen3_vl_small_vision_graphs_pretrain_mock_config", "--json").stdout
+    )
+    assert small["layout"] == "TP1xCP1" and small["best"]["step_ms"] < found["best"]["step_ms"]
+
+
+def test_a_plan_of_a_recipe_is_printed_and_drawn(histogram, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    words = ["--plot", str(tmp_path / "plan.png")]
+    done = plan_of_a_recipe(histogram, "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config", *words)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "48 attention, 48 128-expert layers of 2048" in said
+    assert "extrapolated: model.expert_model_parallel_size=8 was not measured" in said
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_of_unknown_sizes_is_planned_for_with_a_measured_file_only(histogram, tmp_path):
+    name = "qwen35_vl_9b_vision_graphs_h200_sft_config"
+    done = plan_of_a_recipe(histogram, name, "--json")
+    assert done.returncode == 2 and f"Cannot forecast --recipe {name}: linear attention was not measured" in done.stderr
+    assert "--cost-model" in done.stderr and "--layout TP4xCP1" in done.stderr
+    path = tmp_path / "costs.json"
+    save_cost_model(path, "packed", COST)
+    assert plan_of_a_recipe(histogram, name, "--cost-model", str(path), "--json").returncode == 0
 
 
 @given(documents, st.integers(1, 64))
@@ -443,31 +477,15 @@ def test_padded_documents_are_the_next_multiple(lengths, multiple):
         assert padded % multiple == 0 and length <= padded < length + multiple
 
 
-# Share of packs in the field -> documents that they have at most.
-KNOWN = ((0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
-
-
-def known_packs(tokens, count=2000, seed=0):
-    """Return packs whose numbers of documents follow the known distribution, geometrically between its points."""
-    rng, packs = random.Random(seed), []
-    for index in range(count):
-        share = (index + 0.5) / count
-        (low, least), (high, most) = next(
-            pair for pair in zip([(0.0, 1), *KNOWN], KNOWN, strict=False) if share <= pair[1][0]
-        )
-        number = round(least * (most / least) ** ((share - low) / (high - low)))
-        cuts = sorted(rng.sample(range(1, tokens), number - 1))
-        packs.append(tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)))
-    return packs
-
-
-@pytest.mark.parametrize("tokens", [4096, 8192])
-def test_the_known_distribution(tokens):
+@pytest.mark.parametrize(
+    ("tokens", "model"), [(4096, "dense"), (8192, "dense"), (4096, "moe"), (4096, "mamba")], ids=str
+)
+def test_the_known_distribution(tokens, model):
     packs = known_packs(tokens)
-    plan = plan_packs(packs, COST)
+    plan = plan_packs(packs, scaled(sizes_of(SHAPES[model]), Ranks(), language_model_rates()))
     assert plan.documents == percentiles(len(pack) for pack in packs)
     found = (plan.documents.p50, plan.documents.p90, plan.documents.p99)
-    assert found == tuple(pytest.approx(dict(KNOWN)[share], rel=0.02) for share in (0.5, 0.9, 0.99))
+    assert found == tuple(pytest.approx(dict(KNOWN_COUNTS)[share], rel=0.02) for share in (0.5, 0.9, 0.99))
     shares = {choice.max_packed_seqs: choice.on_graphs for choice in plan.choices}
     assert shares[64] == pytest.approx(0.96, abs=0.002) and shares[plan.documents.p99] == pytest.approx(0.99, abs=0.002)
     for choice in plan.choices:
@@ -475,6 +493,19 @@ def test_the_known_distribution(tokens):
         assert choice.on_graphs == pytest.approx(1 - beyond)
         assert plan.best.step_ms <= choice.step_ms * 1.02
     assert plan.best.step_ms < plan.eager_ms
+
+
+@pytest.mark.parametrize("written", ["TP1xCP2", "TP2xCP1xSP", "TP2xCP4"])
+def test_the_known_distribution_over_ranks(written):
+    """Documents get longer by padding, never more; capacities and documents can be shared."""
+    layout = parse_layout("--layout", written)
+    plain = known_packs(4096, 500)
+    padded = padded_packs([padded_documents(pack, layout.document_unit) for pack in plain], layout.unit)
+    plan = plan_packs(padded, default_packed(layout), layout=layout)
+    assert plan.documents.p50 == 12 and plan.layout == written
+    assert all(tokens % layout.unit == 0 for tokens in plan.best.buckets)
+    assert plan.longest.max % layout.document_unit == 0
+    assert plan.best.step_ms == min(choice.step_ms for choice in plan.choices) or plan.best.step_ms < plan.eager_ms
 
 
 def test_the_command_plans_vision(tmp_path, capsys):

@@ -46,6 +46,8 @@ SHAPES = {
     "planned": Shape(layers=8),
     "mamba": Shape(pattern="M-M-M*-M-M-M*-M-"),
 }
+# The language model of Qwen3-VL-30B-A3B with 8 of its 48 layers, and the experts that a token goes through.
+EXPERTS_OF_RANKS, TOP_K_OF_RANKS = Shape(layers=8, heads=32, ffn=768, experts=128), 8
 
 
 def build_model(
@@ -61,6 +63,13 @@ def build_model(
         changes: Fields of the configuration.
     """
     torch.manual_seed(seed)
+    made = {**settings_of(shape), "params_dtype": dtype, "bf16": dtype is torch.bfloat16, **changes}
+    model = _qwen(made, max_length) if shape.images else _language_model(shape, made, max_length)
+    return model.cuda().to(dtype).train()
+
+
+def settings_of(shape: Shape) -> dict[str, Any]:
+    """Return the fields of a model's configuration."""
     experts = {
         "num_moe_experts": shape.experts,
         "moe_router_topk": 4,
@@ -79,7 +88,7 @@ def build_model(
         "mamba_state_dim": 128,
         "mamba_num_groups": 8,
     }
-    settings = {
+    return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -93,8 +102,6 @@ def build_model(
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bf16": dtype is torch.bfloat16,
-        "params_dtype": dtype,
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": shape.fused_rope,
         "cuda_graph_impl": "transformer_engine",
@@ -102,9 +109,6 @@ def build_model(
         **(experts if shape.experts else {}),
         **(hybrid if shape.pattern else {}),
     }
-    made = {**settings, **changes}
-    model = _qwen(made, max_length) if shape.images else _language_model(shape, made, max_length)
-    return model.cuda().to(dtype).train()
 
 
 def _language_model(shape: Shape, settings: dict[str, Any], max_length: int) -> nn.Module:

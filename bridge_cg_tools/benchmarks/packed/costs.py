@@ -3,13 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from bridge_cg_plugin.attention_bounds import scan_cost
+from bridge_cg_tools.benchmarks.measuring.least_squares import HOST_BOUND, non_negative
 from bridge_cg_tools.planner.cost import MILLION, CostModel
-
-# Eager is bound by the host where it takes this many times as long as the GPU works.
-HOST_BOUND = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +63,3 @@ def fit(packs: Sequence[Measured], origin: str) -> CostModel:
         memory_fixed_mb=memory_fixed,
         memory_per_token_mb=memory_per_token,
     )
-
-
-def non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the least-squares weights of at least 0: columns that would go below are left out."""
-    table, wanted = np.array(rows), np.array(values)
-    kept = list(range(table.shape[1]))
-    while True:
-        weights, *_ = np.linalg.lstsq(table[:, kept], wanted, rcond=None)
-        below = [column for column, weight in zip(kept, weights, strict=True) if weight < 0]
-        if not below:
-            break
-        kept = [column for column in kept if column not in below]
-    found = dict(zip(kept, map(float, weights), strict=True))
-    return [found.get(column, 0.0) for column in range(table.shape[1])]

@@ -24,14 +24,57 @@ DISTRIBUTIONS = {
     "long": ([700, 1500, 3000], [2, 3, 1]),
     "short": ([20, 60, 120, 300], [3, 5, 4, 1]),
 }
+# Documents of a pack as packs have them in the field: the share that has at most so many. Lengths are drawn evenly.
+KNOWN = "known"
+KNOWN_COUNTS = ((0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
+KNOWN_PACKS = 2000
+NAMES = (*DISTRIBUTIONS, KNOWN)
 DOCUMENTS = 4000
 PACK_SIZE = 4096
+# Cases of records begin with one of these.
+COSTS, PLAN = "costs_", "plan_"
 MEASURED_PACKS = 16
 # How far a prediction may be from what is measured, and the choice from the best of all.
 OFF, LOST = 0.05, 0.02
 
 # What a pack runs on; None is eager.
 Place = Bucket | None
+
+
+def packs_of(name: str) -> list[Pack]:
+    """Return all packs of a distribution."""
+    if name == KNOWN:
+        return known_packs(PACK_SIZE)
+    lengths = random.Random(0).choices(*DISTRIBUTIONS[name], k=DOCUMENTS)
+    return first_fit_shuffle(lengths, PACK_SIZE)
+
+
+def known_packs(tokens: int, count: int = KNOWN_PACKS, seed: int = 0) -> list[Pack]:
+    """Return packs whose numbers of documents follow `KNOWN_COUNTS`, geometrically between its points.
+
+    Args:
+        tokens: Of each pack.
+        count: Packs.
+        seed: Of the documents' lengths.
+    """
+    rng, packs = random.Random(seed), []
+    for index in range(count):
+        share = (index + 0.5) / count
+        points = zip([(0.0, 1), *KNOWN_COUNTS], KNOWN_COUNTS, strict=False)
+        (low, least), (high, most) = next(pair for pair in points if share <= pair[1][0])
+        number = round(least * (most / least) ** ((share - low) / (high - low)))
+        cuts = sorted(rng.sample(range(1, tokens), number - 1))
+        packs.append(tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True)))
+    return packs
+
+
+def drawn(name: str) -> list[Pack]:
+    """Return the packs of a distribution that are measured."""
+    return _drawn(packs_of(name))
+
+
+def _drawn(packs: list[Pack]) -> list[Pack]:
+    return random.Random(1).sample(packs, MEASURED_PACKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +94,9 @@ class Distribution:
     """
 
     def __init__(self, name: str, cost: CostModel) -> None:
-        lengths = random.Random(0).choices(*DISTRIBUTIONS[name], k=DOCUMENTS)
-        packs = first_fit_shuffle(lengths, PACK_SIZE)
+        packs = packs_of(name)
         self.name, self.cost = name, cost
-        self.drawn: list[Pack] = random.Random(1).sample(packs, MEASURED_PACKS)
+        self.drawn = _drawn(packs)
         self.best: Choice = plan_packs(packs, cost).best
         bounds, buckets = candidates(packs)
         self.candidates = [Candidate(bound, some) for bound in bounds for some in buckets]

@@ -37,8 +37,7 @@ SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
 SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
-# The language model of Qwen3-VL-30B-A3B, with 8 of its 48 layers.
-EXPERTS, TOP_K = lm.Shape(layers=8, heads=32, ffn=768, experts=128), 8
+EXPERTS, TOP_K = lm.EXPERTS_OF_RANKS, lm.TOP_K_OF_RANKS
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
 FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}

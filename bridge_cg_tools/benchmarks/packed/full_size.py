@@ -1,0 +1,99 @@
+"""Measured steps of full-size recipes, beside what the cost model says of their language models."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.benchmarks.models.language_model import split
+from bridge_cg_tools.benchmarks.packed.observations import observations
+from bridge_cg_tools.benchmarks.packed.rates import fit
+from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
+from bridge_cg_tools.explain.sizes import sizes_of
+from bridge_cg_tools.planner.rates import Rates, cost_of
+from bridge_cg_tools.planner.shapes import language_model_of, ranks_of
+
+FILE = "whole_step.jsonl"
+# The models of the cases by their names on the hub; adapters are no part of the cost model.
+MODELS = {"8b_sft_tp2": "Qwen/Qwen3-VL-8B-Instruct", "30b_a3b_8_layers_ep2": "Qwen/Qwen3-VL-30B-A3B-Instruct"}
+# What Bridge's providers of these models set.
+PROVIDER = {
+    "bias_activation_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cp_comm_type": None,
+}
+EXPERTS = {"Qwen/Qwen3-VL-30B-A3B-Instruct": 128}
+SETTINGS = {"plugin": "exact", "plugin_fastest": "fastest"}
+LANGUAGE_MODEL, VISION = "language model", "vision"
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the measured steps of a folder's records, as plain values."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for record in read_records(folder / FILE):
+        if "error" not in record:
+            found.setdefault(record["case"], {})[record["mode"]] = record
+    rates = fit(observations(folder))
+    return [step for case, modes in found.items() if case in MODELS for step in _of(case, modes, rates)]
+
+
+def _of(case: str, modes: Mapping[str, Mapping[str, Any]], rates: Rates) -> Iterator[dict[str, Any]]:
+    eager = modes.get("eager1")
+    for mode, setting in SETTINGS.items():
+        graphs = modes.get(mode)
+        if eager is None or graphs is None or not graphs.get("packed_graphs"):
+            continue
+        yield {
+            "case": case,
+            "setting": setting,
+            "file": f"docs/benchmarks/{FILE}",
+            "date": graphs["date"],
+            "gpu": graphs["gpu"],
+            "gpus": graphs["gpus"],
+            "eager_ms": eager["ms"],
+            "graphs_ms": graphs["ms"],
+            "language_model": _language_model(case, eager, graphs, rates),
+        }
+
+
+def _language_model(case: str, eager: Mapping[str, Any], graphs: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
+    """Return the model, its ranks, and what a microbatch was measured and is forecast to take of rank 0's GPU."""
+    counted = graphs["packed_graphs"]
+    microbatches = (counted["replays"] + counted["warmup_microbatches"]) // len(graphs["step_ms"])
+    samples = round(graphs["samples_per_s"] * graphs["ms"] / 1000 / microbatches)
+    (bucket,) = (name.split("/") for name, used in counted["buckets"].items() if used["replays"])
+    tokens, documents = int(bucket[0]), int(bucket[1])
+    lengths = split(round(_real(counted) / counted["replays"]), samples)
+    held = SimpleNamespace(**_fields(case))
+    model, ranks = language_model_of(held), ranks_of(held)
+    cost = cost_of(model, ranks, rates)
+    limits = next(b.limits for b in pack_buckets([tokens], documents) if b.limits[1] >= max(lengths))
+    return {
+        "model": asdict(model),
+        "ranks": asdict(ranks),
+        "tokens": tokens,
+        "documents": samples,
+        "eager_ms": eager["parts_ms"][LANGUAGE_MODEL] / microbatches,
+        "graphs_ms": graphs["parts_ms"][LANGUAGE_MODEL] / microbatches,
+        "memory_gb": counted["memory_bytes"] / 2**30,
+        "forecast": {
+            "eager_ms": cost.eager_ms(lengths),
+            "graphs_ms": cost.graph_ms(tokens, lengths, *limits),
+            "memory_gb": cost.memory_gb(tokens),
+        },
+    }
+
+
+def _real(counted: Mapping[str, Any]) -> int:
+    return sum(used["tokens"] for used in counted["buckets"].values())
+
+
+def _fields(case: str) -> dict[str, Any]:
+    """Return the fields of the case's provider that sizes and ranks are read from."""
+    name = MODELS[case]
+    words: Sequence[str] = CASES[case].words
+    set_there = {word.partition("=")[0].removeprefix("model."): int(word.partition("=")[2]) for word in words}
+    return {**PROVIDER, "num_moe_experts": EXPERTS.get(name), **sizes_of(name), **set_there}

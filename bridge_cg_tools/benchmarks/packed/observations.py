@@ -1,0 +1,195 @@
+"""What the records of packed language models say for the cost model."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.benchmarks.models.language_model import (
+    EXPERTS_OF_RANKS,
+    SHAPES,
+    TOP_K_OF_RANKS,
+    VOCABULARY,
+    Shape,
+    settings_of,
+    split,
+)
+from bridge_cg_tools.benchmarks.packed.plans import COSTS, NAMES, PLAN, drawn
+from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.planner.packing import Pack
+from bridge_cg_tools.planner.plan import place
+from bridge_cg_tools.planner.shapes import LanguageModel, Ranks, language_model_of
+
+PACKED, PARALLEL = "packed.jsonl", "packed_parallel.jsonl"
+DOCUMENTS, DOCUMENTS_OF_RANKS = 5, 8
+# Layouts of two GPUs, as cases are named, and the model of each.
+LAYOUTS = {
+    "TP2": Ranks(tensor=2),
+    "TP2_sequence": Ranks(tensor=2, sequence=True),
+    "CP2": Ranks(context=2),
+    "CP2_a2a": Ranks(context=2, exchange="a2a"),
+    "EP2": Ranks(expert=2),
+}
+GRAPHS = {"moe": "plugin_whole"}
+_PACK = re.compile(r"([a-z]+)_(\d+)")
+_COSTS = re.compile(rf"{COSTS}([a-z]+)_(\d+)x(\d+)")
+
+
+class Ran(NamedTuple):
+    """A pack, and what it ran on.
+
+    Attributes:
+        lengths: Tokens of its documents.
+        bucket: The recording's tokens and limits.
+    """
+
+    lengths: Pack
+    bucket: Bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One case, eager and on graphs.
+
+    Attributes:
+        case: Its name.
+        name: The model's; records of one are left out together.
+        model, ranks: Its sizes and how ranks share it.
+        packs: What ran, each as often as the others; times are means of them.
+        graphs_ms: Time on graphs.
+        memory_gb: Memory of the graphs, in GiB; None where records do not have it.
+        eager_ms, busy_ms: Time eager; time in which the GPU worked then. None likewise.
+        partial_ms, partial_gb: Time and memory with attention and router on graphs and experts eager; None likewise.
+        records: The records.
+    """
+
+    case: str
+    name: str
+    model: LanguageModel
+    ranks: Ranks
+    packs: tuple[Ran, ...]
+    graphs_ms: float
+    memory_gb: float | None = None
+    eager_ms: float | None = None
+    busy_ms: float | None = None
+    partial_ms: float | None = None
+    partial_gb: float | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+
+
+def sizes_of(shape: Shape, **changes: Any) -> LanguageModel:
+    """Return the sizes of a benchmark's model."""
+    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, "vocab_size": VOCABULARY, **changes}
+    return language_model_of(SimpleNamespace(**settings))
+
+
+def observations(folder: Path) -> list[Observation]:
+    """Return what the records of a folder say, of one GPU first."""
+    alone = [record for record in read_records(folder / PACKED) if "error" not in record]
+    shared = [record for record in read_records(folder / PARALLEL) if "error" not in record]
+    return [*_of_packs(alone), *_of_plans(alone), *_of_ranks(shared)]
+
+
+def _of_packs(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
+    for case, modes in _by_case(records).items():
+        found = _PACK.fullmatch(case) or _COSTS.fullmatch(case)
+        if found is None or found[1] not in SHAPES or "eager" not in modes:
+            continue
+        name, tokens = found[1], int(found[2])
+        lengths = split(tokens, int(found[3]) if found.re is _COSTS else DOCUMENTS)
+        graphs, eager = modes.get(GRAPHS.get(name, "plugin")), modes["eager"]
+        if found.re is _COSTS:
+            graphs = modes.get("plugin")
+        (bucket,) = [place(lengths, pack_buckets([tokens], len(lengths)))]
+        partial = modes.get("plugin") if name in GRAPHS and found.re is not _COSTS else None
+        if graphs is None or isinstance(bucket, Fallback):
+            continue
+        yield Observation(
+            case=case,
+            name=name,
+            model=sizes_of(SHAPES[name]),
+            ranks=Ranks(),
+            packs=(Ran(lengths, bucket),),
+            graphs_ms=graphs["ms"],
+            memory_gb=graphs["memory_gb"],
+            eager_ms=eager["ms"],
+            busy_ms=eager["gpu_busy_ms"],
+            partial_ms=None if partial is None else partial["ms"],
+            partial_gb=None if partial is None else partial["memory_gb"],
+            records=tuple(record for record in (graphs, eager, partial) if record is not None),
+        )
+
+
+def _of_plans(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
+    """Yield the recommended choice of each distribution, whose packs all replay, and the bound at which none does."""
+    for case, modes in _by_case(records).items():
+        if not case.startswith(PLAN):
+            continue
+        model, _, distribution = case.removeprefix(PLAN).rpartition("_")
+        model = model or "planned"
+        if distribution not in NAMES or model not in SHAPES:
+            continue
+        packs = drawn(distribution)
+        graphs = _ran(packs, modes.get("plugin"))
+        eager = next((r for r in modes.values() if all(isinstance(p, Fallback) for p in _places(packs, r))), None)
+        if graphs is None:
+            continue
+        yield Observation(
+            case=case,
+            name=model,
+            model=sizes_of(SHAPES[model]),
+            ranks=Ranks(),
+            packs=graphs,
+            graphs_ms=modes["plugin"]["ms"],
+            eager_ms=None if eager is None else eager["ms"],
+            records=tuple(record for record in (modes["plugin"], eager) if record is not None),
+        )
+
+
+def _places(packs: Iterable[Pack], record: Mapping[str, Any]) -> list[Bucket | Fallback]:
+    buckets = pack_buckets([int(tokens) for tokens in record["bucket"].split(",")], record["max_packed_seqs"])
+    return [place(pack, buckets) for pack in packs]
+
+
+def _ran(packs: Sequence[Pack], record: Mapping[str, Any] | None) -> tuple[Ran, ...] | None:
+    """Return the packs with what each ran on; None where one ran eager."""
+    found = [] if record is None else list(zip(packs, _places(packs, record), strict=True))
+    ran = tuple(Ran(pack, bucket) for pack, bucket in found if isinstance(bucket, Bucket))
+    return ran if ran and len(ran) == len(found) else None
+
+
+def _of_ranks(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
+    for case, modes in _by_case(records).items():
+        layout, _, tokens = case.rpartition("_")
+        if layout not in LAYOUTS or "plugin" not in modes or "eager" not in modes:
+            continue
+        each = int(tokens) // DOCUMENTS_OF_RANKS
+        lengths = (each,) * DOCUMENTS_OF_RANKS
+        shape, changes = (
+            (EXPERTS_OF_RANKS, {"moe_router_topk": TOP_K_OF_RANKS}) if layout == "EP2" else (SHAPES["dense"], {})
+        )
+        bucket = place(lengths, pack_buckets([int(tokens)], DOCUMENTS_OF_RANKS))
+        if isinstance(bucket, Fallback):
+            continue
+        yield Observation(
+            case=case,
+            name=layout,
+            model=sizes_of(shape, **changes),
+            ranks=LAYOUTS[layout],
+            packs=(Ran(lengths, bucket),),
+            graphs_ms=modes["plugin"]["ms"],
+            eager_ms=modes["eager"]["ms"],
+            records=(modes["plugin"], modes["eager"]),
+        )
+
+
+def _by_case(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for record in records:
+        found.setdefault(record["case"], {})[record["mode"]] = record
+    return found
