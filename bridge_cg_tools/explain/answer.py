@@ -5,12 +5,14 @@ from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options import explain as wording
-from bridge_cg_plugin.options.choice import VISION_ENCODER
+from bridge_cg_plugin.options.choice import LANGUAGE_MODEL_PART, VISION_ENCODER
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.upstream.seams.known_encoders import NO_ADAPTER
 
 from .forecast import Forecast
 from .forecast import as_json as forecast_as_json
+from .language import LanguageForecast
+from .language import as_json as language_as_json
 
 NOT_MEASURED = "not measured"
 NONE = "-"
@@ -47,6 +49,7 @@ class Answer:
         encoder: The vision encoder of the recipe's model in words; empty without one.
         has_audio: Whether the model has an audio encoder that graphs take.
         forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
+        language_model: What to expect of graphs of packed documents; None without such graphs or without a recipe.
         has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
         notes: Sentences for a person.
@@ -56,6 +59,7 @@ class Answer:
     encoder: str = ""
     has_audio: bool = False
     forecast: Forecast | None = None
+    language_model: LanguageForecast | None = None
     has_model: bool = False
     layout: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
@@ -85,8 +89,15 @@ class Answer:
             return Line(part.name, "none", "the model has none that graphs support", options=part.options)
         if part.runs != "graphs":
             return Line(part.name, part.runs, part.why, options=part.options)
-        memory, ratio = self._figures() if encoder else (NOT_MEASURED, NOT_MEASURED)
+        memory, ratio = self._figures() if encoder else self._language_figures(part.name)
         return Line(part.name, part.runs, part.why, memory, ratio, part.options)
+
+    def _language_figures(self, name: str) -> tuple[str, str]:
+        found = self.language_model
+        if name != LANGUAGE_MODEL_PART or found is None or not found.rows:
+            return NOT_MEASURED, NOT_MEASURED
+        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
+        return "by size" if found.largest is None else memory, _between(found.ratios)
 
     def _figures(self) -> tuple[str, str]:
         found = self.forecast
@@ -115,6 +126,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         **wording.as_json(answer.options),
         "table": [asdict(line) for line in answer.lines],
         "forecast": None if found is None else forecast_as_json(found),
+        "language_model_forecast": None if answer.language_model is None else language_as_json(answer.language_model),
         "layout": answer.layout,
         "notes": list(answer.notes),
     }

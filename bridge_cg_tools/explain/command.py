@@ -44,6 +44,7 @@ from ..gpus import LAYOUTS, add_counts, check_gpus, divided, layout_in_words
 from . import models, standins
 from .answer import Answer, as_json
 from .forecast import forecast, largest_bucket
+from .language import language_forecast
 from .table import render
 from .words import set_words
 
@@ -241,6 +242,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         encoder=encoder_of(getattr(config, "model", None)),
         has_audio=has_audio_encoder(getattr(config, "model", None)),
         forecast=forecast(config, options.vision, place.kind),
+        language_model=language_forecast(config, options, place.kind),
         has_model=hasattr(config, "model"),
         layout=layout,
         notes=tuple(notes),

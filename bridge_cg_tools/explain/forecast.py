@@ -1,6 +1,6 @@
 """What a vision encoder gains from graphs, by what was measured, and where a configuration differs from that."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ SIZES = (784, 2304, 8192)
 FILLED = 0.8
 # Fields of the model and options of vision graphs that figures depend on, by the values that were measured.
 _MODEL = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "freeze_vision_model": False}
+_LANGUAGE_MODEL = {"freeze_language_model": False, "recompute_granularity": None}
 _PRECISION = "bf16_mixed"
 _OPTIONS = {
     "offload": (None, ()),
@@ -74,7 +75,7 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
     measured = None if encoder is None else measured_of(encoder, options.kernels)
     if encoder is None or measured is None:
         return None if encoder is None else Forecast(encoder, None)
-    differs = (*_other_gpu(measured, gpu), *_other_model(config), *_other_options(options, measured))
+    differs = (*other_gpu(measured.gpu, gpu), *_other_model(config), *_other_options(options, measured))
     if measured.cost is None:
         largest = largest_bucket(options, None)
         found = {row.tokens: row.memory_gb for row in measured.rows}
@@ -141,16 +142,28 @@ def _row(measured: Measured, frames: Sequence[int], largest: int | None) -> Row:
     return Row(tokens, len(frames), cost.eager_ms(frames), graphs, cost.memory_gb(tokens))
 
 
-def _other_gpu(measured: Measured, gpu: str | None) -> list[str]:
-    return [] if gpu is None or gpu in measured.gpu.lower() else [f"--gpu {gpu}"]
+def other_gpu(measured: str, gpu: str | None) -> list[str]:
+    """Return the flag of a GPU that is not the one of the records, in a list."""
+    return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
+
+
+def other_training(config: Any) -> list[str]:
+    """Return what of a language model's training was not measured, each as it is written."""
+    return [*_other_fields(config, _LANGUAGE_MODEL), *_other_adapters_and_precision(config)]
 
 
 def _other_model(config: Any) -> list[str]:
-    held = {name: getattr(config.model, name, None) for name in _MODEL}
-    found = [f"model.{name}={value}" for name, value in held.items() if value not in (None, _MODEL[name])]
+    return [*_other_fields(config, _MODEL), *_other_adapters_and_precision(config)]
+
+
+def _other_fields(config: Any, measured: Mapping[str, Any]) -> list[str]:
+    held = {name: getattr(config.model, name, None) for name in measured}
+    return [f"model.{name}={value}" for name, value in held.items() if value not in (None, measured[name])]
+
+
+def _other_adapters_and_precision(config: Any) -> list[str]:
     adapters = getattr(config, "peft", None)
-    if adapters is not None:
-        found.append(f"peft={type(adapters).__name__}")
+    found = [] if adapters is None else [f"peft={type(adapters).__name__}"]
     return [*found, *_other_precision(getattr(config, "mixed_precision", None))]
 
 

@@ -10,11 +10,13 @@ from bridge_cg_tools.answers import wrapped
 from .answer import Answer, Line
 from .encoders import Measured, Row
 from .forecast import Forecast
+from .language import LanguageForecast, PackRow, said
 
 KERNELS = PROVIDER_FIELDS["kernels"]
 _HEAD = ("part", "runs", "memory a slot", "time/eager", "why")
 _COLUMNS = (14, 6, 8, 10, 34)
 _FIGURES = (8, 8, 11, 11, 7, 12)
+_PACK_FIGURES = (8, 11, 11, 11, 7, 12)
 # Where names that are longer than a cell are divided.
 _JOINTS = re.compile(r"(?<=[_.=,:/])")
 
@@ -25,6 +27,8 @@ def render(answer: Answer) -> str:
     blocks = [_parts(answer.lines), _options(answer.lines), encoder]
     if answer.forecast is not None:
         blocks.append(_forecast(answer.forecast))
+    if answer.language_model is not None:
+        blocks.append(_language_model(answer.language_model))
     blocks.append([*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)])
     return "\n".join(line for block in blocks for text in block for line in wrapped(text))
 
@@ -71,6 +75,21 @@ def _forecast(found: Forecast) -> list[str]:
     return ["", title, *table, *notes, _source(measured), *_differs(found)]
 
 
+def _language_model(found: LanguageForecast) -> list[str]:
+    texts = list(said(found))
+    if not found.rows:
+        return ["", *texts]
+    head = ("tokens", "documents", "eager ms", "graphs ms", "ratio", "GiB a slot")
+    rows = [head, *(_pack_figures(row) for row in found.rows)]
+    table = ["".join(cell.rjust(width) for cell, width in zip(row, _PACK_FIGURES, strict=True)) for row in rows]
+    return ["", f"Language model of {found.model}, forward and backward of a pack:", *table, *texts]
+
+
+def _pack_figures(row: PackRow) -> tuple[str, ...]:
+    digits = ((row.eager_ms, 1), (row.graphs_ms, 1), (row.ratio, 2), (row.memory_gb, 1))
+    return (str(row.tokens), str(row.documents), *("-" if n is None else f"{n:.{d}f}" for n, d in digits))
+
+
 def _figures(row: Row) -> tuple[str, ...]:
     digits = ((row.eager_ms, 1), (row.graphs_ms, 1), (row.ratio, 2), (row.memory_gb, 1))
     return (str(row.tokens), str(row.images), *("-" if n is None else f"{n:.{d}f}" for n, d in digits))
@@ -82,8 +101,8 @@ def _source(measured: Measured) -> str:
         return f"Records of {where}. {measured.remark}"
     fit = measured.fit
     return (
-        f"By a cost model that is within {fit.eager:.0%} (eager), {fit.graphs:.0%} (graphs), {fit.ratio:.0%} (ratio) "
-        f"and {fit.memory:.0%} (memory) of {where}. {measured.remark}"
+        f"By a cost model fitted to {where}. Records left out of the fit in turn are within {fit.eager:.0%} (eager), "
+        f"{fit.graphs:.0%} (graphs), {fit.ratio:.0%} (ratio) and {fit.memory:.0%} (memory). {measured.remark}"
     )
 
 

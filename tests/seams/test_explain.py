@@ -15,6 +15,7 @@ from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain import command
 from bridge_cg_tools.explain.encoders import encoder_of
+from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
 
 from ..unit.moonvit_towers import entry_points
 
@@ -29,6 +30,12 @@ from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_tools.explain import command
 from bridge_cg_tools.explain.encoders import encoder_of
+from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
+def sizes_of(model):
+    try:
+        return repr(language_model_of(model))
+    except NotMeasured as why:
+        return str(why)
 found = {}
 options = command.explain([sys.argv[1], "optimizer.lr=1e-5"])
 found["seconds"] = time.process_time()
@@ -37,6 +44,7 @@ found["facts"] = {}
 for name in sys.argv[2:]:
     written = normalize(command.build_recipe(name))[1]
     found["facts"][name] = repr(replace(facts_of(written), key_heads=None)), str(encoder_of(written.model))
+    found.setdefault("sizes", {})[name] = sizes_of(written.model)
 try:
     command.explain([sys.argv[1], "modle.x=4"])
 except OptionError as error:
@@ -65,7 +73,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
     found = json.loads(out)
     assert (status, err) == (0, "")
     parts = ["encoder", "language_model", "vision", "packed", "offload", "chosen", "warnings"]
-    assert list(found) == [*parts, "table", "forecast", "layout", "notes"]
+    assert list(found) == [*parts, "table", "forecast", "language_model_forecast", "layout", "notes"]
     assert found["encoder"] == ""
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
@@ -293,16 +301,24 @@ def test_a_model_that_is_a_stand_in_has_no_graph_options_of_its_own(bridge, reci
     assert encoder["runs"] == "none"
 
 
+def sizes_of(model):
+    try:
+        return repr(language_model_of(model))
+    except NotMeasured as why:
+        return str(why)
+
+
 def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     preset = "qwen3_vl_8b_vision_graphs_h200_sft_config"
     if not hasattr(bridge, preset):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
     names = [name for name in dir(bridge) if name.startswith(("qwen3_vl_", "qwen35_vl_")) and name.endswith("_config")]
-    built = {}
+    built, sizes = {}, {}
     for name in names:
         with contextlib.suppress(KeyError):  # the tests have no configuration of its model
             written = normalize(getattr(bridge, name)())[1]
             built[name] = [repr(replace(facts_of(written), key_heads=None)), str(encoder_of(written.model))]
+            sizes[name] = sizes_of(written.model)
     done = subprocess.run(
         [sys.executable, "-c", STANDS_IN, preset, *built],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -315,6 +331,8 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     assert found["torch"] and (found["impl"], found["longest"]) == ("transformer_engine", 16384)
     assert "modle" in found["refused"] and "moonshotai/Moonlight-16B-A3B" in found["warnings"][0]
     assert found["seconds"] < 3
+    known = {name: said for name, said in found["sizes"].items() if said.startswith("LanguageModel")}
+    assert len(known) > 5 and known == {name: sizes[name] for name in known}
     assert len(built) > 10 and found["facts"] == built  # as from the hub's configurations, which alone have heads
 
 
