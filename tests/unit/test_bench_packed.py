@@ -22,6 +22,7 @@ from bridge_cg_tools.benchmarks.packed.costs import Measured, fit, non_negative
 from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
 from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from bridge_cg_tools.planner.cost import load_cost_model
 from bridge_cg_tools.planner.defaults import DEFAULTS
 from bridge_cg_tools.planner.plan import place
 from scripts.performance import bench_packed
@@ -164,6 +165,12 @@ class FakeBench:
     def free_memory(self):
         pass
 
+    def forecast(self):
+        return DEFAULTS["packed"]
+
+    def costs(self):
+        yield from ()
+
     def fit_costs(self, out):
         return DEFAULTS["packed"]
 
@@ -235,6 +242,85 @@ def test_a_model_is_measured_in_every_mode(monkeypatch, tmp_path):
         assert one["mode"] != "plugin" or one["bit_equal"]
     assert [one["aim"] for one in records if one["mode"] == "plugin"] == [2.5, 1.6, 1.2]
     assert records[0]["gpu_busy_ms"] == 0 and records[2]["max_packed_seqs"] == 20
+
+
+def small_plans(monkeypatch):
+    """Packs that a small model on the CPU runs in no time."""
+    monkeypatch.setattr(packed_plans, "PACK_SIZE", 640)
+    monkeypatch.setattr(packed_plans, "KNOWN_PACKS", 40)
+    monkeypatch.setattr(packed_plans, "MEASURED_KNOWN", 3)
+    monkeypatch.setattr(packed_plans, "KNOWN_COUNTS", ((0.5, 3), (1.0, 6)))
+    monkeypatch.setattr(packed_bench, "SHAPES", ((320, 1), (320, 4)))
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", lambda lengths, seed=1: small_pack(lengths))
+    monkeypatch.setattr(cases, "TrainingProcess", FakeProcess)
+    monkeypatch.setattr("bridge_cg_tools.benchmarks.models.tower.start_process", lambda: None)
+    with_packs(monkeypatch, (480,))
+
+
+def bench(monkeypatch, tmp_path, *words):
+    out = tmp_path / "packed.jsonl"
+    monkeypatch.setattr("sys.argv", ["bench_packed.py", "--models", "", "--out", str(out), *words])
+    bench_packed.main()
+    return read_records(out)
+
+
+def test_forecasts_of_several_models_are_measured(monkeypatch, tmp_path, capsys):
+    """Without a GPU: every choice that the planner has, by what it forecasts from the model's sizes."""
+    small_plans(monkeypatch)
+    words = ["--plans", "--planned", "dense,moe,mamba", "--distributions", "known"]
+    records = bench(monkeypatch, tmp_path, *words)
+    names = ("dense", "moe", "mamba")
+    assert list(dict.fromkeys(one["case"] for one in records)) == [f"plan_{name}_known" for name in names]
+    for name in names:
+        found = {one["mode"]: one for one in records if one["case"] == f"plan_{name}_known"}
+        assert {"plugin", "exhaustive_chosen"} <= set(found) and len(found) > 3
+        assert found["plugin"]["fallbacks"] == {} and found["plugin"]["chosen"]
+        best = packed_plans.Distribution("known", Bench(name).forecast()).best
+        assert found["plugin"]["max_packed_seqs"] == best.max_packed_seqs
+        for one in found.values():
+            check_record(one)
+    assert "measured" in capsys.readouterr().out
+
+
+def Bench(name):
+    made = object.__new__(packed_bench.Bench)
+    made.lm, made.name = language_model, name
+    return made
+
+
+def test_measured_shapes_give_a_cost_model_and_records_for_the_rates(monkeypatch, tmp_path):
+    from bridge_cg_tools.benchmarks.packed.observations import observations
+
+    small_plans(monkeypatch)
+    costs = tmp_path / "costs.json"
+    records = bench(monkeypatch, tmp_path, "--planned", "dense", "--cost-model", str(costs))
+    expected = [f"costs_dense_{shape}" for shape in ("320x1", "320x4", "480x5")]
+    assert [(one["case"], one["mode"]) for one in records] == [
+        (case, mode) for case in expected for mode in ("eager", "plugin")
+    ]
+    for one in records:
+        check_record(one)
+        assert one["predicted_ms"] > 0
+    assert load_cost_model(costs, "packed").origin.startswith("bench_packed.py, dense")
+    monkeypatch.setattr("bridge_cg_tools.benchmarks.packed.observations.PARALLEL", "packed.jsonl")
+    found = observations(tmp_path)
+    assert [(each.case, len(each.packs[0].lengths)) for each in found] == list(zip(expected, (1, 4, 5), strict=True))
+    assert all(each.graphs_ms and each.eager_ms and each.memory_gb is not None for each in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--planned", "dense,modle"], "'modle': it must be one of dense"),
+        (["--distributions", "all"], "'all': it must be one of mixed"),
+        (["--planned", "dense,moe", "--cost-model", "c.json"], "--cost-model: it must have one model"),
+    ],
+)
+def test_plans_that_cannot_be_measured_are_refused(monkeypatch, tmp_path, capsys, words, said):
+    with pytest.raises(SystemExit):
+        bench(monkeypatch, tmp_path, *words)
+    assert said in capsys.readouterr().err
 
 
 def full_capture():

@@ -26,7 +26,10 @@ FILES = {
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "MANIFEST.in", "mkdocs.yml"),
     *("pyproject.toml", "run", "setup.py"),
 }
-DATA = {"bridge_cg_plugin/py.typed", "bridge_cg_tools/py.typed", "bridge_cg_plugin/upstream/seams/audited.json"}
+DATA = {
+    *("bridge_cg_plugin/py.typed", "bridge_cg_tools/py.typed"),
+    *("bridge_cg_plugin/upstream/seams/audited.json", "bridge_cg_tools/planner/measured.json"),
+}
 SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 # Where this process's PyTorch, Megatron and the rest are.
 STACK = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))

@@ -47,6 +47,7 @@ INTERNAL = {
     "SlowError",
     "OutOfSpace",
     "GraphError",
+    "NotMeasured",
     "NoSourceError",
     "DriftError",
     "ReplayError",

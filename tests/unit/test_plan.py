@@ -13,9 +13,8 @@ from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
 from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
-from bridge_cg_tools.benchmarks.packed.observations import sizes_of
 from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_tools.benchmarks.models.arithmetic import LanguageModelShape, language_model_flops
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
 from bridge_cg_tools.benchmarks.packed import rates as fitting
-from bridge_cg_tools.benchmarks.packed.observations import observations, sizes_of
+from bridge_cg_tools.benchmarks.packed.observations import observations
 from bridge_cg_tools.benchmarks.pages.cost_page import fitted
 from bridge_cg_tools.benchmarks.pages.results_page import ROOT
 from bridge_cg_tools.planner.rates import (

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_tools.planner.shapes import LanguageModel, language_model_of
 
 VOCABULARY = 32_768
 
@@ -109,6 +111,12 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         **(experts if shape.experts else {}),
         **(hybrid if shape.pattern else {}),
     }
+
+
+def sizes_of(shape: Shape, **changes: Any) -> LanguageModel:
+    """Return a model's sizes as the planner's cost model takes them."""
+    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, "vocab_size": VOCABULARY, **changes}
+    return language_model_of(SimpleNamespace(**settings))
 
 
 def _language_model(shape: Shape, settings: dict[str, Any], max_length: int) -> nn.Module:

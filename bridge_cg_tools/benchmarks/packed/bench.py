@@ -7,11 +7,15 @@ from typing import Any
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.language.packed.fit import pack_buckets
+from bridge_cg_tools.benchmarks.packed.costs import Measured, fit
 from bridge_cg_tools.benchmarks.packed.limits import TOKENS, aim_of, difference
-from bridge_cg_tools.benchmarks.packed.plans import Distribution
+from bridge_cg_tools.benchmarks.packed.plans import COSTS, PLAN, Distribution
 from bridge_cg_tools.benchmarks.packed.plans import records_of as plan_records
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance
+from bridge_cg_tools.planner.cost import CostModel, save_cost_model
 from bridge_cg_tools.planner.plan import place
+from bridge_cg_tools.planner.rates import cost_of, language_model_rates
+from bridge_cg_tools.planner.shapes import Ranks
 
 DOCUMENTS = 5
 # Parts of layers that a model's graphs have; all layers as one region where none are named.
@@ -32,7 +36,7 @@ NOISE_RUNS, REPLAYS = 4, 5
 LEAST_NORM = 1e-3
 # Packs of other shapes, that tell the parts of the cost model apart: (tokens, documents).
 SHAPES = ((1024, 1), (2048, 1), (2048, 32), (4096, 1), (4096, 64), (8192, 1), (8192, 16), (8192, 128))
-COST_REPEATS = 5
+COST_REPEATS = 3
 PLAN_REPEATS = 3
 
 
@@ -58,6 +62,7 @@ class Bench:
         self.model = language_model.build_model(shape)
         self.grads = tower.MainGrads(self.model)
         self.modules = MODULES.get(name, ())
+        self._packs: list[Measured] = []
 
     def pack(self, tokens: int) -> Iterator[dict[str, Any]]:
         """Measure a pack eager, on graphs, on graphs for four times its documents and on those of layers' parts."""
@@ -174,32 +179,42 @@ class Bench:
         if not self.modules and tokens == min(TOKENS):
             yield "plugin_layers", DOCUMENTS, None
 
-    def fit_costs(self, out: Path | None) -> Any:
-        """Return the cost model that fits packs of several shapes, eager and on graphs, and write it."""
-        from bridge_cg_tools.benchmarks.packed.costs import fit
-        from bridge_cg_tools.planner.cost import save_cost_model
+    def forecast(self) -> CostModel:
+        """Return the cost model that the planner has for a model of these sizes."""
+        return cost_of(self.lm.sizes_of(self.lm.SHAPES[self.name]), Ranks(), language_model_rates())
 
-        shapes = (*SHAPES, *((tokens, DOCUMENTS) for tokens in TOKENS))
-        packs = [self._measured(self.lm.make_pack(self.lm.split(tokens, count))) for tokens, count in shapes]
+    def costs(self) -> Iterator[dict[str, Any]]:
+        """Measure packs of several shapes, eager and on graphs of all layers, beside the planner's forecast."""
+        cost = self.forecast()
+        for tokens, count in (*SHAPES, *((tokens, DOCUMENTS) for tokens in TOKENS)):
+            pack = self.lm.make_pack(self.lm.split(tokens, count))
+            found = self._measured(pack)
+            self._packs.append(found)
+            graphs_ms = cost.graph_ms(pack.tokens, pack.lengths, *found.limits)
+            said = {"case": f"{COSTS}{self.name}_{tokens}x{count}", "tokens": tokens, "documents": count}
+            said |= provenance(COST_REPEATS, 0)
+            eager = {**said, "mode": "eager", "ms": found.eager_ms, "gpu_busy_ms": found.busy_ms, "ratio": 1.0}
+            graphs = {**said, "mode": "plugin", "ms": found.graphs_ms, "ratio": found.graphs_ms / found.eager_ms}
+            graphs |= {"bucket": tokens, "slots": 1, "memory_gb": found.memory_mb / 1024, "fallbacks": {}}
+            for record, predicted in ((eager, cost.eager_ms(pack.lengths)), (graphs, graphs_ms)):
+                print(
+                    f"{record['case']}, {record['mode']}: {record['ms']:.1f} ms, forecast {predicted:.1f}", flush=True
+                )
+                yield {**record, "predicted_ms": predicted}
+            self.free_memory()
+
+    def fit_costs(self, out: Path) -> CostModel:
+        """Return the cost model that fits the packs of `costs`, and write it."""
         made = provenance(COST_REPEATS, 0)
         origin = f"bench_packed.py, {self.name}, {made['gpu']}, {made['date']}, commit {made['versions']['commit']}"
-        cost = fit(packs, origin)
-        for pack in packs:
-            found = f"eager {pack.eager_ms:.1f} ms (GPU {pack.busy_ms:.1f}), graphs {pack.graphs_ms:.1f} ms"
-            fitted = f"eager {cost.eager_ms(pack.lengths):.1f} ms, graphs "
-            fitted += f"{cost.graph_ms(pack.tokens, pack.lengths, *pack.limits):.1f} ms"
-            print(f"{pack.tokens} tokens, {len(pack.lengths)} documents: {found}; fitted {fitted}", flush=True)
-        print(f"cost model: {cost}", flush=True)
-        if out is not None:
-            save_cost_model(out, "packed", cost)
+        cost = fit(self._packs, origin)
+        save_cost_model(out, "packed", cost)
         return cost
 
-    def _measured(self, pack: Any) -> Any:
-        from bridge_cg_tools.benchmarks.packed.costs import Measured
-
-        eager = self._times(pack, COST_REPEATS).ms
+    def _measured(self, pack: Any) -> Measured:
+        eager = self._times(pack, COST_REPEATS, warmup=1).ms
         busy = self.measure.profile(lambda: self._step(pack)).busy_ms
-        helper = self._helper(pack, len(pack.lengths), self.modules)
+        helper = self._helper(pack, len(pack.lengths), ())
         graphs = self._times(pack, COST_REPEATS).ms
         statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
@@ -210,7 +225,7 @@ class Bench:
     def plan(self, found: Distribution) -> Iterator[dict[str, Any]]:
         """Measure the recommended choice alone, and every choice that the planner could have made."""
         packs = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(found.drawn)]
-        case = f"plan_{found.name}" if self.name == PLANNED else f"plan_{self.name}_{found.name}"
+        case = f"{PLAN}{found.name}" if self.name == PLANNED else f"{PLAN}{self.name}_{found.name}"
         options = {
             "cuda_graph_max_packed_seqs": found.best.max_packed_seqs,
             "cuda_graph_packed_buckets": list(found.best.buckets),

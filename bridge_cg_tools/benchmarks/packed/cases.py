@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_tools.benchmarks.packed.bench import PLANNED, Bench
+from bridge_cg_tools.benchmarks.packed.bench import Bench
 from bridge_cg_tools.benchmarks.packed.limits import TOKENS, Records
-from bridge_cg_tools.benchmarks.packed.plans import DISTRIBUTIONS, Distribution
+from bridge_cg_tools.benchmarks.packed.plans import COSTS, DISTRIBUTIONS, PLAN, Distribution
 from bridge_cg_tools.benchmarks.records.results import first_line, put_record, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 
@@ -22,8 +22,8 @@ STACK = (
     "megatron.core.models.gpt.gpt_model",
     "bridge_cg_plugin.upstream.hooks.packed_helper",
 )
-# The case that measures the planner's predictions.
-PLANS = "plans"
+# Cases that measure the planner's predictions begin with this; then comes the model.
+PLANS = "plans_"
 # Seconds that a process has; one that hangs must not keep the others.
 LIMIT_S = 240.0
 
@@ -32,7 +32,7 @@ def run_cases(cases: Sequence[str], words: Sequence[str], seconds: float, out: P
     """Run every case in a process of its own; returns the records, and why packs or cases have none.
 
     Args:
-        cases: Models, or `PLANS`.
+        cases: Models, or models behind `PLANS`.
         words: Further words of every process's command line.
         seconds: No further pack begins after this long.
         out: File that the processes write records to; what one measured before it failed counts.
@@ -73,7 +73,7 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--fused-rope", action="store_true")
     parser.add_argument("--plans", action="store_true")
     parser.add_argument("--cost-model", type=Path)
-    parser.add_argument("--planned", default=PLANNED)
+    parser.add_argument("--distributions", default=",".join(DISTRIBUTIONS))
     args = parser.parse_args(words)
 
     from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
@@ -99,7 +99,7 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[dict[str, Any] | 
         args: Of the process.
         end: Of `time.monotonic`; no further pack begins after it.
     """
-    parts = _plan_parts(args) if args.case == PLANS else _model_parts(args)
+    parts = _plan_parts(args) if args.case.startswith(PLANS) else _model_parts(args)
     for name, part in parts:
         if time.monotonic() > end:
             yield f"{name}: not measured, --seconds were over"
@@ -122,7 +122,12 @@ def _model_parts(args: argparse.Namespace) -> Parts:
 
 
 def _plan_parts(args: argparse.Namespace) -> Parts:
-    bench = Bench(args.planned, args.repeats, args.fused_rope)
-    cost = bench.fit_costs(args.cost_model)
-    for name in DISTRIBUTIONS if args.plans else ():
-        yield f"plan_{name}", partial(bench.plan, Distribution(name, cost))
+    model = args.case.removeprefix(PLANS)
+    bench = Bench(model, args.repeats, args.fused_rope)
+    cost = bench.forecast()
+    if args.cost_model is not None:
+        yield f"{COSTS}{model}", bench.costs
+        cost = bench.fit_costs(args.cost_model)
+    for name in args.distributions.split(",") if args.plans else ():
+        yield f"{PLAN}{model}_{name}", partial(bench.plan, Distribution(name, cost))
+        bench.free_memory()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from bridge_cg_tools.benchmarks.packed.plans import COSTS, PLAN
 from bridge_cg_tools.benchmarks.packed.plans import misses as plan_misses
 
 TOKENS = (2048, 4096, 8192)
@@ -39,9 +40,9 @@ def aim_of(model: str, tokens: int) -> float:
 
 def failures(records: Records) -> list[str]:
     """Return what misses what is wanted."""
-    measured = {(r["case"], r["mode"]): r for r in records if not r["case"].startswith("plan_")}
+    measured = {(r["case"], r["mode"]): r for r in records if not r["case"].startswith((PLAN, COSTS))}
     missed = [miss for r in measured.values() if r["mode"] != "eager" for miss in _misses(r, measured)]
-    for case in dict.fromkeys(r["case"] for r in records if r["case"].startswith("plan_")):
+    for case in dict.fromkeys(r["case"] for r in records if r["case"].startswith(PLAN)):
         missed += plan_misses(case, [r for r in records if r["case"] == case])
     return missed
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bridge_cg_plugin.graphs.buckets import Bucket
@@ -14,16 +13,14 @@ from bridge_cg_tools.benchmarks.models.language_model import (
     EXPERTS_OF_RANKS,
     SHAPES,
     TOP_K_OF_RANKS,
-    VOCABULARY,
-    Shape,
-    settings_of,
+    sizes_of,
     split,
 )
 from bridge_cg_tools.benchmarks.packed.plans import COSTS, NAMES, PLAN, drawn
 from bridge_cg_tools.benchmarks.records.results import read_records
 from bridge_cg_tools.planner.packing import Pack
 from bridge_cg_tools.planner.plan import place
-from bridge_cg_tools.planner.shapes import LanguageModel, Ranks, language_model_of
+from bridge_cg_tools.planner.shapes import LanguageModel, Ranks
 
 PACKED, PARALLEL = "packed.jsonl", "packed_parallel.jsonl"
 DOCUMENTS, DOCUMENTS_OF_RANKS = 5, 8
@@ -82,12 +79,6 @@ class Observation:
     records: tuple[Mapping[str, Any], ...] = ()
 
 
-def sizes_of(shape: Shape, **changes: Any) -> LanguageModel:
-    """Return the sizes of a benchmark's model."""
-    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, "vocab_size": VOCABULARY, **changes}
-    return language_model_of(SimpleNamespace(**settings))
-
-
 def observations(folder: Path) -> list[Observation]:
     """Return what the records of a folder say, of one GPU first."""
     alone = [record for record in read_records(folder / PACKED) if "error" not in record]
@@ -100,13 +91,11 @@ def _of_packs(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
         found = _PACK.fullmatch(case) or _COSTS.fullmatch(case)
         if found is None or found[1] not in SHAPES or "eager" not in modes:
             continue
-        name, tokens = found[1], int(found[2])
-        lengths = split(tokens, int(found[3]) if found.re is _COSTS else DOCUMENTS)
-        graphs, eager = modes.get(GRAPHS.get(name, "plugin")), modes["eager"]
-        if found.re is _COSTS:
-            graphs = modes.get("plugin")
-        (bucket,) = [place(lengths, pack_buckets([tokens], len(lengths)))]
-        partial = modes.get("plugin") if name in GRAPHS and found.re is not _COSTS else None
+        name, tokens, by_shape = found[1], int(found[2]), found.re is _COSTS
+        lengths = split(tokens, int(found[3]) if by_shape else DOCUMENTS)
+        eager, partial = modes["eager"], modes.get("plugin") if name in GRAPHS and not by_shape else None
+        graphs = modes.get("plugin" if by_shape else GRAPHS.get(name, "plugin"))
+        bucket = place(lengths, pack_buckets([tokens], len(lengths)))
         if graphs is None or isinstance(bucket, Fallback):
             continue
         yield Observation(

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_tools.benchmarks.packed.limits import aim_of
+from bridge_cg_tools.benchmarks.packed.plans import PLAN
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, number, origin, table
 from bridge_cg_tools.benchmarks.records.results import read_records
 
 MODELS = ("dense", "moe", "large", "mamba")
-PLAN = "plan_"
 # All layers as one region, experts included.
 WHOLE = "plugin_whole"
 # What `bench_experts.py` times, as its cases are named.
