@@ -189,7 +189,7 @@ def said(found: LanguageForecast) -> Sequence[str]:
 
 
 def _source(found: LanguageForecast, errors: Errors) -> str:
-    memory = "" if errors.memory is None else f", {errors.memory:.0%} (memory)"
+    memory = "; no record has the memory" if errors.memory is None else f", {errors.memory:.0%} (memory)"
     eager = f"{errors.eager:.0%} (eager), " if errors.ratio <= MOST_ERROR else ""
     ratio = f", {errors.ratio:.0%} (ratio)" if errors.ratio <= MOST_ERROR else ""
     text = (

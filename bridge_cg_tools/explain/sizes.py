@@ -15,6 +15,7 @@ class Sizes(NamedTuple):
         mlp: Width of the MLP; of experts' layers, of one that is dense.
         vocabulary: Tokens.
         top, expert, shared: Experts that a token goes through, the width of one, and of the shared one.
+        fused: Whether Bridge fuses activations and rotation.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class Sizes(NamedTuple):
     top: int = 0
     expert: int = 0
     shared: int = 0
+    fused: bool = False
 
     def fields(self) -> dict[str, int | bool]:
         """Return them as fields of a Bridge provider."""
@@ -42,7 +44,8 @@ class Sizes(NamedTuple):
             "moe_ffn_hidden_size": self.expert,
             "moe_shared_expert_intermediate_size": self.shared,
         }
-        return {name: size for name, size in named.items() if size} | {"gated_linear_unit": True}
+        fused = dict.fromkeys(("bias_activation_fusion", "apply_rope_fusion"), True) if self.fused else {}
+        return {name: size for name, size in named.items() if size} | fused | {"gated_linear_unit": True}
 
 
 _LLAMA = 128_256
@@ -56,10 +59,10 @@ SIZES: Mapping[str, Sizes] = {
     r"Qwen/Qwen3(-VL)?-8B": Sizes(36, 4096, 32, 8, 128, 12288),
     r"Qwen/Qwen3-14B": Sizes(40, 5120, 40, 8, 128, 17408),
     r"Qwen/Qwen3(-VL)?-32B": Sizes(64, 5120, 64, 8, 128, 25600),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": Sizes(32, 4096, 32, 8, 128, 14336, _LLAMA),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": Sizes(80, 8192, 64, 8, 128, 28672, _LLAMA),
-    r"meta-llama/Llama-3\.2-1B": Sizes(16, 2048, 32, 8, 64, 8192, _LLAMA),
-    r"meta-llama/Llama-3\.2-3B": Sizes(28, 3072, 24, 8, 128, 8192, _LLAMA),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": Sizes(32, 4096, 32, 8, 128, 14336, _LLAMA, fused=True),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": Sizes(80, 8192, 64, 8, 128, 28672, _LLAMA, fused=True),
+    r"meta-llama/Llama-3\.2-1B": Sizes(16, 2048, 32, 8, 64, 8192, _LLAMA, fused=True),
+    r"meta-llama/Llama-3\.2-3B": Sizes(28, 3072, 24, 8, 128, 8192, _LLAMA, fused=True),
 }
 
 # Tokens of tokenizers, for models whose recipes name nothing else of the hub.

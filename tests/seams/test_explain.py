@@ -312,7 +312,11 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     preset = "qwen3_vl_8b_vision_graphs_h200_sft_config"
     if not hasattr(bridge, preset):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
-    names = [name for name in dir(bridge) if name.startswith(("qwen3_vl_", "qwen35_vl_")) and name.endswith("_config")]
+    names = [
+        name
+        for name in dir(bridge)
+        if name.startswith(("qwen3_vl_", "qwen35_vl_", "qwen3_8b_")) and name.endswith("_config")
+    ]
     built, sizes = {}, {}
     for name in names:
         with contextlib.suppress(KeyError):  # the tests have no configuration of its model
@@ -332,7 +336,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     assert "modle" in found["refused"] and "moonshotai/Moonlight-16B-A3B" in found["warnings"][0]
     assert found["seconds"] < 3
     known = {name: said for name, said in found["sizes"].items() if said.startswith("LanguageModel")}
-    assert len(known) > 5 and known == {name: sizes[name] for name in known}
+    assert len(known) > 2 and known == {name: sizes[name] for name in known}
     assert len(built) > 10 and found["facts"] == built  # as from the hub's configurations, which alone have heads
 
 
