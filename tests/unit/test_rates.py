@@ -63,11 +63,9 @@ def test_errors_are_of_records_that_the_fit_has_not_seen(monkeypatch):
     honest = fitting.errors_of(every)
     strange = [replace(each, graphs_ms=2 * each.graphs_ms) if each.case == "dense_8192" else each for each in every]
     assert fitting.errors_of(strange)["dense"].graphs > 0.3 > honest["dense"].graphs
-    assert {kind: each.records for kind, each in honest.items() if kind in MODELS} == {
-        "dense": 8,
-        "experts": 3,
-        "hybrid": 3,
-    }
+    for kind in MODELS:
+        alone = [each for each in every if not each.ranks.shared and each.model.kind == kind]
+        assert honest[kind].records == len(alone) >= 3
 
 
 def test_records_of_one_gpu_are_within_the_errors():
@@ -176,7 +174,7 @@ def test_layouts_that_no_record_is_of(ranks, said):
 
 def test_a_model_far_from_all_records():
     layers = int(FAR * RATES.range["layers"][1])
-    with pytest.raises(NotMeasured, match="layers are far from the measured 16 to 32"):
+    with pytest.raises(NotMeasured, match="layers are far from the measured"):
         scaled(replace(DENSE, attention=layers, mlps=layers), Ranks(), RATES)
     with pytest.raises(NotMeasured, match="far from the measured"):
         scaled(replace(DENSE, hidden=128, queries=128, keys=64, mlp=256), Ranks(), RATES)
@@ -191,9 +189,9 @@ def test_ranks_are_read_from_a_provider():
 
 
 def test_a_full_size_step_is_beside_its_forecast():
-    (step, *_) = measured()["steps"]
+    step = next(one for one in measured()["steps"] if (one["case"], one["setting"]) == ("8b_sft_tp2", "exact"))
     part = step["language_model"]
     model = LanguageModel(**part["model"])
-    assert step["case"] == "8b_sft_tp2" and (model.attention, model.hidden) == (36, 4096)
+    assert (model.attention, model.hidden) == (36, 4096)
     assert part["forecast"]["graphs_ms"] == pytest.approx(part["graphs_ms"], rel=0.35)
     assert part["forecast"]["memory_gb"] == pytest.approx(part["memory_gb"], rel=0.35)
