@@ -7,15 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_tools.benchmarks.models.arithmetic import LanguageModelShape, language_model_flops
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of, split
 from bridge_cg_tools.benchmarks.packed import rates as fitting
-from bridge_cg_tools.benchmarks.packed.observations import observations
+from bridge_cg_tools.benchmarks.packed.bench import SHAPES as bench_shapes
+from bridge_cg_tools.benchmarks.packed.observations import Observation, Ran, observations
 from bridge_cg_tools.benchmarks.pages.cost_page import fitted
 from bridge_cg_tools.benchmarks.pages.results_page import ROOT
+from bridge_cg_tools.planner.plan import place
 from bridge_cg_tools.planner.rates import (
     FAR,
     FILE,
@@ -55,6 +58,41 @@ def test_the_script_writes_the_file(tmp_path):
     script = ROOT / "scripts/performance/fit_costs.py"
     subprocess.run([sys.executable, script, "--out", tmp_path / "m.json"], check=True, capture_output=True)
     assert near(json.loads((tmp_path / "m.json").read_text()), measured())
+
+
+def made_up(name, tokens, documents, rates):
+    """Return what a model would take by known rates."""
+    model, lengths = sizes_of(SHAPES[name]), split(tokens, documents)
+    bucket, cost = place(lengths, pack_buckets([tokens], documents)), cost_of(model, Ranks(), rates)
+    graphs = cost.graph_ms(tokens, lengths, *bucket.limits)
+    return Observation(
+        case=f"{name}_{tokens}x{documents}",
+        name=name,
+        model=model,
+        ranks=Ranks(),
+        packs=(Ran(lengths, bucket),),
+        graphs_ms=graphs,
+        memory_gb=cost.memory_gb(tokens),
+        eager_ms=cost.eager_ms(lengths),
+        busy_ms=rates.eager_busy[model.kind] * graphs,
+        records=({"date": "2026-01-01", "gpu": "NVIDIA H200", "versions": {"commit": "0"}},),
+    )
+
+
+@given(st.floats(0.5, 2.0), st.floats(0.5, 2.0), st.floats(0.1, 3.0))
+@settings(max_examples=20, deadline=None)
+def test_rates_are_found_again(products, traffic, rows):
+    """From packs of many shapes, as bench_packed.py --cost-model measures them, that of rows too."""
+    ms = {**RATES.ms, "products": products, "bytes": traffic, "rows": rows}
+    known = replace(RATES, ms=ms, stall=0.0, eager_busy=dict.fromkeys(MODELS, 1.0))
+    names = ("dense", "large", "moe", "mamba")
+    found = [made_up(name, *shape, known) for name in names for shape in (*bench_shapes, (2048, 5), (8192, 5))]
+    fitted_again = fitting.fit(found)
+    for name in (*fitting.ALONE, "rows"):
+        assert fitted_again.ms[name] == pytest.approx(ms[name], rel=1e-3, abs=1e-3), name
+    for each in found:
+        off = fitting._far(each, fitted_again)
+        assert max(off.graphs, off.memory) < 1e-3
 
 
 def test_errors_are_of_records_that_the_fit_has_not_seen(monkeypatch):

@@ -13,8 +13,10 @@ from bridge_cg_tools.planner.cost import MILLION
 from bridge_cg_tools.planner.rates import EXPERTS_EAGER, Errors, Rates, amounts, cost_of, kept, launches, ranged
 
 # Rows that attention's backward scans, in ms of a billion rows times width: 4.3 ms for 32 x 4096 rows, 17 ms for 512 x
-# 1024, of the vision encoder's 27 layers of 1152. No record of a language model tells it from the rest yet.
-ROWS_MS = 1.05
+# 1024, of the vision encoder's 27 layers of 1152. Packs of few documents do not tell it from the rest.
+ROWS_MS, MANY_DOCUMENTS = 1.05, 100
+# A single record tells nothing of pieces and bytes: both explain it to this.
+MUCH_BETTER, EXACT = 0.5, 1e-12
 ALONE = ("pieces", "parameters", "products", "attention", "bytes", "scan")
 KEPT = ("kept", "kept_experts", "kept_mamba")
 HOST = ("host_attention", "host_document", "host_mlp", "host_experts", "host_routed", "host_mamba")
@@ -32,7 +34,7 @@ def fitted(folder: Path) -> dict[str, Any]:
 def fit(found: Sequence[Observation]) -> Rates:
     """Return the rates that fit observations best by relative error; without errors."""
     alone = [each for each in found if not each.ranks.shared]
-    ms = least_relative(ALONE, [(_done(each), each.graphs_ms, _rows(each)) for each in alone]) | {"rows": ROWS_MS}
+    ms = _alone(alone)
     ms |= _shared(found, ms)
     measured = [each for each in alone if each.memory_gb is not None]
     gib = least_relative(
@@ -63,6 +65,16 @@ def fit(found: Sequence[Observation]) -> Rates:
         documents=max(len(ran.lengths) for each in found for ran in each.packs),
         range=_range(found),
     )
+
+
+def _alone(found: Sequence[Observation]) -> dict[str, float]:
+    """Return the rates of one GPU; that of rows only from packs of many documents."""
+    many = any(len(ran.lengths) >= MANY_DOCUMENTS for each in found for ran in each.packs)
+    if many:
+        return least_relative((*ALONE, "rows"), [(_done(each), each.graphs_ms, 0.0) for each in found])
+    done = [(_done(each), each.graphs_ms) for each in found]
+    known = [(amount, whole, ROWS_MS * amount["rows"]) for amount, whole in done]
+    return {**least_relative(ALONE, known), "rows": ROWS_MS}
 
 
 def errors_of(found: Sequence[Observation]) -> dict[str, Errors]:
@@ -124,23 +136,29 @@ def _off(predicted: float, measured: float) -> float:
     return abs(predicted / measured - 1)
 
 
-def _shared(found: Iterable[Observation], ms: Mapping[str, float]) -> dict[str, float]:
-    """Return the rate of each way to share a model: by pieces or by bytes, whichever explains its records better."""
-    every = list(found)
+def _shared(found: Sequence[Observation], ms: Mapping[str, float]) -> dict[str, float]:
+    """Return the rate of each way to share a model: by pieces, or by bytes where that explains records much better."""
     rates = {f"{way}_{unit}": 0.0 for way in SHARED for unit in ("pieces", "bytes")}
     for way in SHARED:
-        rows = [each for each in every if each.ranks.shared == way]
-        tried = {}
-        for name in (f"{way}_pieces", f"{way}_bytes"):
-            known = [
-                (_done(each), each.graphs_ms, sum(ms[n] * _done(each)[n] for n in ALONE) + _rows(each)) for each in rows
-            ]
-            rate = least_relative((name,), known)[name]
-            tried[name] = sum(((k + rate * done[name]) / whole - 1) ** 2 for done, whole, k in known), rate
-        if rows:
-            best = min(tried, key=lambda name: tried[name][0])
-            rates[best] = tried[best][1]
+        done = [(_done(each), each.graphs_ms) for each in found if each.ranks.shared == way]
+        known = [(amount, whole, sum(rate * amount[name] for name, rate in ms.items())) for amount, whole in done]
+        if known:
+            pieces, sent = (_least_of_one(f"{way}_{unit}", known) for unit in ("pieces", "bytes"))
+            by_bytes = sent.left < MUCH_BETTER * pieces.left and pieces.left > EXACT
+            rates[f"{way}_{'bytes' if by_bytes else 'pieces'}"] = (sent if by_bytes else pieces).rate
     return rates
+
+
+class _One(NamedTuple):
+    """A rate, and the sum of squared relative errors that it leaves."""
+
+    rate: float
+    left: float
+
+
+def _least_of_one(name: str, known: Sequence[tuple[Mapping[str, float], float, float]]) -> _One:
+    rate = least_relative((name,), known)[name]
+    return _One(rate, sum(((rest + rate * amount[name]) / whole - 1) ** 2 for amount, whole, rest in known))
 
 
 def _done(each: Observation) -> dict[str, float]:
@@ -151,10 +169,6 @@ def _done(each: Observation) -> dict[str, float]:
         for ran in each.packs
     ]
     return {name: statistics.mean(amount.of(*size) for size in sizes) for name, amount in every.items()}
-
-
-def _rows(each: Observation) -> float:
-    return ROWS_MS * _done(each)["rows"]
 
 
 def _kept(each: Observation) -> dict[str, float]:
