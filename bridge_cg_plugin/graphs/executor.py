@@ -150,7 +150,7 @@ class CudaGraphExecutor:
             second is called after a pass that failed, too.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
-        beside: Whether recordings may have side work, which then gives way to the main work.
+        side_stream: Whether recordings may have side work, which then gives way to the main work.
         releasable: Whether memory of recordings can leave the device, if PyTorch and the driver can do it.
 
     Raises:
@@ -169,13 +169,13 @@ class CudaGraphExecutor:
         post_warmup_hook: Hook = _nothing,
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
-        beside: bool = False,
+        side_stream: bool = False,
         releasable: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if beside else PRIORITY)
+        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if side_stream else PRIORITY)
         self._side_stream = torch.cuda.Stream(self.device, priority=PRIORITY)
         self._generators = generators
         self.isolated = isolated
