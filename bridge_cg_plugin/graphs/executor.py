@@ -10,7 +10,7 @@ from torch import Tensor
 from .activations import Activations
 from .errors import CaptureError
 from .generators import default_generator
-from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
 from .releasable_pools import allocating, releasable_pools
 from .side_stream import SideStream
 from .slot import Making
@@ -230,7 +230,7 @@ class CudaGraphExecutor:
         """See `Executor`."""
         with nullcontext() if self._releasable is None else allocating():
             made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
-        return made if self._launched is None else ToldRecording(made, self._launched, body.name)
+        return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool: tuple[int, int]) -> int:
         """See `Executor`."""

@@ -282,8 +282,8 @@ class CudaGraphRecording:
         return self._gradients
 
 
-class ToldRecording:
-    """A recording that tells of every replay that it has launched.
+class NotifyingRecording:
+    """A recording that notifies a callback of every replay that it launched.
 
     Args:
         recording: The recording.
