@@ -26,7 +26,7 @@ from bridge_cg_plugin.options import (
     PackedOptions,
     VisionGraphOptions,
     as_fields,
-    check_deprecated_beside_new,
+    check_deprecated_scope,
     graph_options,
     normalize,
     normalize_cuda_graph_modules,
@@ -396,9 +396,9 @@ def test_normalizers_alone():
     assert normalize_inference_cuda_graph_scope(None, "local") is S.layer
     assert normalize_inference_cuda_graph_scope(None, "full_iteration") is S.none
     assert normalize_inference_cuda_graph_scope("InferenceCudaGraphScope.block", "local") is S.block
-    check_deprecated_beside_new(("full_iteration",), None, None)
+    check_deprecated_scope(("full_iteration",), None, None)
     with pytest.raises(OptionError, match="transformer_engine"):
-        check_deprecated_beside_new(("full_iteration",), "transformer_engine", None)
+        check_deprecated_scope(("full_iteration",), "transformer_engine", None)
 
 
 @pytest.mark.parametrize(

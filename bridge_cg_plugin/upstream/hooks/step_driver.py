@@ -7,7 +7,7 @@ from torch import nn
 
 from ...options import PROVIDER_FIELDS
 from ..encoders.registry import FoundEncoder, find_encoders
-from .vision_helper import VisionTECudaGraphHelper, config_beside, encoders_to_capture
+from .vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
 
 
 class StepDriver:
@@ -60,7 +60,7 @@ class StepDriver:
         self._steps, self._found = 0, found
         self._helpers = [
             VisionTECudaGraphHelper(
-                list(model), config_beside(each), num_microbatches=get_num_microbatches(), found=each
+                list(model), encoder_config(each), num_microbatches=get_num_microbatches(), found=each
             )
             for each in wanted
             if each.model in found

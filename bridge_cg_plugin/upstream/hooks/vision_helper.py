@@ -121,7 +121,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         super().delete_cuda_graphs()
 
 
-def config_beside(found: FoundEncoder) -> Any:
+def encoder_config(found: FoundEncoder) -> Any:
     """Return an encoder's own config; None for layers that have none: their model's has the options."""
     return getattr(found.model, "config", None)
 
