@@ -218,8 +218,8 @@ class LateRecordings:
                 return largest
         return None
 
-    def renew(self, source: Source, wish: Wish) -> None:
-        """Make a recording again in its slot's memory of today.
+    def recapture(self, source: Source, wish: Wish) -> None:
+        """Recapture in the memory that the slot has now.
 
         Raises:
             CaptureError: It failed; the old one stays.

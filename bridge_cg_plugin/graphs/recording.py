@@ -1,4 +1,4 @@
-"""One region at one bucket: the work that is recorded, and its two ways of being run again."""
+"""One region at one bucket: the work that is recorded, and its two ways of being replayed."""
 
 import functools
 import operator
@@ -50,7 +50,7 @@ EVALUATION = Mode(gradients=False, training=False)
 
 
 class Recording(Protocol):
-    """A region that can be run again on whatever its buffers hold."""
+    """A region that can be replayed on whatever its buffers hold."""
 
     outputs: tuple[Tensor, ...]
 
@@ -225,7 +225,7 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class ReferenceRecording:
-    """Runs the body again by executing it: the same buffers and padding as a graph, on any device."""
+    """Replays by executing the body: the same buffers and padding as a graph, on any device."""
 
     def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
         self._body = body

@@ -234,14 +234,14 @@ class Region:
         source = self._source(made.sources, gradients=True)
         return made.late.outdated(source) if isinstance(source, Source) else None
 
-    def renew(self, wish: Wish) -> None:
-        """Make a recording again, in the memory of the largest.
+    def recapture(self, wish: Wish) -> None:
+        """Recapture a bucket in the memory of the largest.
 
         Raises:
             CaptureError: It failed; the old one stays.
         """
         made = self._captured()
-        made.late.renew(made.sources.current, wish)
+        made.late.recapture(made.sources.current, wish)
 
     def _captured(self) -> _Made:
         if self._made is None:

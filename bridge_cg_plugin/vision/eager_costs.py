@@ -170,7 +170,7 @@ class MeasuredCosts:
 
 
 def remember[Key, Value](answers: dict[Key, Value], key: Key, value: Value) -> None:
-    """Keep an answer; a full table begins anew."""
+    """Keep an answer; a full table is cleared."""
     if len(answers) >= KEPT_ANSWERS:
         answers.clear()
     answers[key] = value

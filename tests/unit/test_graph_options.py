@@ -344,7 +344,7 @@ def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
         make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
 
 
-def test_a_saved_configuration_is_no_choice_by_hand(tmp_path):
+def test_a_saved_configuration_is_no_explicit_choice(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model:\n  _target_: x.Provider\n  cuda_graph_impl: none\n  enable_cuda_graph: false\n"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...announce import announce
 from ...attention_bounds import replay_cost
-from ...graphs.buckets import EXACT_BELOW, BucketPlan, again
+from ...graphs.buckets import EXACT_BELOW, BucketPlan, next_run_options
 from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
@@ -251,7 +251,9 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         notes = {} if self.buckets is None else {"plan": str(self.buckets)}
         if self._demand is not None and self._demand.buckets:
-            notes["again"] = again(self._demand.buckets, PACKED_FIELDS["buckets"], PACKED_FIELDS["bucket_limits"])
+            notes["next run"] = next_run_options(
+                self._demand.buckets, PACKED_FIELDS["buckets"], PACKED_FIELDS["bucket_limits"]
+            )
         if self.plan.observed:
             most = max(seen.documents for seen in self.plan.observed)
             notes["documents"] = f"up to {most} in the packs of warm-up steps"
