@@ -55,13 +55,13 @@ def _layout(facts: Facts) -> RankLayout:
     return RankLayout(facts.tensor_ranks or 1, facts.context_ranks or 1, bool(facts.sequence_parallel))
 
 
-def _says_layout(facts: Facts) -> bool:
+def _sets_layout(facts: Facts) -> bool:
     return None not in (facts.tensor_ranks, facts.context_ranks)
 
 
 def _other_layout(options: GraphOptions, facts: Facts) -> bool:
     planned = options.packed.planned_for
-    return planned is not None and _says_layout(facts) and planned != str(_layout(facts))
+    return planned is not None and _sets_layout(facts) and planned != str(_layout(facts))
 
 
 def _buckets(options: GraphOptions) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ def _buckets(options: GraphOptions) -> tuple[int, ...]:
 def _uneven_bucket(options: GraphOptions, facts: Facts) -> int:
     """Return a bucket that ranks cannot share in equal parts; 0 where there is none."""
     uneven = (tokens for tokens in _buckets(options) if tokens % _layout(facts).unit)
-    return next(uneven, 0) if _says_layout(facts) else 0
+    return next(uneven, 0) if _sets_layout(facts) else 0
 
 
 def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
-    return _says_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
+    return _sets_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
 
 
 def _too_long(options: GraphOptions) -> bool:
@@ -103,7 +103,7 @@ def _expert_tensor_ranks(facts: Facts) -> int:
     return facts.expert_tensor_ranks or facts.tensor_ranks or 1
 
 
-def _beside_experts(facts: Facts) -> str:
+def _with_experts(facts: Facts) -> str:
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
 
@@ -112,7 +112,7 @@ def _all_parts(options: GraphOptions) -> bool:
     return _whole_layers(options) or {m.name for m in options.language_model.modules} == {"attn", "mlp"}
 
 
-def _moving(options: GraphOptions) -> str:
+def _offloading(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
     return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
 
@@ -163,7 +163,7 @@ PACKED = (
             "model.expert_tensor_parallel_size",
             f.expert_tensor_ranks,
             f"1 with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager, or set it to 1.",
+            f"Set {MODULES}={_with_experts(f)}, where experts stay eager, or set it to 1.",
         ),
     ),
     Combination(
@@ -174,7 +174,7 @@ PACKED = (
             "peft.target_modules",
             ",".join(f.expert_adapters),
             f"other layers than experts' with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager.",
+            f"Set {MODULES}={_with_experts(f)}, where experts stay eager.",
         ),
     ),
     Combination(
@@ -184,8 +184,8 @@ PACKED = (
         lambda o, f: (
             MODULES,
             _names(o),
-            f"empty or attn,mlp, without experts, with {_moving(o)}",
-            f"Capture all layers as one region, or remove {_moving(o)}.",
+            f"empty or attn,mlp, without experts, with {_offloading(o)}",
+            f"Capture all layers as one region, or remove {_offloading(o)}.",
         ),
     ),
     Combination(
