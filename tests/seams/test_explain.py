@@ -15,6 +15,7 @@ from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain import command
 from bridge_cg_tools.explain.encoders import encoder_of
+from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
 from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
 
 from ..unit.moonvit_towers import entry_points
@@ -30,6 +31,7 @@ from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_tools.explain import command
 from bridge_cg_tools.explain.encoders import encoder_of
+from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
 from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
 def sizes_of(model):
     try:
@@ -471,7 +473,9 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
     for words in ([], ["--gpu", "h200"], [default]):
         answer = found(capsys, mixture, *words)
         encoder, language_model = answer["table"]
-        figures = ("17.4 GiB", "0.09-0.82") if default in words else ("16.9 GiB", "0.11-0.82")
+        cost, fit = (VISION, VISION_FIT) if default in words else (VISION_EXACT, VISION_EXACT_FIT)
+        ratios = [cost.graph_ms(n, [n], 1, n) / cost.eager_ms([n]) for n in (784, 16384)]
+        figures = f"{cost.memory_gb(16384):.1f} GiB", "-".join(f"{ratio:.2f}" for ratio in ratios)
         assert (encoder["memory"], encoder["ratio"]) == figures
         assert {language_model["memory"], language_model["ratio"]} == {"not measured"}
         forecast = answer["forecast"]
@@ -481,7 +485,7 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
             "date": "2026-11-22",
             "gpu": "NVIDIA H200",
         }
-        assert forecast["largest_bucket"] == 16384 and forecast["errors"]["graphs_ms"] in (0.03, 0.04)
+        assert forecast["largest_bucket"] == 16384 and forecast["errors"]["graphs_ms"] == fit.graphs
     text = explain(capsys, mixture)[1]
     assert max(map(len, text.splitlines())) <= 80
 
