@@ -35,7 +35,7 @@ def release_memory() -> int:
 
     Only with `BRIDGE_CG_RELEASE_MEMORY=1` in the environment before the first schedule call; else nothing leaves.
     It returns to the same addresses with the next schedule call. Call it between steps: inside one, or while a
-    microbatch is between its forward and its backward, nothing leaves and a warning says so. Where the driver or the
+    microbatch is between its forward and its backward, nothing leaves, and a warning is logged. Where the driver or the
     layout cannot do it, nothing leaves either.
 
     Returns:
@@ -47,7 +47,7 @@ def release_memory() -> int:
 
 
 def autoload() -> None:
-    """Entry point that PyTorch calls at its import: activate unless the environment says no; never raises."""
+    """Entry point that PyTorch calls at its import: activate unless the environment disables it; never raises."""
     if os.environ.get(SWITCH, "1").strip().lower() in OFF:
         return
     try:

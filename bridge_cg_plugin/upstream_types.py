@@ -1,4 +1,4 @@
-"""Names for upstream's objects in signatures. No type checker knows their attributes."""
+"""Names for upstream's objects in signatures. Type checkers treat their attributes as Any."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         tokens: Capacity.
-        limits: Further upper bounds that the program gave the recording; the engine knows no meaning of them.
+        limits: Further upper bounds that the program gave the recording; the engine does not interpret them.
     """
 
     tokens: int

@@ -24,12 +24,12 @@ class ReplayError(GraphError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, nothing where it says nothing."""
+    """Return the first line of an error's message, empty without one."""
     return (str(error).splitlines() or [""])[0]
 
 
 def named(error: BaseException) -> str:
-    """Return an error's type and the first line of what it says."""
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -19,13 +19,13 @@ from .streams import ReplayStream
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
 # gradients flow: a second pass sees none of it.
 WARMUP_PASSES, FURTHER_PASSES = 2, 1
-# Of streams, and so of the kernels recorded on them. Main work that has side work beside it goes first.
+# Of streams, and so of the kernels recorded on them. Main work that has concurrent side work goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
 
-# Memory of one slot's recordings; what it is, the executor alone knows that made it.
+# Memory of one slot's recordings, opaque to all but the executor that allocated it.
 type Pool = Any
 
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.

@@ -36,7 +36,7 @@ class Reduction(Protocol):
 
 
 class ParameterHooks:
-    """The hooks on a region's parameters: one of the plugin's on each, which tells replayed gradients from eager ones.
+    """The hooks on a region's parameters: the plugin has one on each, to distinguish replayed from eager gradients.
 
     Recordings of several sources share them. A hook that somebody else put on a parameter must see the gradient itself;
     hooks on a parameter's node of the autograd graph, as data parallelism has them, cannot be seen.
@@ -131,7 +131,7 @@ def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
 class PendingReplays:
     """Replayed backwards that are to come, of all recordings of a region, and those of the backward under way.
 
-    The reduction is told once in a backward, when the last replay has added its part.
+    The reduction is notified once per backward, when the last replay has added its part.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class GradientSinks:
 
     The recorded backward adds a gradient to the parameter's `main_grad`. Autograd gets a placeholder and the flag
     `grad_added_to_main_grad`, as with Transformer Engine's fused accumulation. Placeholders of hundreds of parameters
-    take milliseconds: with a reduction, that is told directly instead. A parameter without `main_grad`, or with a
+    take milliseconds: with a reduction, that is notified directly instead. A parameter without `main_grad`, or with a
     user's hook, gets its gradient from autograd, in memory that all recordings share.
 
     Args:
@@ -334,7 +334,7 @@ def _adder(
         # A function may give a parameter that it uses no gradient: Transformer Engine's a bias whose weight is frozen.
         if gradient is None:
             return None
-        # Transformer Engine's fused weight-gradient GEMM has added it already and says so.
+        # Transformer Engine's fused weight-gradient GEMM has added it already and has set a flag.
         if not alias.grad_added_to_main_grad:
             if gradient.numel() <= SMALL:
                 small.keep(main_grad, gradient)

@@ -103,7 +103,7 @@ class Growing:
                 return False
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
-            if not isinstance(error, OtherRankFailed):  # the rank that failed says it
+            if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
             release_frames(error)
             return False

@@ -1,4 +1,4 @@
-"""What the host knows of small device tensors of whole numbers without asking the device."""
+"""Host copies of small integer device tensors, which save a synchronization."""
 
 from collections import OrderedDict
 

@@ -24,7 +24,7 @@ from .statistics import RegionStatistics
 # A recording of a region: the slot's number, bucket and mode.
 Wish = tuple[int, Bucket, Mode]
 
-# A part of the largest bucket's memory that smaller ones may have beside it.
+# Smaller buckets may have this part of the largest bucket's memory in addition.
 APART = 0.15
 FAILED_HERE = "had to be recaptured because memory was moved on this rank, and could not be captured"
 
@@ -294,7 +294,7 @@ class LateRecordings:
         said = f"{self._recorder.name}: bucket {bucket} could not be captured"
         if self._strict:
             raise CaptureError(f"{said}: {named(error)}") from error
-        if not isinstance(error, OtherRankFailed):  # the rank that failed says it
+        if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
             warn(f"{said}, it runs eager: {named(error)}")
         release_frames(error)
         return Fallback.CAPTURE_FAILED

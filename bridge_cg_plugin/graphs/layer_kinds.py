@@ -64,7 +64,7 @@ class _Pass:
 def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Let the first of layers that are alike compute; the others return the hidden states that they are called with.
 
-    Layers are alike where their modules, the sizes of their parameters, their settings and the arguments beside the
+    Layers are alike where their modules, the sizes of their parameters, their settings and the arguments besides the
     hidden states are, and where what the first one returns could be another's hidden states.
 
     Args:

@@ -311,7 +311,7 @@ class GraphManager:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
         release_frames(error)
         if isinstance(error, OtherRankFailed):
-            return  # the rank that failed says it
+            return  # the rank that failed reports it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
 
     @property

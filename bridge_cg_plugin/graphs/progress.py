@@ -1,4 +1,4 @@
-"""What a capture says while it lasts."""
+"""Progress messages of a capture."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -168,7 +168,7 @@ class Recorder:
 
 @contextmanager
 def as_capture_error(what: str) -> Iterator[None]:
-    """Raise what goes wrong inside as a `CaptureError` that says what was made."""
+    """Raise what goes wrong inside as a `CaptureError` that names what was captured."""
     try:
         yield
     except CaptureError:

@@ -1,4 +1,4 @@
-"""A region: a piece of a model that runs as a graph whenever it can, and says why when it cannot."""
+"""A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
 import time
 from collections.abc import Iterable, Set

@@ -147,7 +147,7 @@ def _address(function: Any) -> int:
 
 
 def releasable_pools(device: torch.device, owner: object) -> ReleasablePools | None:
-    """Return pools whose memory can leave a device; None, with a line that says why, where there can be none."""
+    """Return pools whose memory can leave a device; None, with a logged reason, where there can be none."""
     try:
         pools = ReleasablePools(device, owner)
         pools.try_out()

@@ -108,7 +108,7 @@ def _padding(rank: RegionStatistics) -> int:
 def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
     """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
 
-    It also tells how long each rank recorded after the first capture, and how long it waited meanwhile for others that
+    It also shows how long each rank recorded after the first capture, and how long it waited meanwhile for others that
     took longer in the same step.
 
     Args:

@@ -41,7 +41,7 @@ class BucketStatistics:
         replays: Forward replays that a backward may follow.
         evaluations: Forward-only replays.
         tokens: Real tokens replayed, forward-only ones included.
-        padding: Padding tokens beside them.
+        padding: Padding tokens.
         memory: Device memory in bytes that the bucket's recordings added to their pools.
         last_step: Number of the training step that used the bucket last, or got it.
     """

@@ -12,7 +12,7 @@ class ReplayStream:
     Args:
         cuda_graph_stream: A stream of its own for replays; None is the main stream, and nothing is waited for.
         cuda_graph_event: An external one, `torch.cuda.Event(external=True)`, recorded inside every graph once its
-            results are there: the main stream goes on from it, beside what the graph still copies. Without it the main
+            results are there: the main stream goes on from it while the graph still copies. Without it the main
             stream waits for the end of the graph.
 
     Raises:

@@ -98,7 +98,7 @@ def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str]
         options: What was asked for.
         whole: Whether all layers are one region.
         fields: Option -> field.
-        modules: What the field of modules says.
+        modules: The parsed field of modules.
 
     Raises:
         OptionError: Activations shall move, and regions are parts of layers.

@@ -157,5 +157,5 @@ def _is_set(written: Written, field: str) -> bool:
     if field in written.explicit:
         return True
     value = written.fields.get(field)
-    # Bridge's recipes write "full", whole layers, beside graphs that are off.
+    # Bridge's recipes write "full", whole layers, while graphs are off.
     return not (is_unset(value) or value in ("none", "auto", "full", False) or not value)

@@ -26,7 +26,7 @@ _PARTS = {
     CudaGraphModule.mamba: "Mamba layers",
 }
 
-# Options that `_activations` says.
+# Options that `_activations` describes.
 _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
 
 

@@ -29,7 +29,7 @@ ENCODER_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Settings beside the graph options; None is unknown, and what is unknown refuses nothing.
+    """Settings besides the graph options; None is unknown, and what is unknown refuses nothing.
 
     Attributes:
         te_rng_tracker: Whether random states are Transformer Engine's.
@@ -64,7 +64,7 @@ class Facts:
         low_precision: The fp8 or fp4 recipe that layers compute in.
         cpu_offloading: Whether megatron-core offloads whole layers.
         offload_in_graphs: Whether megatron-core can offload inside the graphs that it captures.
-        sequence_parallel: Whether tensor-parallel ranks are told to divide sequences; with experts they do anyway.
+        sequence_parallel: Whether tensor-parallel ranks are set to divide sequences; with experts they do anyway.
         deepstack: Whether layers of the language model take features of the vision encoder.
         encoder_trained: Whether anything of the vision encoder and its mergers is trained.
         explicit: Fields that a person wrote.

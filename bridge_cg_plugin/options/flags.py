@@ -23,7 +23,7 @@ class Flag:
         name: Its name with underscores and without dashes in front; also the attribute of the parsed arguments.
         field: The field that it sets.
         value: What it takes, for the help.
-        meaning: What it says, for the help.
+        meaning: Its meaning, for the help.
         aliases: Further names.
     """
 

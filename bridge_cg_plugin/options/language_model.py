@@ -52,7 +52,7 @@ _SCOPE_NAMES = tuple(scope.name for scope in InferenceCudaGraphScope)
 
 
 class NormalizedModules(NamedTuple):
-    """What a list of modules says.
+    """A parsed list of modules.
 
     Attributes:
         modules: The modules, typed, each once.
@@ -69,7 +69,7 @@ def normalize_cuda_graph_modules(value: Any, field: str = MODULES) -> Normalized
     """Return modules, typed, from any spelling: None, strings, comma-separated or bracketed, enums, lists.
 
     Raises:
-        OptionError: An entry is no module, or "full" stands beside others.
+        OptionError: An entry is no module, or "full" is combined with others.
     """
     names = words(value)
     if "full" in names:

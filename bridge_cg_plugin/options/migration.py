@@ -1,4 +1,4 @@
-"""Deprecated spellings of language-model graph options: what they become, and what they may not stand beside."""
+"""Deprecated spellings of language-model graph options: what they become, and what they conflict with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ DEPRECATED_SCOPES = {
 def check_deprecated_scope(
     deprecated: tuple[str, ...], impl: Implementation | None, inference_scope: InferenceCudaGraphScope | None
 ) -> None:
-    """Refuse words of the old scope beside new fields that say otherwise; None is a field that was not given.
+    """Refuse words of the old scope that conflict with new fields; None is a field that was not given.
 
     Raises:
         OptionError: They disagree; names both.
@@ -104,11 +104,11 @@ def check_deprecated_scope(
     meaning = DEPRECATED_SCOPES[deprecated[0]]
     remedy = f"Keep {meaning.migration.line}."
     if impl is not None and impl not in meaning.implementations:
-        allowed = f"left out beside {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.implementations)}"
+        allowed = f"left out with {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.implementations)}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
     if inference_scope not in (None, meaning.inference_scope):
         means = f"{INFERENCE}={meaning.inference_scope.name}"
-        allowed = f"left out beside {INFERENCE}={inference_scope.name}, since it means {means}"
+        allowed = f"left out with {INFERENCE}={inference_scope.name}, since it means {means}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
 
 
@@ -149,7 +149,7 @@ def _implementation(fields: Mapping[str, Any], explicit: frozenset[str], warning
     impl = None if is_unset(given) else normalize_implementation(given)
     on = [name for name in SWITCHES if not is_unset(fields.get(name)) and parse_flag(name, fields[name])]
     if len(on) > 1:
-        raise OptionError(on[0], True, f"left out beside {' and '.join(on[1:])}", f"Set {IMPL} and remove both.")
+        raise OptionError(on[0], True, f"left out with {' and '.join(on[1:])}", f"Set {IMPL} and remove both.")
     for name in on:
         target = SWITCHES[name]
         disagrees = impl not in (None, target) and (impl != "none" or IMPL in explicit)
@@ -157,7 +157,7 @@ def _implementation(fields: Mapping[str, Any], explicit: frozenset[str], warning
             raise OptionError(
                 name,
                 True,
-                f"left out beside {IMPL}={impl}, since it means {IMPL}={target}",
+                f"left out with {IMPL}={impl}, since it means {IMPL}={target}",
                 f"Keep {IMPL} and remove {name}.",
             )
         warnings.append(Migration(name, "", f"{IMPL}={target}").warning)

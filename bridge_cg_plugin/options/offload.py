@@ -34,7 +34,7 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
 class OffloadOptions:
     """Activation offloading to host memory, typed. What each option means is in its declaration.
 
-    `parts` is what a person says; the regions that the plugin captures take it over, and so do megatron-core's own
+    `parts` is what a user sets; the regions that the plugin captures take it over, and so do megatron-core's own
     options, which the others here are, for layers of the language model that the plugin does not capture.
     """
 
@@ -129,7 +129,7 @@ CORE_FIELDS = {one.name: one.field for one in OFFLOAD.options if one.since}
 
 
 def offload_options(fields: Mapping[str, Any]) -> OffloadOptions:
-    """Return the options that a mapping of fields says.
+    """Return the options that a mapping of fields sets.
 
     Raises:
         OptionError: A value cannot work.

@@ -104,7 +104,7 @@ MAX_PACKED_SEQS = PACKED_FIELDS["max_packed_seqs"]
 
 
 def packed_options(source: Any) -> PackedOptions:
-    """Return the options that a mapping of fields, or an object that has them, says; absent ones take their default.
+    """Return the options that a mapping of fields, or an object that has them, sets; absent ones take their default.
 
     Raises:
         OptionError: A value cannot work.

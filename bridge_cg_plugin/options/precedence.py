@@ -49,7 +49,7 @@ def _implementation(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _drop_conflicting_modules(written: Written, lines: list[str]) -> dict[str, Any]:
-    """An implementation was written: a recipe's modules and old words that cannot stand beside it are dropped."""
+    """An implementation was written: a recipe's modules and old words that conflict with it are dropped."""
     chosen = _implementation({name: value for name, value in written.fields.items() if name in written.explicit})
     if chosen is None or not written.explicit.isdisjoint((MODULES, SCOPE)):
         return {}

@@ -1,4 +1,4 @@
-"""One option that says what is offloaded, told to the plugin's regions and to the layers that megatron-core runs."""
+"""One option for offloading, passed on to the plugin's regions and to the layers that megatron-core runs."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def _region[Region: (VisionGraphOptions, PackedOptions)](
 def _core(
     offload: OffloadOptions, modules: tuple[str, ...], language_model: LanguageModelGraphOptions, facts: Facts
 ) -> OffloadOptions:
-    """Return megatron-core's options as the shared one says them; they may have been set from it before."""
+    """Return megatron-core's options as the shared one sets them; they may have been set from it before."""
     written = [name for name in ("enabled", "modules", "min_tensor_size") if CORE_FIELDS[name] in facts.explicit]
     of_parts = {module for part in offload.parts or () for module in CORE_MODULES.get(part, ())}
     stranger = bool(offload.modules) and not (offload.enabled and set(offload.modules) <= of_parts)

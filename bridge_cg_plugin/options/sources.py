@@ -77,7 +77,7 @@ _DEPTH = 8
 
 
 def set_together(name: str) -> tuple[str, ...]:
-    """Return the fields that say what a field says, itself among them."""
+    """Return the fields that set the same option as a field, itself among them."""
     return next((group for group in _GROUPS if name in group), (name,))
 
 

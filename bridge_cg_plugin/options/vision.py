@@ -331,8 +331,8 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     scope = _parse_modules(SCOPE_FIELD, getter(source)(SCOPE_FIELD))
     modules = parsed.setdefault("modules", scope)
     if scope and set(scope) != set(modules):
-        beside = f"left out beside {PROVIDER_FIELDS['modules']}={list(modules)}"
-        raise OptionError(SCOPE_FIELD, list(scope), beside, f"Remove {SCOPE_FIELD}.")
+        allowed = f"left out with {PROVIDER_FIELDS['modules']}={list(modules)}"
+        raise OptionError(SCOPE_FIELD, list(scope), allowed, f"Remove {SCOPE_FIELD}.")
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)

@@ -53,7 +53,7 @@ def check_offloading() -> None:
 
 
 def watchdog_minutes() -> float | None:
-    """Return after how many minutes a replay that has not ended ends the process; 0 is never, None says nothing.
+    """Return after how many minutes a replay that has not ended ends the process; 0 is never, None is unset.
 
     Raises:
         OptionError: The variable holds something else.

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..graphs.changes.model_watch import Exempt
 
-# A schedule tells layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor.
+# A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor.
 BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
 # collect outputs in those calls alone that ask for them.

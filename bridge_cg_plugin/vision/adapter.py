@@ -20,7 +20,7 @@ RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
 
 class EncoderBatch(Sized, Protocol):
-    """A microbatch, with what the host knows of its size."""
+    """A microbatch, with its size on the host."""
 
     @property
     def pixels(self) -> Tensor:
@@ -177,7 +177,7 @@ class EncoderFamily:
         layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
             layers have no such parts.
         movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
-        driven_by_bridge: Whether a release's train loop that knows vision graphs finds this encoder.
+        driven_by_bridge: Whether a release's train loop that drives vision graphs finds this encoder.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
 

@@ -21,7 +21,7 @@ class BatchError(ValueError):
 
 
 class _OfGrid:
-    """A batch whose size its grid says."""
+    """A batch whose size follows from its grid."""
 
     __slots__ = ()
     rows: Grid
@@ -202,7 +202,7 @@ class AudioBatch:
 
 
 def patch_shape(config: Any) -> tuple[int, int, int, int]:
-    """Return channels, frames, height and width of a patch, as a vision configuration says."""
+    """Return channels, frames, height and width of a patch, from a vision configuration."""
     return config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
 
 

@@ -1,4 +1,4 @@
-"""The run-time check: a microbatch run eager beside its replay, outputs and gradients compared."""
+"""The run-time check: a microbatch's replay is compared with eager, outputs and gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

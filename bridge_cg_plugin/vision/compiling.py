@@ -12,7 +12,7 @@ FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0)
 class KernelCompiler:
     """Compiles for sizes like those seen; a recording that comes later finds its kernels ready.
 
-    What cannot be compiled here is left to the recording, which says why.
+    What cannot be compiled here is left to the recording, which raises the error.
 
     Args:
         compile_for: Compiles what recordings call for a number of tokens.

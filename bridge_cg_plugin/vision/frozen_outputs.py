@@ -45,7 +45,7 @@ class _Key(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """Who made outputs, beyond what a key says.
+    """Who made outputs, beyond the key.
 
     Attributes:
         source: Number of the source of the recordings.

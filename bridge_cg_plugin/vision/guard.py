@@ -1,6 +1,6 @@
 """A check inside the graph that its grid is the one by which the host chose the bucket.
 
-The host knows grids from before they were copied to the device. A device tensor that somebody filled again without
+The host has the grids from before they were copied to the device. A device tensor that somebody filled again without
 PyTorch's noticing, as a collective does, would be replayed with a bucket chosen for other images. Then every output
 becomes NaN.
 """
@@ -16,21 +16,21 @@ from .host_grids import Grid
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 _STEP = 0xD6E8FEB86659FD93
 _MODULUS = 1 << 64
-_NEGATIVE = -(1 << 63)  # a set sign bit tells a fingerprint from a count
+_NEGATIVE = -(1 << 63)  # a set sign bit distinguishes a fingerprint from a count
 
 
 def guarded_shape(images: int) -> tuple[int, int]:
-    """Return the shape of a buffer for that many images' (frames, height, width) and what the host knows of them."""
+    """Return the shape of a buffer for that many images' (frames, height, width) and their host values."""
     return images + 1, 3
 
 
 def write_guarded(buffer: Tensor, grid: Tensor, rows: Grid) -> None:
-    """Write a grid into the first rows of a guarded buffer, and the fingerprint of what the host knows into the rest.
+    """Write a grid into the first rows of a guarded buffer, and the fingerprint of the host values into the rest.
 
     Args:
         buffer: `[images + 1, 3]` int64.
         grid: `[n, 3]`, on the device or the host.
-        rows: The same numbers, as the host knows them.
+        rows: The same numbers, on the host.
     """
     if grid.device.type == "cpu" and buffer.device.type == "cuda":
         grid = grid.pin_memory()
@@ -45,7 +45,7 @@ def images(guarded: Tensor) -> Tensor:
 
 
 def poisoned(values: Tensor, guarded: Tensor) -> Tensor:
-    """Return floating-point values as they are, or NaN where the grid is not the one that the host knows.
+    """Return floating-point values as they are, or NaN where the grid differs from the host values.
 
     Args:
         values: Anything that every output depends on.

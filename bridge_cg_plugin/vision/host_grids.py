@@ -1,4 +1,4 @@
-"""What the host knows of a batch's `grid_thw` without asking the device."""
+"""Host copies of a batch's `grid_thw`, which save a synchronization."""
 
 from functools import lru_cache
 

@@ -60,7 +60,7 @@ class EncoderPlan:
             headroom: How far capacities reach beyond the largest size that was seen, as a factor.
 
         Raises:
-            ValueError: Nothing was seen and no option says how large buckets are.
+            ValueError: Nothing was observed and no option sets the size of buckets.
         """
         options = self._options
         if options.buckets != "auto":

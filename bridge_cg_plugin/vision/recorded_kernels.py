@@ -27,7 +27,7 @@ class RecordedKernels:
         self.attends_directly = self._attends_by_flash = False
 
     def choose_attention(self) -> None:
-        """Decide which attention recordings call; says so where what was asked for cannot be had."""
+        """Decide which attention recordings call; logs where the requested one is not available."""
         wanted, family = self._options.attention, self.family
         self.attends_directly = self._attends_by_flash = False
         if wanted == "transformer_engine":

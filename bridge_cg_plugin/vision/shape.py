@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 
 class Sized(Protocol):
-    """A microbatch, with what the host knows of its size; see `EncoderBatch`."""
+    """A microbatch, with its size on the host; see `EncoderBatch`."""
 
     @property
     def tokens(self) -> int:

@@ -170,7 +170,7 @@ class VisionWorkload(Workload):
 
 
 def _explained(call: Call, eager: Eager) -> Any:
-    """Run a call eager; an error over pixels that do not fit is a `BatchError` that says so."""
+    """Run a call eager; an error over pixels that do not fit is raised as a `BatchError`."""
     try:
         return eager()
     except Exception as error:

@@ -121,7 +121,7 @@ def pack_batch(
         hidden: `[tokens / (shards * ranks), 1, width]`.
         angles: Rotary angles, if there are any.
         offsets: `cu_seqlens` by name; None where the batch has no padding between documents.
-        max_seqlens: Tokens of the longest document by name, as the batch says.
+        max_seqlens: Tokens of the longest document by name, as given in the batch.
         host: Returns a small tensor's elements.
         shards: Ranks that hold a part of the tokens each.
         ranks: Ranks that hold two of `2 * ranks` chunks of every document each.

@@ -15,7 +15,7 @@ from .program import Run
 
 @dataclass(frozen=True, slots=True)
 class DecoderCall:
-    """What one call of a decoder says.
+    """The arguments of one call of a decoder.
 
     Attributes:
         hidden: `[tokens / (shards * ranks), 1, width]`.
@@ -79,7 +79,7 @@ class DecoderFamily(Protocol):
         """Be around recorded work where activations leave the device: notes what they are."""
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
-        """Return what a call says, or why a graph cannot serve it."""
+        """Return a call's arguments, or why a graph cannot serve it."""
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return the pieces to record; no modules are all layers as one piece."""

@@ -21,7 +21,7 @@ def token_positions(offsets: Tensor, rows: int, ranks: int = 1, rank: int = 0) -
 
 
 def _positions(offsets: Tensor, document: Tensor, place: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return every token's position in its document from what `_places` says of it."""
+    """Return every token's position in its document from the result of `_places`."""
     if ranks > 1:
         chunk = torch.cat((offsets.long().diff(), offsets.new_zeros(1)))[document] // (2 * ranks)
         place = torch.where(place < chunk, rank * chunk + place, (2 * ranks - rank - 2) * chunk + place)

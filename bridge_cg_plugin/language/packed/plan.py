@@ -69,7 +69,7 @@ class PackPlan:
         """Return the capacities to capture.
 
         Raises:
-            ValueError: No pack was observed, so nothing says how packs look.
+            ValueError: No pack was observed.
         """
         if not self.observed:
             raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")

@@ -51,7 +51,7 @@ def _heads(facts: Facts) -> int:
 
 
 def _layout(facts: Facts) -> RankLayout:
-    """Return how ranks share packs, where a configuration says it."""
+    """Return how ranks share packs, where a configuration sets it."""
     return RankLayout(facts.tensor_ranks or 1, facts.context_ranks or 1, bool(facts.sequence_parallel))
 
 

@@ -250,7 +250,7 @@ def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if cu_seqlens is None:
             return original(t, freqs, config, cu_seqlens, mscale, **kwargs)
-        if config.apply_rope_fusion:  # the packed kernel knows neither
+        if config.apply_rope_fusion:  # the packed kernel supports neither
             mscale = 1.0
             kwargs.pop("mla_rotary_interleaved", None)
         return original(t[:, None], freqs, config, None, mscale, **kwargs)[:, 0]

@@ -1,6 +1,6 @@
 """megatron-core's activation offloading in Qwen3-VL's language model.
 
-Bridge's `forward` of it stands in for megatron-core's and leaves out the call that tells offloading of a new
+Bridge's `forward` of it stands in for megatron-core's and leaves out the call that notifies offloading of a new
 microbatch: as released the options are accepted and nothing is ever offloaded.
 """
 
@@ -16,7 +16,7 @@ _BEGINS = seam("offload_begins").target.rpartition(".")[2]
 
 
 def _telling(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `forward` that first tells offloading of the microbatch."""
+    """Return a `forward` that first notifies offloading of the microbatch."""
 
     @functools.wraps(old)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def _version() -> str:
 
 
 def takes(width: int, dtype: torch.dtype) -> bool:
-    """Whether heads of a width and dtype can be attended by; whether rightly, `agrees` says."""
+    """Whether the package supports heads of a width and dtype; `agrees` checks its results."""
     return dtype in (torch.bfloat16, torch.float16) and (width in (32, 64, 96, 128) or width in ODD_WIDTHS)
 
 

@@ -26,7 +26,7 @@ from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
 from .packed_towers import attending, refuse_precision
 
-# Upstream counts tokens by chunks of so many frames, whatever the configuration says.
+# Upstream counts tokens by chunks of so many frames, whatever the configuration.
 CHUNK_FRAMES = 100
 EXAMPLE = (1, 1, CHUNK_FRAMES)  # a clip
 # Clips of the cheaper recordings: fewer windows, so less for attention's kernels to look at.

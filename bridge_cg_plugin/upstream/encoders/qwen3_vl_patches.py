@@ -1,4 +1,4 @@
-"""What Bridge's Qwen3-VL vision model does otherwise while the plugin is on: it never pads, its config says graphs."""
+"""Patches of Bridge's Qwen3-VL vision model: it never pads, and its config has graphs on."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

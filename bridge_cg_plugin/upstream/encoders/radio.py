@@ -303,10 +303,10 @@ class PackedAdapter(_RadioAdapter):
         return self._call(hidden_states, EmbeddedImages(hidden_states, offsets, rows), usual)
 
     def _misfit(self, batch: EmbeddedImages) -> str | None:
-        tokens, beside, _ = batch.pixels.shape
-        if beside != 1 or batch.tokens != tokens or any(length < 1 for _, _, length in batch.rows):
+        tokens, batch_size, _ = batch.pixels.shape
+        if batch_size != 1 or batch.tokens != tokens or any(length < 1 for _, _, length in batch.rows):
             lengths = [length for _, _, length in batch.rows]
-            return f"cu_seqlens_q describes images of {lengths} tokens, hidden_states have {tokens} x {beside}"
+            return f"cu_seqlens_q describes images of {lengths} tokens, hidden_states have {tokens} x {batch_size}"
         return None
 
     def run(self, forward: Callable[..., Any], batch: EmbeddedImages) -> Any:

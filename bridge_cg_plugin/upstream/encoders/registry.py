@@ -49,7 +49,7 @@ def encoders() -> tuple[EncoderFamily, ...]:
 
 
 def _load(point: EntryPoint) -> EncoderFamily | None:
-    """Return what an entry point names; one that fails is told and left out."""
+    """Return what an entry point names; one that fails is logged and left out."""
     try:
         family = point.load()
     except Exception as error:

@@ -31,7 +31,7 @@ MAX_BATCHES_IN_FLIGHT = 2
 class _OrderStreams(TorchDispatchMode):
     """Keeps two streams apart while work of the one is launched.
 
-    The allocator is told that the computing stream uses every tensor of the device that is made. What was made before
+    Every tensor that is created on the device is recorded as used by the computing stream. What was made before
     may be the computing stream's: work that reads it waits for that stream.
 
     Args:

@@ -1,6 +1,6 @@
 """Between Qwen3-VL's encoder and its language model, without waiting for the device.
 
-Where the host knows the token ids, upstream's own functions run on these and on the host's copies of grids and masks,
+Where the host has the token ids, upstream's own functions run on these and on the host's copies of grids and masks,
 and what they give goes to the device. Otherwise they run as upstream calls them.
 """
 
@@ -118,7 +118,7 @@ def _packed_at_once(old: Function) -> Function:
 
 
 def _keeps_all(values: Tensor, mask: Tensor) -> bool:
-    """Whether the host knows that a batch has no padding; `values` are its tokens or what stands for each of them."""
+    """Whether host values show that a batch has no padding; `values` are its tokens or what stands for each of them."""
     host = KEPT.known(mask) if mask.dtype == torch.bool else None
     if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
         host = torch.ones(mask.shape, dtype=torch.bool)

@@ -17,12 +17,12 @@ from .graph_fields import apply_options
 from .provider_fields import EVERY
 
 WARMUP = "cuda_graph_warmup_steps"
-# What Bridge's recipes write beside graphs of the language model that are off.
+# What Bridge's recipes write while graphs of the language model are off.
 _IDLE = ("none", "full", False)
 
 
 def apply_environment(config: Any) -> bool:
-    """Set what the environment says on fields of the model that have their default values; returns whether it did.
+    """Set the options of the environment on fields of the model that have their default values; returns whether it did.
 
     Fields that the model does not have are left out, as one variable is for every model of a job.
 

@@ -23,7 +23,7 @@ STEP_TOKENS = HostTensors()
 
 
 class _StepTokens(Tensor):
-    """Tokens as the step's padding returns them: the host knows of a clone what it knows of them.
+    """Tokens as the step's padding returns them: a clone keeps their host values.
 
     Any other operation gives plain tensors.
     """

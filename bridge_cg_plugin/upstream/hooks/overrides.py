@@ -1,4 +1,4 @@
-"""What a command line says, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
+"""A command line, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
 
 import dataclasses
 import difflib
@@ -41,7 +41,7 @@ def apply_overrides(
         apply: Sets the words that are no graph options; Bridge's Hydra machinery if left out.
 
     Raises:
-        OptionError: A word names nothing, or the options cannot work; says what is nearest or allowed.
+        OptionError: A word names nothing, or the options cannot work; the message names what is nearest or allowed.
     """
     of_graphs = graph_words(words)
     others = [word for word in words if word not in of_graphs]
@@ -209,7 +209,7 @@ def check_word(config: Any, word: str) -> None:
         raise OptionError.because("argument", f"Cannot use {word!r}: it must be section.name=value.")
     owner, path = config, match["name"].split(".")
     for depth, part in enumerate(path):
-        if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra knows what is allowed there
+        if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra checks what is allowed there
             return
         names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
         if part not in names:

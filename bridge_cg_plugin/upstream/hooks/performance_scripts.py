@@ -14,7 +14,7 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from .overrides import apply_flags, apply_to_bridges, resolved_words, written_by_bridge
 
-# What upstream's folder has beside one another, and what its modules define.
+# Files of upstream's folder, and what its modules define.
 LAYOUT = ("argument_parser.py", "run_script.py", "setup_experiment.py", "utils/overrides.py", "utils/utils.py")
 DEFINED = {
     "argument_parser": "VALID_CUDA_GRAPH_SCOPES",

@@ -29,7 +29,7 @@ class StepDriver:
         Args:
             model: The model's chunks.
             state: Bridge's global state.
-            bridge_drives: Whether the release's train loop makes helpers itself, for the encoders that it knows.
+            bridge_drives: Whether the release's train loop makes helpers itself, for the encoders that it supports.
 
         Raises:
             OptionError: An option cannot work.

@@ -65,7 +65,7 @@ def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
 
 
 def check_configuration(config: Any) -> None:
-    """Check what a configuration says of graphs, without looking at this process or at the installed release.
+    """Check the graph options of a configuration, without looking at this process or at the installed release.
 
     Args:
         config: A Bridge `ConfigContainer`.
@@ -160,7 +160,7 @@ def _checked(old: Callable[..., None]) -> Callable[..., None]:
             check_training_config(self)
         except OptionError:
             if not _asks_for_the_plugin(self):
-                old(self, *args, **kwargs)  # where upstream refuses its own graphs as well, it says so in its words
+                old(self, *args, **kwargs)  # where upstream refuses its own graphs as well, its message counts
             raise
         return old(self, *args, **kwargs)
 

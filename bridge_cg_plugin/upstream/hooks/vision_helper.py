@@ -138,6 +138,6 @@ def encoders_to_capture(model: nn.Module | Sequence[nn.Module], source: Any) -> 
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
-    """Return the tokens of the largest vision bucket as far as the configuration says, for upstream's log line."""
+    """Return the tokens of the largest vision bucket as far as the configuration sets it, for upstream's log line."""
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
     return longest or getattr(vision_config, "num_position_embeddings", None) or default_seq_length

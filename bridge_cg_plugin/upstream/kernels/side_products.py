@@ -19,7 +19,7 @@ from ..seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 @contextmanager
 def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let products that add a weight's gradient to `main_grad` run beside a recorded backward.
+    """Run products that add a weight's gradient to `main_grad` on the side stream of a recorded backward.
 
     Nothing else in a backward reads `main_grad`. The bias gradient that such a product may compute as well waits for
     the end of the backward with other small ones. They have the side stream's workspace: products that run at
@@ -50,7 +50,7 @@ def side_workspace() -> Iterator[None]:
 
 
 class _Products:
-    """Decides which matrix products run beside the main stream.
+    """Decides which matrix products run on the side stream.
 
     Args:
         side: Where they run.

@@ -18,7 +18,7 @@ def several_ranks() -> bool:
 def named_failure(doing: str) -> Iterator[None]:
     """Warn with the rank that an error ends and what it was doing; alone, a process needs no name.
 
-    The other ranks wait in their next collective until NCCL's time-out ends them; this line says what they wait for.
+    The other ranks wait in their next collective until NCCL's time-out ends them; this line names what they wait for.
     """
     try:
         yield

@@ -56,7 +56,7 @@ def most_microbatches(num_microbatches: int) -> int:
     """Return how many microbatches the run's largest step has: a schedule of batch sizes may begin with fewer.
 
     Args:
-        num_microbatches: Microbatches of a step as the caller knows it; megatron-core may know of more.
+        num_microbatches: Microbatches of a step as passed by the caller; megatron-core may run more.
     """
     from megatron.core import num_microbatches_calculator
 

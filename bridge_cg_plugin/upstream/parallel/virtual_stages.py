@@ -1,4 +1,4 @@
-"""Interleaved pipelines: Qwen3-VL's providers are told which virtual stage they build and do not tell their model.
+"""Interleaved pipelines: Qwen3-VL's providers get the virtual stage that they build and do not pass it to their model.
 
 The model takes `vp_stage` and megatron-core refuses to number layers without it, so as released no interleaved pipeline
 of Qwen3-VL can be built. Qwen3.5-VL's providers pass it on.

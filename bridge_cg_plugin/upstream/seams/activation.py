@@ -14,7 +14,7 @@ from ...announce import LOGGER
 from .encoder_group import other_providers
 from .encoders import models
 
-# Upstream module -> modules of this package that patch it when it is imported. The registry says the same, which a test
+# Upstream module -> modules of this package that patch it when it is imported. The registry has the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
 PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.training.train": ("hooks.train_loop", "hooks.packed_helper"),

@@ -17,8 +17,8 @@ FindArgument = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 def arguments_of(seam: Seam, function: Callable[..., Any]) -> FindArgument:
     """Return a lookup of a call's arguments by name, however the caller passes them.
 
-    A wrapper that takes any arguments says nothing of their places. It is called as upstream's own function is, whose
-    source has them.
+    The signature of a wrapper that takes any arguments does not show their positions. It is called as upstream's own
+    function is, whose source has them.
 
     Args:
         seam: Names the arguments.

@@ -39,7 +39,7 @@ class Wish:
 
     @property
     def provider(self) -> str:
-        """The class of model providers that the registry knows this one as; empty where it knows none."""
+        """The class of model providers under which the registry has it; empty without one."""
         return next((base.__name__ for base in type(self.model).__mro__ if base.__name__ in KNOWN_MODELS), "")
 
     @property

@@ -251,7 +251,7 @@ def _switched(installed: _Installed, old: Any, made: Any) -> Any:
 
 
 def _contains(value: Any, inner: Any) -> bool:
-    """Whether a value is `inner` or wraps it, as far as `__wrapped__` tells."""
+    """Whether a value is `inner` or wraps it, as far as `__wrapped__` shows."""
     for _ in range(100):
         if value is inner:
             return True

@@ -11,7 +11,7 @@ Touch = Literal["replaced", "extended", "instance", "called", "read", "declared"
 
 
 class Feature(StrEnum):
-    """What the plugin does for a run or a person. A seam serves some of them; `features` says what asks for each.
+    """What the plugin does for a run or a person. A seam serves some of them; `features` names what asks for each.
 
     Encoders that are declared (`encoders`) have further ones.
     """
@@ -36,7 +36,7 @@ class Feature(StrEnum):
     PIPELINES = "interleaved pipelines of Qwen3-VL"
     BETWEEN = "no host waits between encoder and language model"
     CHECKS = "checks of losses and gradients read once for a step"
-    COPIES = "batches copied beside computing"
+    COPIES = "batches copied while computing"
     LOOPS = "graphs in other training loops"
     REPORTS = "figures in logs"
     RECIPES = "names of presets"

@@ -16,7 +16,7 @@ from ..host_grids import Grid
 from .assignment import Plan, plan_moves
 from .exchange_costs import PAYS, EncodingTimes, ExchangeCost, HostClock, measured_cost
 
-# Most images and videos of a rank's microbatch that are told to the others; with more none move in that microbatch.
+# Most images and videos of a rank's microbatch that it announces to the others; with more, none are moved.
 MOST_IMAGES = 128
 NONE: Grid = ()
 

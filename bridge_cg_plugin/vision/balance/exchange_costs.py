@@ -1,7 +1,7 @@
 """Whether moving images pays: what encoding takes by the patch, and what an exchange of rows takes by the byte.
 
 Both are measured in the run itself. Every error leans to leaving images where they are: an exchange is taken to carry
-all rows of the largest rank, not only those that move, and the time by the patch is the smallest that a rank knows of.
+all rows of the largest rank, not only those that move, and the time by the patch is the smallest that a rank measured.
 """
 
 import math

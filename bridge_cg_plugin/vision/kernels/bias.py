@@ -106,11 +106,8 @@ class _BiasResidual(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         gradient, stream = gradient.contiguous(), current_stream()
-        bias = None
-        if ctx.needs_input_grad[1]:
-            bias = _known_sum(gradient, ctx.dtype) if ctx.may_wait() else None
-            if bias is None:
-                bias = column_sum(gradient.view(-1, gradient.shape[-1]), ctx.dtype, ctx.may_wait())
+        known = _known_sum(gradient, ctx.dtype) if ctx.needs_input_grad[1] and ctx.may_wait() else None
+        bias = _bias_gradient(ctx, gradient) if known is None else known
         if ctx.branch is None or stream is None:
             return gradient, bias, gradient, None
         stream.leave(ctx.branch, gradient)
@@ -122,6 +119,12 @@ def _known_sum(gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
     stream = current_stream()
     known = None if stream is None else stream.sum_of(gradient)
     return known if known is not None and known.dtype == dtype else None
+
+
+def _bias_gradient(ctx: Any, gradient: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    return column_sum(gradient.contiguous().view(-1, gradient.shape[-1]), ctx.dtype, ctx.may_wait())
 
 
 class _BiasGelu(Function):
@@ -175,10 +178,7 @@ class _BiasAdd(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not ctx.needs_input_grad[1]:
-            return gradient, None
-        flat = gradient.contiguous().view(-1, gradient.shape[-1])
-        return gradient, column_sum(flat, ctx.dtype, ctx.may_wait())
+        return gradient, _bias_gradient(ctx, gradient)
 
 
 def bias_add(x: Tensor, bias: Tensor) -> Tensor:

@@ -17,6 +17,23 @@ TILE = 4096
 WARPS = 8
 
 
+@triton.jit
+def load_rows(x_ptr, gradient_ptr, row, rows, column, columns, inside):
+    """Return places, mask, input and gradient of some rows."""
+    there = (row < rows)[:, None] & inside[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    x = tl.load(x_ptr + place, mask=there, other=0.0).to(tl.float32)
+    gradient = tl.load(gradient_ptr + place, mask=there, other=0.0).to(tl.float32)
+    return place, there, x, gradient
+
+
+def row_loop(rows: int, columns: int) -> tuple[int, dict[str, int]]:
+    """Return how many programs share the rows, and the constants of a kernel whose programs loop over whole rows."""
+    block = triton.next_power_of_2(columns)
+    at_once = max(TILE // block, 1)
+    return min(PROGRAMS, triton.cdiv(rows, at_once)), {"ROWS": at_once, "BLOCK": block, "num_warps": WARPS}
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _layernorm_backward(
     gradient_ptr,
@@ -45,10 +62,7 @@ def _layernorm_backward(
     out_sum = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
-        there = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
-        x = tl.load(x_ptr + place, mask=there, other=0.0).to(tl.float32)
-        gradient = tl.load(gradient_ptr + place, mask=there, other=0.0).to(tl.float32)
+        place, there, x, gradient = load_rows(x_ptr, gradient_ptr, row, rows, column, columns, inside)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         normalized = tl.where(there, (x - mean) * rstd, 0.0)
@@ -118,29 +132,19 @@ def layernorm_backward(
             f"{tuple(gradient.shape)} {gradient.dtype}"
         )
     out = torch.empty_like(gradient)
-    block = triton.next_power_of_2(columns)
-    at_once = max(TILE // block, 1)
-    programs = min(PROGRAMS, triton.cdiv(rows, at_once))
+    programs, constants = row_loop(rows, columns)
     width = columns * (2 if residual is None else 3)
     sums = PartialSum(programs, width, weight.dtype, x.device, deferred)
+    tensors = gradient, x, mean, rstd, weight, gradient if residual is None else residual, out, sums.partials
     launch(
         _layernorm_backward,
         (programs,),
-        gradient,
-        x,
-        mean,
-        rstd,
-        weight,
-        gradient if residual is None else residual,
-        out,
-        sums.partials,
+        *tensors,
         rows,
         columns,
+        **constants,
         ZERO_CENTERED=zero_centered,
         RESIDUAL=residual is not None,
-        ROWS=at_once,
-        BLOCK=block,
-        num_warps=WARPS,
         # Multiply-adds would be the compiler's choice, and might be another one with a residual than without.
         enable_fp_fusion=False,
     )

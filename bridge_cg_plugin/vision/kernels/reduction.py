@@ -104,7 +104,7 @@ class DeferredSums:
         self._blocks: dict[tuple[Any, ...], _Block] = {}
 
     def note_use(self, parameter: Tensor) -> Callable[[], bool]:
-        """Count a use of a parameter in a forward; returns what says whether its gradient's sum can wait.
+        """Count a use of a parameter in a forward; returns a function: whether its gradient's sum can wait.
 
         It can where nothing reads the gradient before `add`: the parameter is a leaf that one module has and uses
         once, so that autograd adds nothing to its gradient, and it is small enough for `SmallGradients` to hold.

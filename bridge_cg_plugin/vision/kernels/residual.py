@@ -2,7 +2,7 @@
 
 A tensor of the residual stream is read twice: by a LayerNorm and, as the residual, by the addition at the end of the
 branch that begins there. In the backward the addition comes first. It leaves its gradient here; the LayerNorm's
-backward takes it along, rounds as autograd's addition would, and knows the sum over tokens of what it hands on, which
+backward takes it along, rounds as autograd's addition would, and computes the sum over tokens of its result, which
 is the bias gradient of the addition before.
 """
 

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .launch import launch
-from .layernorm import PROGRAMS, TILE, WARPS
+from .layernorm import load_rows, row_loop
 from .reduction import PartialSum
 
 
@@ -35,10 +35,7 @@ def _rmsnorm_backward(
     weight_gradient = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
-        there = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
-        x = tl.load(x_ptr + place, mask=there, other=0.0).to(tl.float32)
-        gradient = tl.load(gradient_ptr + place, mask=there, other=0.0).to(tl.float32)
+        place, there, x, gradient = load_rows(x_ptr, gradient_ptr, row, rows, column, columns, inside)
         rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / columns + epsilon)[:, None]
         normalized = x * rstd
         weighted = gradient * weight[None, :]
@@ -58,13 +55,10 @@ def rmsnorm_backward(gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float
     """
     rows, columns = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(columns)
-    at_once = max(TILE // block, 1)
-    programs = min(PROGRAMS, triton.cdiv(rows, at_once))
+    programs, constants = row_loop(rows, columns)
     sums = PartialSum(programs, columns, weight.dtype, x.device, deferred=False)
-    settings = {"ROWS": at_once, "BLOCK": block, "num_warps": WARPS}
     grid = (programs,)
-    launch(_rmsnorm_backward, grid, gradient, x, weight, out, sums.partials, rows, columns, epsilon, **settings)
+    launch(_rmsnorm_backward, grid, gradient, x, weight, out, sums.partials, rows, columns, epsilon, **constants)
     return out, sums.total()
 
 

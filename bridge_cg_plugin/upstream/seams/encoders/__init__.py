@@ -1,6 +1,6 @@
 """Vision towers and audio encoders of Hugging Face's that this package captures: a module for each declares it.
 
-Besides its region (`upstream/encoders`), that is all the rest of the code knows of an encoder: patches, seams,
+Besides its region (`upstream/encoders`), that is all the rest of the code depends on: patches, seams,
 features, `doctor` and `explain` look through this folder. The plugin is loaded in every process that imports PyTorch,
 so a declaration imports next to nothing before its seams are asked for.
 """
