@@ -73,19 +73,26 @@ def train_words(words: Sequence[str]) -> None:
 
 
 def compare_runs(args: argparse.Namespace) -> bool:
-    """Train eager several times and on graphs once, print all and a verdict, and return whether they train the same."""
+    """Train eager several times and on graphs once, print all and a verdict, and return whether they train the same.
+
+    The verdict is printed and recorded after the second eager run and after each later one: time may be up before the
+    last.
+    """
     processes = [TrainingProcess(module="examples.plain_loop") for _ in range(args.eager_runs + 1)]
     arguments = ["--steps", str(args.steps), *(["--small"] if args.small else []), *args.options]
+    same = False
     try:
         for process in processes:
             process.wait_until_ready()
-        *eager, graphs = [
-            process.train("eager" if process is not processes[-1] else "graphs", arguments) for process in processes
-        ]
+        first, second, *others = processes
+        eager, graphs = [first.train("eager", arguments)], second.train("graphs", arguments)
+        for process in others:
+            eager.append(process.train("eager", arguments))
+            same = compare(eager, graphs, [], args.steps, args.records, CASE)
     finally:
         for process in processes:
             process.close()
-    return compare(eager, graphs, [], args.steps, args.records, CASE)
+    return same
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -95,9 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(args, rest, folder, folder / "checkpoint")
         bench.start(modes, stack)
         _write_files(args.recipe, folder)
-        runs = {mode: bench.run(mode) for mode in modes}
-    records = recipe_bench.records_of(recipe_bench.case_of(args), runs, args.steps, args.gpus)
-    put_cases(out, records)
+        runs: dict[str, dict[str, Any] | str] = {}
+        for mode in modes:
+            runs[mode] = bench.run(mode)
+            records = recipe_bench.records_of(recipe_bench.case_of(args), runs, args.steps, args.gpus)
+            put_cases(out, records)
     print("\n".join(map(recipe_bench.in_words, records)))
     return 1 if any("error" in record for record in records) else 0
 

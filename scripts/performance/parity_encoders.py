@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record
 from bridge_cg_tools.benchmarks.vision.encoder_parity import MIXES, MOST_TOKENS, failures, measure, print_record
@@ -52,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed, count = [], 0
     for name in names:
         records = []
-        for record in measure(name, ENCODERS[name], args.layers or ENCODERS[name].layers, args.mixes, args.tokens):
-            put_record(out, record)
-            print_record(record)
-            records.append(record)
+        try:
+            for record in measure(name, ENCODERS[name], args.layers or ENCODERS[name].layers, args.mixes, args.tokens):
+                put_record(out, record)
+                print_record(record)
+                records.append(record)
+        except CaptureError as error:
+            missed.append(f"{name}: {error}")
         missed += failures(records)
         count += len(records)
     print("\n".join(missed) or f"all {count} records inside their limits")

@@ -7,18 +7,22 @@ from .waiting_training import BEFORE
 
 COUNTED = 50
 # A step reads its verdicts once, before the optimizer's step. Everything else waits behind the optimizer's step, for
-# what is logged: gradient norm, loss scale, loss and counts of operations.
+# what is logged: whether the step was made, gradient norm, loss scale, loss, counts of operations and times.
 VERDICTS = "loss_checks.settle"
 BEHIND = {
     "clip_grads.get_grad_norm_fp32",
     "clip_grads.clip_grad_by_total_norm_fp32",
     "optimizer.step",
+    "train_utils.logical_and_across_model_parallel_group",
     "train_utils.reduce_max_stat_across_model_parallel_group",
     "train_utils.training_log",
     "flop_utils._accumulator_to_int",
     "flop_utils.resolve_global_flops_runtime_stats",
     "train.train_step",
     "train.train",
+    "timers.start",
+    "timers.stop",
+    "timers._get_global_min_max_time",
 }
 STEPS = BEFORE + COUNTED
 

@@ -74,11 +74,26 @@ def test_the_comparison_says_same_and_writes_records(here, capsys, tmp_path):
     assert plain_loop.main([*words, "vision_cuda_graph_strict=true"]) == 0
     assert "verdict: SAME" in capsys.readouterr().out
     told = ("--steps", str(STEPS), "vision_cuda_graph_strict=true")
-    assert here == [("eager", *told), ("eager", *told), ("graphs", *told)]
+    assert here == [("eager", *told), ("graphs", *told), ("eager", *told)]
     found = {record["mode"]: record for record in read_records(records)}
     assert set(found) == {"eager1", "eager2", "plugin"} and found["plugin"]["inside_spread"] is True
     for record in found.values():
         check_record(record)
+
+
+def test_a_comparison_whose_time_is_up_has_recorded_what_there_was(here, monkeypatch, tmp_path):
+    records, train = tmp_path / "loops.jsonl", plain_loop.TrainingProcess.train
+
+    def late(process, mode, arguments):
+        if len(here) == 3:
+            raise TimeoutError
+        return train(process, mode, arguments)
+
+    monkeypatch.setattr(plain_loop.TrainingProcess, "train", late)
+    words = ["--compare", "--eager-runs", "3", "--steps", str(STEPS), "--records", str(records)]
+    with pytest.raises(TimeoutError):
+        plain_loop.main(words)
+    assert {record["mode"] for record in read_records(records)} == {"eager1", "eager2", "plugin"}
 
 
 def test_the_comparison_says_different_where_nothing_replays(here, monkeypatch, capsys):

@@ -112,6 +112,14 @@ def test_a_run_that_fails_is_recorded_and_stops_no_other(runs, tmp_path):
     assert status == 1 and found["plugin"]["error"].startswith("out of memory: ") and "ms" in found["eager2"]
 
 
+def test_what_was_measured_is_recorded_when_the_command_is_ended(runs, tmp_path):
+    runs(eager1=result(200.0), plugin=result(80.0, graphs=GRAPHS), eager2=OSError())
+    with pytest.raises(OSError):
+        measure(tmp_path / "r.jsonl")
+    found = {record["mode"]: record for record in read_records(tmp_path / "r.jsonl")}
+    assert found["eager1"]["ms"] == 200.0 and found["plugin"]["ratio"] == 0.4
+
+
 def test_no_run_begins_when_the_time_is_over(runs, tmp_path):
     started = runs(eager1=result(200.0), plugin=result(80.0), eager2=result(201.0))
     status, found = measure(tmp_path / "r.jsonl", "--seconds", "0")

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.upstream.encoders.radio import TileLayers
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.models.mixes import CountMixes
@@ -37,6 +39,19 @@ def test_mixes_are_replayed_and_equal_eager_and_fp32(name, tmp_path):
         assert max(r["fp32_output"], r["fp32_worst"]) <= 1e-4  # eager is fp32 here
         if r["mode"] == "plugin":
             assert r["bucket"] and r["forward_rel"] <= 1e-6 and r["grad_rel"] <= 2e-5
+
+
+def test_an_encoder_that_cannot_be_captured_is_named_and_stops_no_other(tmp_path, monkeypatch, capsys):
+    def refused(self):
+        raise CaptureError("not on this machine")
+
+    monkeypatch.setattr(TileLayers, "recording", refused)
+    out = tmp_path / "records.jsonl"
+    words = ["--encoders", "nemotron_vl,siglip", "--layers", "2", "--mixes", "1", "--tokens", "256", "--out", str(out)]
+    assert parity_encoders.main(words) == 1
+    assert [r["case"] for r in read_records(out)] == ["siglip_0_2layers"] * 2
+    said = capsys.readouterr().out
+    assert "nemotron_vl: " in said and "not on this machine" in said
 
 
 @pytest.mark.parametrize("name", ENCODERS)
