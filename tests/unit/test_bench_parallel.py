@@ -220,8 +220,8 @@ def test_a_graphed_run_is_compared_as_each_eager_run_is():
     assert distances(compared[0]) == ["0.05 (9.00)", "0.00 (0.00)"]
     assert distances(compared[1]) == ["2.00 (0.30)", "0.00 (0.00)"]
     said = how_often_farthest(compared)
-    assert said.startswith("Of a layout's runs the graphed one is the farthest from the others in 1 of 4 comparisons;")
-    assert said.endswith("would be in 1, on average.")
+    assert said.startswith("The graphed run is farther from the others than any eager run in 1 of 4 comparisons;")
+    assert said.endswith("by chance it would be in 1.")
 
 
 def test_the_last_steps_of_two_runs_are_timed(started, tmp_path):

@@ -31,7 +31,7 @@ from bridge_cg_tools.benchmarks.models.workloads import (
     tokens_of,
     workloads,
 )
-from bridge_cg_tools.benchmarks.pages.markdown import fill, origin
+from bridge_cg_tools.benchmarks.pages.markdown import fill, origin, stack
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import performance_parts
 from bridge_cg_tools.benchmarks.pages.results_page import PAGES
@@ -554,6 +554,12 @@ def test_where_it_was_measured_is_said_by_what_was_measured():
 def test_records_of_several_days_name_the_first_and_the_last():
     days = [{**record(), "date": f"2026-11-{day}"} for day in (22, 24, 21)]
     assert ", 2026-11-21 to 2026-11-24, " in origin(days) and ", 2026-11-22, " in origin(days[:1])
+
+
+def test_releases_of_the_stack_are_named_only_where_asked_for():
+    measured = {**record(), "versions": {**stack(), "megatron-bridge": "0.4.2", "commit": "abc"}}
+    assert "2026-11-21, megatron-bridge 0.4.2, commit abc, " in origin([{**measured, "date": "2026-11-21"}])
+    assert f"torch {stack()['torch']}, " in origin([measured], with_stack=True)
 
 
 def test_plots_are_drawn_from_records(folder):

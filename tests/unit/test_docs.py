@@ -62,8 +62,8 @@ def test_links_lead_to_a_file_and_a_heading(page):
 
 
 def test_links_are_found_at_all():
-    assert "drawings/slots.svg" in links(DOCS / "vision_graphs.md")
-    assert "errors.md#fallbacks" in links(DOCS / "vision_graphs.md")
+    assert "drawings/slots.svg" in links(DOCS / "choose.md")
+    assert "errors.md#fallbacks" in links(DOCS / "choose.md")
     assert "measured-costs" in headings(DOCS / "design.md")
 
 
@@ -110,9 +110,35 @@ def site():
 
 
 def test_the_navigation_has_every_page_once():
-    left_out = site()["exclude_docs"].split()
-    pages = sorted(str(page.relative_to(DOCS)) for page in SITE)
-    assert sorted([*navigation(site()["nav"]), *left_out]) == pages
+    assert sorted(navigation(site()["nav"])) == sorted(str(page.relative_to(DOCS)) for page in SITE)
+
+
+GUIDE = ("Start", "Choose", "Several GPUs", "Other loops", "When something is wrong")
+MOST_WORDS = 15_000
+
+
+def test_the_guide_is_five_pages():
+    (guide,) = (section["Guide"] for section in site()["nav"] if "Guide" in section)
+    assert tuple(title for page in guide for title in page) == GUIDE
+
+
+def words_of_prose(page):
+    """Count words outside of code blocks and rows of tables."""
+    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+    return sum(len(line.split()) for line in lines if not line.startswith("|"))
+
+
+def test_the_documentation_is_short():
+    words = {name_of(page): words_of_prose(page) for page in SITE}
+    assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda item: -item[1])[:10]
+
+
+def test_the_glossary_has_ten_terms_and_every_page_of_the_guide_links_it():
+    text = (DOCS / "choose.md").read_text().partition("## Glossary")[2]
+    assert len(re.findall(r"^\| (?!term|---)", text, re.MULTILINE)) == 10
+    (guide,) = (section["Guide"] for section in site()["nav"] if "Guide" in section)
+    first = [next(navigation([page])) for page in guide]
+    assert [page for page in first if not any("#glossary" in link for link in links(DOCS / page))] == []
 
 
 def test_the_site_needs_no_network():

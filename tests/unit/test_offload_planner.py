@@ -170,7 +170,7 @@ def test_nothing_is_done_that_is_not_allowed(inventory, scopes, kinds, window):
             assert inventory.seen[place].kind in kinds
 
 
-# The tower at 16384 tokens, as docs/benchmarks/offload.md counts it.
+# The tower at 16384 tokens, as docs/benchmarks/memory.md counts it.
 UNIT = 16384 * 1152 * 2
 WIDE = UNIT * 4304 // 1152
 

@@ -28,7 +28,7 @@ def encoder_of(model: Any) -> str:
     if not any(hasattr(model, field) for field in IMAGE_FIELDS):
         return ""
     if not bases[0].endswith("Provider"):  # `bridge-cg explain` does without the hub
-        listed = "docs/vision_graphs.md lists those that vision graphs take"
+        listed = "docs/encoders.md lists those that vision graphs take"
         return f"of a kind that only the hub tells; {listed}, {HOW_TO_ADD}"
     return f"of {bases[0]}, {NO_ADAPTER}: it runs eager; {HOW_TO_ADD}"
 

@@ -89,8 +89,8 @@ def how_often_farthest(cases: Sequence[Shares]) -> str:
     found = [each for compared in cases for each in compared]
     count, chance = sum(own > max(eager) for own, *eager in found), sum(1 / len(each) for each in found)
     return (
-        f"Of a layout's runs the graphed one is the farthest from the others in {count} of {len(found)} comparisons; "
-        f"one more eager run would be in {chance:.0f}, on average."
+        f"The graphed run is farther from the others than any eager run in {count} of {len(found)} comparisons; "
+        f"by chance it would be in {chance:.0f}."
     )
 
 

@@ -1,10 +1,14 @@
 """Records as Markdown: tables, where they were measured, and pages with parts between marks."""
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_tools.benchmarks.records.results import ROOT
+
 Records = list[dict[str, Any]]
+MEASURED_WITH = ("torch", "transformer-engine", "megatron-core", "megatron-bridge")
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -14,15 +18,36 @@ def table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def origin(records: Records) -> str:
-    """Return one line with GPU, dates, versions and commits; what is only computed has none of its own."""
+@functools.cache
+def stack() -> dict[str, str]:
+    """Return the pinned releases that a record names."""
+    lines = (ROOT / "requirements/stack.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {name: pins[name] for name in MEASURED_WITH}
+
+
+def listed(versions: dict[str, str]) -> str:
+    """Return releases in a row."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def origin(records: Records, *, with_stack: bool = False) -> str:
+    """Return one line with GPU, dates and commits; what is only computed has none of its own.
+
+    Args:
+        records: The measured ones.
+        with_stack: Name all releases, also those that the stack pins.
+    """
     records = [r for r in records if r["mode"] != "limit" and "error" not in r] or records
     first = records[0]
-    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items() if name != "commit")
+    shown = {name: v for name, v in first["versions"].items() if name != "commit"}
+    if not with_stack:
+        shown = {name: v for name, v in shown.items() if stack().get(name) != v}
     commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
     gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
     dates = " to ".join(dict.fromkeys(end(r["date"] for r in records) for end in (min, max)))
-    return f"{gpu}, {dates}, {versions}, commit {commits}, {first['repeats']} repeats."
+    parts = [gpu, dates, listed(shown), f"commit {commits}", f"{first['repeats']} repeats."]
+    return ", ".join(filter(None, parts))
 
 
 def by_case(records: Records, mode: str) -> dict[str, dict[str, Any]]:

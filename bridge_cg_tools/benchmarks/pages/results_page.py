@@ -7,7 +7,17 @@ from typing import Any
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
 from bridge_cg_tools.benchmarks.pages.loops_page import loops_parts
-from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, fill, number, origin, over_eager, table
+from bridge_cg_tools.benchmarks.pages.markdown import (
+    Records,
+    by_case,
+    fill,
+    listed,
+    number,
+    origin,
+    over_eager,
+    stack,
+    table,
+)
 from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
 from bridge_cg_tools.benchmarks.pages.packed_page import packed_parts
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default, performance_parts
@@ -18,15 +28,16 @@ from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.report.spread import FACTOR, compare_to_spread
 
 FOLDER = ROOT / "docs/benchmarks"
-HEAD = """`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
+HEAD = f"""`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
 More tables: [vision encoder](vision.md), [GPU time and precision](kernels.md), [memory](memory.md),
-[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [offloading](offload.md),
-[whole steps](whole_step.md).
-[Performance](../performance.md) has the conclusions for users."""
+[other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md), [whole steps](whole_step.md).
+[Performance](../performance.md) has the conclusions for users.
 
-CAPTURES = """Captures of these runs: all their seconds; from the end of the last warm-up step until the first step
-with a replay begins to train; the most that a later step waited; microbatches on graphs from the 10th step after
-warm-up on. Empty: not in the record."""
+Lines with a GPU and a date name releases only where they are others than {listed(stack())}."""
+NOTES = "\n## Notes\n"  # of the page, written by hand
+
+CAPTURES = """Captures of these runs: seconds in all; from the last warm-up step to the first step with a replay; the
+most that a later step waited; microbatches on graphs from the 10th step after warm-up on. Empty: not in the record."""
 
 
 def speed(records: Records) -> str:
@@ -182,10 +193,10 @@ Mixes of images and video, replayed from one set of captures. {origin(mixes)}
 
 {parity(mixes)}
 
-Optimizer steps of Bridge's `pretrain()` with the full encoder and a language model of 4 layers of 2048 with a
-vocabulary of 151,936. Each of 4 microbatches has 1 to 3 photographs of mixed size. `overlap_grad_reduce` and
-`overlap_param_gather` are on. Losses and gradient norms: the largest distance to the nearest eager run, over the
-largest difference of two eager runs up to that step. At most {FACTOR} counts as equal to eager. {origin(runs)}
+Optimizer steps of Bridge's `pretrain()` with the full encoder and a language model of 4 layers of 2048. Each of 4
+microbatches has 1 to 3 photographs of mixed size. `overlap_grad_reduce` and `overlap_param_gather` are on. Losses and
+gradient norms: the largest distance to the nearest eager run, over the largest difference of two eager runs up to that
+step. At most {FACTOR} counts as equal to eager. {origin(runs)}
 
 {training(runs)}"""
 
@@ -198,7 +209,7 @@ def results_parts(folder: Path) -> dict[str, str]:
     """
     bench, runs = (read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "pretrain"))
     whole = [r for r in runs if r["mode"] == "plugin" and r["case"] in WHOLE_STEPS]
-    return {"results": f"{headline(bench, runs)}\n\n{origin([*bench, *whole])}" if bench else ""}
+    return {"results": f"{headline(bench, runs)}\n\n{origin([*bench, *whole], with_stack=True)}" if bench else ""}
 
 
 # Each page with marks, and what stands between them.
@@ -224,13 +235,14 @@ def write_pages() -> None:
         read_records(FOLDER / f"{name}.jsonl") for name in ("vision_bench", "vision_parity", "pretrain", "autoload")
     )
     shown = summary(bench, mixes, runs)
+    _, _, notes = (FOLDER / "README.md").read_text().partition(NOTES)
     sections = [
         f"# Measured results\n\n{HEAD}",
         f"## Summary\n\n{shown}\n\nPeak device memory of these runs:\n\n{training_memory(runs)}\n\n{CAPTURES}\n\n"
         f"{captures(runs)}",
         f"## Differences and memory of the encoder\n\n{exactness(bench)}",
         f"## Loading the plugin\n\n{autoload(loading)}".rstrip(),
-        (FOLDER / "notes.md").read_text(),
+        f"{NOTES.lstrip()}{notes}",
     ]
     (FOLDER / "README.md").write_text("\n\n".join(sections))
     for name, parts in PAGES.items():
