@@ -40,7 +40,7 @@ def named_buckets(limits: Iterable[tuple[int, ...]] | None, capacity: int) -> li
     return [Bucket(tokens, tuple(bounds)) for tokens, *bounds in limits or () if tokens == capacity]
 
 
-def again(buckets: Iterable[Bucket], capacities_field: str, limits_field: str) -> str:
+def next_run_options(buckets: Iterable[Bucket], capacities_field: str, limits_field: str) -> str:
     """Return the options by which another run records these buckets and no others."""
     found = sorted(buckets)
     words = [f"{capacities_field}=[{','.join(map(str, dict.fromkeys(bucket.tokens for bucket in found)))}]"]
@@ -73,7 +73,7 @@ class BucketPlan:
 
     Attributes:
         capacities: The buckets.
-        padding_share: Padding over all tokens if the observed sizes come again, 0 to 1.
+        padding_share: Padding over all tokens if the observed sizes come next_run_options, 0 to 1.
         observed: How many sizes the plan rests on.
     """
 

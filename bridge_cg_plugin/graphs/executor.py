@@ -10,7 +10,7 @@ from torch import Tensor
 from .activations import Activations
 from .errors import CaptureError
 from .generators import default_generator
-from .recording import CudaGraphRecording, Recording, ReferenceRecording, RegionBody, ToldRecording
+from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
 from .releasable_pools import allocating, releasable_pools
 from .side_stream import SideStream
 from .slot import Making
@@ -150,7 +150,7 @@ class CudaGraphExecutor:
             second is called after a pass that failed, too.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
-        beside: Whether recordings may have side work, which then gives way to the main work.
+        side_stream: Whether recordings may have side work, which then gives way to the main work.
         releasable: Whether memory of recordings can leave the device, if PyTorch and the driver can do it.
 
     Raises:
@@ -169,13 +169,13 @@ class CudaGraphExecutor:
         post_warmup_hook: Hook = _nothing,
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
-        beside: bool = False,
+        side_stream: bool = False,
         releasable: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if beside else PRIORITY)
+        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if side_stream else PRIORITY)
         self._side_stream = torch.cuda.Stream(self.device, priority=PRIORITY)
         self._generators = generators
         self.isolated = isolated
@@ -230,7 +230,7 @@ class CudaGraphExecutor:
         """See `Executor`."""
         with nullcontext() if self._releasable is None else allocating():
             made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
-        return made if self._launched is None else ToldRecording(made, self._launched, body.name)
+        return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
 
     def pool_bytes(self, pool: tuple[int, int]) -> int:
         """See `Executor`."""

@@ -75,12 +75,12 @@ class Growing:
         return self._tried
 
     def _move(self) -> None:
-        """Make one recording again in the memory of the largest."""
+        """Recapture one bucket in the memory of the largest."""
         outdated = [(region, region.outdated()) for region, _ in self._regions]
         found = [(region, wish) for region, wish in outdated if wish is not None]
         if not found:
             self._quiet = 0
-        elif not self._recorded(partial(self._renew, found), f"bucket {found[0][1][1]} anew, in less memory"):
+        elif not self._recorded(partial(self._recapture, found), f"bucket {found[0][1][1]} once more, in less memory"):
             self._quiet = -SETTLED
 
     def _recorded(self, work: Callable[[], None], what: str, undo: Callable[[], bool] = lambda: False) -> bool:
@@ -144,7 +144,7 @@ class Growing:
         """Keep within the memory limit after a recording.
 
         What was not used for long goes first, then the bucket itself, unless it fits once all share its memory: then
-        the others are recorded again when microbatches ask for them.
+        the others are recaptured when microbatches ask for them.
         """
         if not self._room.limited:
             return
@@ -171,9 +171,9 @@ class Growing:
                 if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode):
                     region.record_wish(wish)
 
-    def _renew(self, found: Sequence[tuple[Region, Wish]]) -> None:
+    def _recapture(self, found: Sequence[tuple[Region, Wish]]) -> None:
         for region, wish in found:
-            region.renew(wish)
+            region.recapture(wish)
 
 
 def _done(work: Callable[[], None]) -> float:

@@ -26,7 +26,7 @@ Wish = tuple[int, Bucket, Mode]
 
 # A part of the largest bucket's memory that smaller ones may have beside it.
 APART = 0.15
-FAILED_ALONE = "was to be recorded anew because memory was moved on this rank, and could not be"
+FAILED_HERE = "had to be recaptured because memory was moved on this rank, and could not be captured"
 
 
 class LateRecordings:
@@ -218,8 +218,8 @@ class LateRecordings:
                 return largest
         return None
 
-    def renew(self, source: Source, wish: Wish) -> None:
-        """Make a recording again in its slot's memory of today.
+    def recapture(self, source: Source, wish: Wish) -> None:
+        """Recapture in the memory that the slot has now.
 
         Raises:
             CaptureError: It failed; the old one stays.
@@ -275,12 +275,12 @@ class LateRecordings:
         if self._before_replay is not None:
             self._before_replay()
         others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
-        alone = others_have_it and not isinstance(self._consensus, SingleRank)
+        only_here = others_have_it and not isinstance(self._consensus, SingleRank)
         try:
-            (SINGLE_RANK if alone else self._consensus).agree(partial(self._add, source, slot, bucket, mode))
+            (SINGLE_RANK if only_here else self._consensus).agree(partial(self._add, source, slot, bucket, mode))
         except Exception as error:
-            if alone:  # the others replay it now
-                raise CaptureError(f"{self._recorder.name}: bucket {bucket} {FAILED_ALONE}: {named(error)}") from error
+            if only_here:  # the others replay it now
+                raise CaptureError(f"{self._recorder.name}: bucket {bucket} {FAILED_HERE}: {named(error)}") from error
             return self._failed(source, bucket, mode, error)
         return None
 

@@ -259,7 +259,7 @@ class GraphManager:
         Returns:
             Their regions, in their order.
         """
-        sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.replaced]
+        sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.patched]
         watch = self._followed(sites)
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
         regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
@@ -281,8 +281,8 @@ class GraphManager:
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
         """Return what follows the module from its first recording until `reset`."""
         if self._watch is None:
-            replaced = [(self.model, "forward"), *sites]
-            self._watch = ModelWatch((self.model,), replaced, (self.model,), self.surroundings.exempt)
+            patched = [(self.model, "forward"), *sites]
+            self._watch = ModelWatch((self.model,), patched, (self.model,), self.surroundings.exempt)
         return self._watch
 
     def reset(self) -> None:
@@ -323,9 +323,9 @@ class GraphManager:
         return self._regions != []
 
     @property
-    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+    def patched(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and the attributes of theirs that replay once graphs are captured."""
-        return ((self.model, "forward"),) if self._parts is None else self._parts.replaced
+        return ((self.model, "forward"),) if self._parts is None else self._parts.patched
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ class Parts:
         self._current: _Chosen | None = None
 
     @property
-    def replaced(self) -> tuple[tuple[nn.Module, str], ...]:
+    def patched(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and the attributes of theirs that replay."""
         return tuple((method.module, method.name) for method in self._methods)
 

@@ -63,7 +63,7 @@ class CallSite:
     read: ReadPart | None = None
 
     @property
-    def replaced(self) -> list[tuple[nn.Module, str]]:
+    def patched(self) -> list[tuple[nn.Module, str]]:
         """The modules and attributes of theirs that the part stands in for."""
         return [(self.owner, self.attribute), *((f.owner, f.attribute) for f in self.followers)]
 

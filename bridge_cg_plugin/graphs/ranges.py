@@ -37,11 +37,11 @@ def _range(name: str) -> Iterator[None]:
         with torch.profiler.record_function(name):
             yield
         return
-    marks = torch.cuda.is_available()  # else PyTorch may come without NVTX
-    if marks:
+    nvtx = torch.cuda.is_available()  # else PyTorch may come without NVTX
+    if nvtx:
         torch.cuda.nvtx.range_push(name)
     try:
         yield
     finally:
-        if marks:
+        if nvtx:
             torch.cuda.nvtx.range_pop()

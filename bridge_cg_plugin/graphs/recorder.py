@@ -65,7 +65,7 @@ class Recorder:
     def fill(
         self, source: Source, slot: Slot, places: Sequence[Place], recorded: Callable[[], None] = lambda: None
     ) -> None:
-        """Record in a slot that no microbatch holds; all of it anew while its activations take more than they may.
+        """Record in a slot that no microbatch holds; repeat it while its activations exceed their limit.
 
         What a pool loses between its blocks is known only once all buckets share it.
 

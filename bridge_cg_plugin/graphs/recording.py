@@ -1,4 +1,4 @@
-"""One region at one bucket: the work that is recorded, and its two ways of being run again."""
+"""One region at one bucket: the work that is recorded, and its two ways of being replayed."""
 
 import functools
 import operator
@@ -50,7 +50,7 @@ EVALUATION = Mode(gradients=False, training=False)
 
 
 class Recording(Protocol):
-    """A region that can be run again on whatever its buffers hold."""
+    """A region that can be replayed on whatever its buffers hold."""
 
     outputs: tuple[Tensor, ...]
 
@@ -104,7 +104,7 @@ class RegionBody:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
         if self._side is not None:
-            self._side.begin(branching=self.activations is None)
+            self._side.begin(side_outputs=self.activations is None)
         handed = () if self._sinks is None else self._sinks.handed
         with (
             torch.set_grad_enabled(self._sinks is not None),
@@ -112,7 +112,7 @@ class RegionBody:
             self._passing(),
             self._aliases.active(handed) as aliases,
             _own_saved_tensors(),
-            self._beside(),
+            self._side_stream_active(),
             walked_once(),
             self._program.recording(),
             self._saving(aliases),
@@ -138,7 +138,7 @@ class RegionBody:
             torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
             self._passing(),
             self._sinks.attached(aliases),
-            self._beside(),
+            self._side_stream_active(),
             walked_once(),
             self._program.recording(),
             restoring,
@@ -150,7 +150,7 @@ class RegionBody:
     def _differentiated(
         self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
     ) -> list[tuple[Tensor | None, ...]]:
-        """Return the targets' gradients through each branch beside the main stream, and through all the rest."""
+        """Return the targets' gradients through each side output, and through all other outputs."""
         found: list[tuple[Tensor | None, ...]] = []
         if self._side is not None:
             pairs, found = self._side.differentiate(pairs, targets)
@@ -182,7 +182,7 @@ class RegionBody:
         if self.activations is not None:
             self.activations.forget()
 
-    def _beside(self) -> AbstractContextManager[None]:
+    def _side_stream_active(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.active()
 
     def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
@@ -225,7 +225,7 @@ def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class ReferenceRecording:
-    """Runs the body again by executing it: the same buffers and padding as a graph, on any device."""
+    """Replays by executing the body: the same buffers and padding as a graph, on any device."""
 
     def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
         self._body = body
@@ -282,8 +282,8 @@ class CudaGraphRecording:
         return self._gradients
 
 
-class ToldRecording:
-    """A recording that tells of every replay that it has launched.
+class NotifyingRecording:
+    """A recording that notifies a callback of every replay that it launched.
 
     Args:
         recording: The recording.

@@ -234,14 +234,14 @@ class Region:
         source = self._source(made.sources, gradients=True)
         return made.late.outdated(source) if isinstance(source, Source) else None
 
-    def renew(self, wish: Wish) -> None:
-        """Make a recording again, in the memory of the largest.
+    def recapture(self, wish: Wish) -> None:
+        """Recapture a bucket in the memory of the largest.
 
         Raises:
             CaptureError: It failed; the old one stays.
         """
         made = self._captured()
-        made.late.renew(made.sources.current, wish)
+        made.late.recapture(made.sources.current, wish)
 
     def _captured(self) -> _Made:
         if self._made is None:
@@ -375,11 +375,11 @@ class Region:
             source = sources.find(gradients, self.is_idle)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
-            if self._strict or not (self._is_alone() or isinstance(error, CaptureError)):
+            if self._strict or not (self._is_single_rank() or isinstance(error, CaptureError)):
                 raise CaptureError(f"{self.program.name}: {named(error)}") from error
             self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
             return Fallback.CAPTURE_FAILED
-        if source is Fallback.MEMORY_MOVED and not self._is_alone():
+        if source is Fallback.MEMORY_MOVED and not self._is_single_rank():
             raise CaptureError(
                 f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "
                 "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
@@ -391,7 +391,7 @@ class Region:
             self._warned.add(text)
             warn(text)
 
-    def _is_alone(self) -> bool:
+    def _is_single_rank(self) -> bool:
         return isinstance(self._consensus, SingleRank)
 
     def is_idle(self) -> bool:

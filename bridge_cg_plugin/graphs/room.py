@@ -65,7 +65,7 @@ class Room:
         return max(region.statistics.buckets[growth.bucket_of(bucket)].last_step for region, growth in self._regions)
 
     def drop(self, bucket: Bucket) -> None:
-        """Drop a bucket; it may be recorded again."""
+        """Drop a bucket; it may be recaptured."""
         for region, growth in self._regions:
             region.drop(growth.bucket_of(bucket))
         self._demand.drop(bucket)

@@ -1,8 +1,8 @@
-"""Work of a recording that the main stream need not wait for, on a stream beside it.
+"""Work of a recording that runs on a side stream, concurrently with the main stream.
 
-Few tokens leave most of a GPU idle, and a recording is one chain of kernels. What nothing further down the chain reads,
-gradients of weights above all, may run beside it: `beside`, `ahead` and `branch` say so where the work is done. On a
-recording without a side stream they run it at once, in its place.
+Microbatches of few tokens leave most of a GPU idle. Work whose result the main stream does not read soon, above all
+weight gradients, can run concurrently: pass it to `run_on_side_stream`, `start_on_side_stream` or
+`output_on_side_stream`. In a recording without a side stream they run it in place.
 """
 
 from collections import Counter
@@ -13,42 +13,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Pieces of work after which the main stream waits for those before them: two layers of an encoder make about as many.
-TOGETHER = 8
+# The main stream waits for side work in groups of this size: about as many as two layers of an encoder submit.
+GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Started[T]:
-    """Work that runs beside the main stream, and what it made.
+class SideResult[T]:
+    """The result of work on the side stream.
 
     Attributes:
-        made: Its result, which only side work may read yet.
-        wait: Lets the main stream wait for it.
+        value: Only side work may read it before `wait`.
+        wait: Makes the main stream wait for the work.
     """
 
-    made: T
+    value: T
     wait: Callable[[], None] = lambda: None
 
     def result(self) -> T:
-        """Return what was made, for the main stream to read."""
+        """Return the value, for the main stream to read."""
         self.wait()
-        return self.made
+        return self.value
 
 
-class Branch:
-    """A part of a forward that leads from one tensor to an output of the region, cut off from autograd's graph.
+class SideOutput:
+    """An output of the region that is computed on the side stream, detached from the main stream's autograd graph.
 
     Args:
-        start: What it begins with, a leaf.
+        start: The input of its computation, a leaf.
         end: The output.
     """
 
     def __init__(self, start: Tensor, end: Tensor) -> None:
         self.start, self.end = start, end
-        self.gradients: Started[tuple[Tensor | None, ...]] | None = None
+        self.gradients: SideResult[tuple[Tensor | None, ...]] | None = None
 
     def add_gradient(self, of_others: Tensor) -> Tensor:
-        """Return the gradient of the tensor that it begins with, from that of all else which reads the tensor."""
+        """Return the input's whole gradient, given the gradient from all its other uses."""
         gradients, self.gradients = self.gradients, None
         of_start = None if gradients is None else gradients.result()[0]
         return of_others if of_start is None else of_others + of_start
@@ -58,8 +58,8 @@ class SideStream:
     """The side stream of one recording, forked from the main stream and joined to it by events.
 
     The allocator may reuse a dropped tensor at once for its own stream. So inputs of side work are kept until the main
-    stream has waited for it: after every `TOGETHER` pieces it waits for the `TOGETHER` before. (`record_stream` would
-    keep them until the capture ends.) Results of side work are in the side stream's memory.
+    stream has waited for it, which it does after every `GROUP_SIZE` pieces of work for the `GROUP_SIZE` before.
+    (`record_stream` would keep them until the capture ends.) Results of side work are in the side stream's memory.
 
     Args:
         stream: Where work runs; None runs it at once, for the reference executor.
@@ -71,8 +71,8 @@ class SideStream:
         self._uses: Counter[int] = Counter()
         self._reads: list[tuple[Tensor, ...]] = []
         self._before: tuple[torch.cuda.Event | None, list[tuple[Tensor, ...]]] = (None, [])
-        self._inside = self._forked = self._branching = False
-        self._branches: list[Branch] = []
+        self._inside = self._forked = self._side_outputs = False
+        self._outputs: list[SideOutput] = []
 
     @property
     def runs_now(self) -> bool:
@@ -84,19 +84,19 @@ class SideStream:
         """Pieces of work whose inputs are kept."""
         return len(self._reads) + len(self._before[1])
 
-    def begin(self, branching: bool = True) -> None:
+    def begin(self, side_outputs: bool = True) -> None:
         """Begin a forward.
 
         Args:
-            branching: Whether outputs may be computed beside; what autograd saves for them must then stay where it is.
+            side_outputs: Whether `output` may use the side stream. Tensors that autograd saves must then stay in place.
         """
-        self._branching = branching
+        self._side_outputs = side_outputs
         self.forget()
 
     def forget(self) -> None:
         """Drop what a forward left for its backward."""
         self._uses.clear()
-        self._branches = []
+        self._outputs = []
 
     def note_use(self, parameter: Tensor) -> None:
         """Count a use of a parameter in the forward."""
@@ -108,7 +108,7 @@ class SideStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let `beside` and `ahead` use this stream inside; the main stream, current now, waits for it at the end."""
+        """Make this the current side stream inside; the main stream, current now, waits for it at the end."""
         global _current
         before, _current = _current, self
         if self._stream is not None:
@@ -125,7 +125,7 @@ class SideStream:
             self._reads, self._before = [], (None, [])
 
     def run[T](self, work: Callable[[], T], *reads: Tensor) -> T:
-        """Run work behind what the main stream was given so far; only side work may read its result before `join`.
+        """Run work after what the main stream was given so far; only side work may read its result before `join`.
 
         Args:
             work: Submits kernels.
@@ -140,79 +140,79 @@ class SideStream:
         finally:
             self._inside = False
         self._reads.append(reads)
-        if len(self._reads) == TOGETHER:
-            self._turn()
+        if len(self._reads) == GROUP_SIZE:
+            self._wait_for_previous_group()
         return made
 
-    def start[T](self, work: Callable[[], T], *reads: Tensor) -> "Started[T]":
-        """Run work as `run` does, for the main stream to ask for its result."""
+    def start[T](self, work: Callable[[], T], *reads: Tensor) -> "SideResult[T]":
+        """Run work as `run` does, and let the main stream wait for its result."""
         if self._inside:
-            return Started(work())
-        made, done = self.run(work, *reads), self._mark()
-        return Started(made, lambda: self._wait(done))
+            return SideResult(work())
+        value, done = self.run(work, *reads), self._record_event()
+        return SideResult(value, lambda: self._wait_event(done))
 
-    def branch(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute an output of the region from x by work of its own, which autograd differentiates beside, too."""
-        if not self._branching:
+    def output(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute an output of the region from x on the side stream, where its backward runs as well."""
+        if not self._side_outputs:
             return work(x)
         if not torch.is_grad_enabled():
             return self.run(lambda: work(x), x)
         start = x.detach().requires_grad_(x.requires_grad)
-        branch = Branch(start, self.run(lambda: work(start), start))
-        if branch.end.requires_grad:
-            self._branches.append(branch)
+        output = SideOutput(start, self.run(lambda: work(start), start))
+        if output.end.requires_grad:
+            self._outputs.append(output)
         if x.requires_grad:
-            x.register_hook(branch.add_gradient)
-        return branch.end
+            x.register_hook(output.add_gradient)
+        return output.end
 
     def differentiate(
         self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
     ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor | None, ...]]]:
-        """Begin a backward with the branches: nothing that comes later is needed for them.
+        """Submit the backward of side outputs before that of all others.
 
         Args:
             pairs: Outputs with their gradients.
-            targets: What gradients are wanted of.
+            targets: Tensors whose gradients are computed.
 
         Returns:
-            The pairs that are left, and the targets' gradients through each branch, which wait for `join`.
+            The remaining pairs, and the targets' gradients through each side output, which are valid after `join`.
 
         Raises:
-            RuntimeError: A branch does not end in an output.
+            RuntimeError: A side output is not an output of the region.
         """
-        branches, self._branches = self._branches, []
+        side_outputs, self._outputs = self._outputs, []
         left, found = list(pairs), []
-        for branch in reversed(branches):
-            place = next((i for i, (output, _) in enumerate(left) if output is branch.end), None)
+        for side_output in reversed(side_outputs):
+            place = next((i for i, (output, _) in enumerate(left) if output is side_output.end), None)
             if place is None:
-                raise RuntimeError("what a branch computed was changed before it became an output of the region")
+                raise RuntimeError("a side stream's result was changed before it became an output of the region")
             _, gradient = left.pop(place)
-            found.append(self._through(branch, gradient, targets))
+            found.append(self._through(side_output, gradient, targets))
         return left, found
 
-    def _through(self, branch: Branch, gradient: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        wanted = [branch.start, *targets] if branch.start.requires_grad else targets
+    def _through(self, output: SideOutput, gradient: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        wanted = [output.start, *targets] if output.start.requires_grad else targets
 
         def differentiated() -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(branch.end, wanted, gradient, allow_unused=True)
+            return torch.autograd.grad(output.end, wanted, gradient, allow_unused=True)
 
         # Autograd drops what it saved, the start as well, as soon as the backward is submitted.
-        if not branch.start.requires_grad:
-            return self.run(differentiated, gradient, branch.start)
-        branch.gradients = self.start(differentiated, gradient, branch.start)
-        return branch.gradients.made[1:]
+        if not output.start.requires_grad:
+            return self.run(differentiated, gradient, output.start)
+        output.gradients = self.start(differentiated, gradient, output.start)
+        return output.gradients.value[1:]
 
     def join(self) -> None:
         """Let the main stream wait for all side work."""
         if self._forked:
-            self._wait(self._mark())
+            self._wait_event(self._record_event())
         self._forked = False
 
-    def _turn(self) -> None:
+    def _wait_for_previous_group(self) -> None:
         done, _ = self._before
         if done is not None:
-            self._wait(done)
-        self._before = self._mark(), self._reads
+            self._wait_event(done)
+        self._before = self._record_event(), self._reads
         self._reads = []
 
     def _fork(self) -> AbstractContextManager[None]:
@@ -222,10 +222,10 @@ class SideStream:
         self._forked = True
         return torch.cuda.stream(self._stream)
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         return None if self._stream is None else self._stream.record_event()
 
-    def _wait(self, done: torch.cuda.Event | None) -> None:
+    def _wait_event(self, done: torch.cuda.Event | None) -> None:
         if done is not None and self._main is not None:
             self._main.wait_event(done)
 
@@ -235,20 +235,20 @@ _current: SideStream | None = None
 
 
 def current_side_stream() -> SideStream | None:
-    """Return the side stream of the work that is recorded now; None where everything runs on one stream."""
+    """Return the side stream of the work that is being recorded; None where everything runs on one stream."""
     return _current
 
 
-def beside[T](work: Callable[[], T], *reads: Tensor) -> T:
-    """Run work whose result only other side work reads before the recording's end; see `SideStream.run`."""
+def run_on_side_stream[T](work: Callable[[], T], *reads: Tensor) -> T:
+    """Run work whose result only side work reads before the recording ends; see `SideStream.run`."""
     return work() if _current is None else _current.run(work, *reads)
 
 
-def ahead[T](work: Callable[[], T], *reads: Tensor) -> Started[T]:
-    """Run work whose result is asked for later; see `SideStream.start`."""
-    return Started(work()) if _current is None else _current.start(work, *reads)
+def start_on_side_stream[T](work: Callable[[], T], *reads: Tensor) -> SideResult[T]:
+    """Run work whose result the main stream reads later; see `SideStream.start`."""
+    return SideResult(work()) if _current is None else _current.start(work, *reads)
 
 
-def branch(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `work(x)`, an output of the region that nothing else in it reads; see `SideStream.branch`."""
-    return work(x) if _current is None else _current.branch(work, x)
+def output_on_side_stream(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `work(x)`, an output of the region that nothing else in it reads; see `SideStream.output`."""
+    return work(x) if _current is None else _current.output(work, x)

@@ -14,7 +14,7 @@ from .language_model import (
     normalize_cuda_graph_modules,
     normalize_inference_cuda_graph_scope,
 )
-from .migration import ENUM, MIGRATIONS, check_deprecated_beside_new
+from .migration import ENUM, MIGRATIONS, check_deprecated_scope
 from .normalization import as_fields, graph_options, normalize
 from .offload import OFFLOAD_FIELDS, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
@@ -51,7 +51,7 @@ __all__ = [
     "VisionGraphOptions",
     "as_fields",
     "check_combinations",
-    "check_deprecated_beside_new",
+    "check_deprecated_scope",
     "check_options",
     "facts_of",
     "graph_options",

@@ -36,7 +36,7 @@ def limits_option() -> Any:
         bucket_limits,
         "LIST",
         "named buckets with the only limits to capture them for, joined by +",
-        "As the report's line `again` writes them. With None, a named bucket is captured for several limits",
+        "As the report's line `next run` writes them. With None, a named bucket is captured for several limits",
         tuning=True,
     )
 

@@ -156,8 +156,8 @@ def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     chosen = options.offload_above_gb is not None
     target = [f"activations leave the device as {options.offload_above_gb:g} GiB a slot ask"] if chosen else []
     offloaded = [f"activations of {_listed(list(options.offload))} go to the host"] if options.offload else []
-    again = [f"outputs of {_listed(list(options.recompute))} are recomputed"] if options.recompute else []
-    return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *again))]
+    recomputed = [f"outputs of {_listed(list(options.recompute))} are recomputed"] if options.recompute else []
+    return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *recomputed))]
 
 
 def _packed(options: PackedOptions) -> list[str]:

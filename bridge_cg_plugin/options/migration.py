@@ -72,12 +72,12 @@ class DeprecatedScope:
 
     Attributes:
         migration: Its row of the migration table.
-        beside: Implementations that may stand beside it; "none" keeps graphs off.
+        implementations: Those that may be set with it; "none" keeps graphs off.
         inference_scope: The inference scope that it means.
     """
 
     migration: Migration
-    beside: tuple[Implementation, ...]
+    implementations: tuple[Implementation, ...]
     inference_scope: InferenceCudaGraphScope
 
 
@@ -89,7 +89,7 @@ DEPRECATED_SCOPES = {
 }
 
 
-def check_deprecated_beside_new(
+def check_deprecated_scope(
     deprecated: tuple[str, ...], impl: Implementation | None, inference_scope: InferenceCudaGraphScope | None
 ) -> None:
     """Refuse words of the old scope beside new fields that say otherwise; None is a field that was not given.
@@ -103,8 +103,8 @@ def check_deprecated_beside_new(
         return
     meaning = DEPRECATED_SCOPES[deprecated[0]]
     remedy = f"Keep {meaning.migration.line}."
-    if impl is not None and impl not in meaning.beside:
-        allowed = f"left out beside {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.beside)}"
+    if impl is not None and impl not in meaning.implementations:
+        allowed = f"left out beside {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.implementations)}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
     if inference_scope not in (None, meaning.inference_scope):
         means = f"{INFERENCE}={meaning.inference_scope.name}"
@@ -129,7 +129,7 @@ def language_model_options(
     found = _modules(fields, explicit, warnings)
     given = fields.get(INFERENCE)
     scope = None if is_unset(given) else normalize_inference_cuda_graph_scope(given, "none")
-    check_deprecated_beside_new(found.deprecated, impl, scope)
+    check_deprecated_scope(found.deprecated, impl, scope)
     for name in found.deprecated:
         impl, scope = _migrated(name, impl, scope, warnings)
     impl = impl or "none"

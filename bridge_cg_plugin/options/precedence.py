@@ -25,7 +25,7 @@ def settle(written: Written) -> tuple[Written, tuple[str, ...]]:
         OptionError: A value is none that exists.
     """
     lines: list[str] = []
-    for rule in (_modules_beside_an_implementation, _implementation_beside_a_scope, _vision_capacities):
+    for rule in (_drop_conflicting_modules, _drop_conflicting_implementation, _vision_capacities):
         changes = rule(written, lines)
         kept = {name: value for name, value in written.fields.items() if name not in changes}
         changed = {name: value for name, value in changes.items() if value is not None}
@@ -48,7 +48,7 @@ def _implementation(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     return f"{IMPL}={impl}", impl
 
 
-def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dict[str, Any]:
+def _drop_conflicting_modules(written: Written, lines: list[str]) -> dict[str, Any]:
     """An implementation was written: a recipe's modules and old words that cannot stand beside it are dropped."""
     chosen = _implementation({name: value for name, value in written.fields.items() if name in written.explicit})
     if chosen is None or not written.explicit.isdisjoint((MODULES, SCOPE)):
@@ -58,7 +58,7 @@ def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dic
     for name in (MODULES, SCOPE):
         held = normalize_cuda_graph_modules(written.fields.get(name), name)
         modules = module_names(held.modules)
-        lost = [word for word in held.deprecated if impl not in DEPRECATED_SCOPES[word].beside]
+        lost = [word for word in held.deprecated if impl not in DEPRECATED_SCOPES[word].implementations]
         if impl == "full_iteration":
             lost, modules = [*modules, *lost], []
         if lost:
@@ -68,7 +68,7 @@ def _modules_beside_an_implementation(written: Written, lines: list[str]) -> dic
     return changes
 
 
-def _implementation_beside_a_scope(written: Written, lines: list[str]) -> dict[str, Any]:
+def _drop_conflicting_implementation(written: Written, lines: list[str]) -> dict[str, Any]:
     """A word of the old scope that chooses an implementation was written: a recipe's implementation is dropped."""
     if not written.explicit.isdisjoint((IMPL, *SWITCHES)):
         return {}
@@ -77,7 +77,7 @@ def _implementation_beside_a_scope(written: Written, lines: list[str]) -> dict[s
             continue
         for word in normalize_cuda_graph_modules(written.fields.get(name), name).deprecated:
             held = _implementation(written.fields)
-            if held is not None and held[1] not in DEPRECATED_SCOPES[word].beside:
+            if held is not None and held[1] not in DEPRECATED_SCOPES[word].implementations:
                 lines.append(_line(held[0], f"{name}={word}", "chooses another implementation"))
             idle = () if INFERENCE in written.explicit else (INFERENCE,)
             return dict.fromkeys((IMPL, *SWITCHES, *idle))

@@ -61,11 +61,11 @@ def _region[Region: (VisionGraphOptions, PackedOptions)](
 ) -> Region:
     """Return a region's options with what is shared."""
     if region.offload is not None and set(region.offload) != set(offload.parts or ()):
-        raise _told_otherwise(fields["offload"], list(region.offload), offload)
+        raise _conflict(fields["offload"], list(region.offload), offload)
     if offload.min_bytes is None:
         return replace(region, offload=offload.parts)
     if region.offload_min_bytes not in (type(region)().offload_min_bytes, offload.min_bytes):
-        raise _told_otherwise(fields["offload_min_bytes"], region.offload_min_bytes, offload)
+        raise _conflict(fields["offload_min_bytes"], region.offload_min_bytes, offload)
     return replace(region, offload=offload.parts, offload_min_bytes=offload.min_bytes)
 
 
@@ -79,7 +79,7 @@ def _core(
     if written or stranger:
         name = written[0] if written else "modules"
         value = getattr(offload, name)
-        raise _told_otherwise(CORE_FIELDS[name], list(value) if isinstance(value, tuple) else value, offload)
+        raise _conflict(CORE_FIELDS[name], list(value) if isinstance(value, tuple) else value, offload)
     if offload.modules:
         return offload
     size = offload.min_tensor_size if offload.min_bytes is None else offload.min_bytes // ELEMENT_BYTES
@@ -88,7 +88,7 @@ def _core(
     return replace(offload, enabled=bool(modules), modules=modules, min_tensor_size=size, max_inflight=limit)
 
 
-def _told_otherwise(field: str, value: object, offload: OffloadOptions) -> OptionError:
+def _conflict(field: str, value: object, offload: OffloadOptions) -> OptionError:
     said = f"{PARTS}={','.join(offload.parts or ())}"
     return OptionError(field, value, f"left at its default with {said}", f"{PARTS} sets it too: remove one of the two.")
 

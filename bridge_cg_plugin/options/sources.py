@@ -76,7 +76,7 @@ _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _DEPTH = 8
 
 
-def told_together(name: str) -> tuple[str, ...]:
+def set_together(name: str) -> tuple[str, ...]:
     """Return the fields that say what a field says, itself among them."""
     return next((group for group in _GROUPS if name in group), (name,))
 

@@ -67,7 +67,7 @@ class EncoderCapture:
             self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
-        """Capture; what takes more memory than allowed is captured again with a smaller largest bucket.
+        """Capture; what takes more memory than allowed is recaptured with a smaller largest bucket.
 
         Raises:
             CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
@@ -95,7 +95,7 @@ class EncoderCapture:
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
     def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:
-        """Plan and capture anew, with a bound of the largest bucket in tokens; returns `_excess`."""
+        """Plan and capture, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self._regions = []
         if self._options.on_demand:

@@ -29,19 +29,19 @@ KEPT_ANSWERS = 4096
 
 
 class Clock(Protocol):
-    """Marks points in the current stream's work and measures between them without waiting."""
+    """Records points in the current stream's work and measures between them without waiting."""
 
-    def mark(self) -> Any:
+    def event(self) -> Any:
         """Return the point that the stream's work so far ends at."""
 
     def elapsed(self, start: Any, end: Any) -> float | None:
-        """Return milliseconds between two marks, or None while the work before `end` still runs."""
+        """Return milliseconds between two events, or None while the work before `end` still runs."""
 
 
 class CudaClock:
     """Device events."""
 
-    def mark(self) -> torch.cuda.Event:
+    def event(self) -> torch.cuda.Event:
         """See `Clock`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -62,26 +62,26 @@ class Timing:
 
     def __init__(self, clock: Clock, finished: Callable[["Timing"], None]) -> None:
         self._clock, self._finished = clock, finished
-        self._marks = [clock.mark()]
+        self._events = [clock.event()]
 
     def forward_ended(self) -> None:
         """Note the end of the forward."""
-        self._marks.append(self._clock.mark())
+        self._events.append(self._clock.event())
 
     def before_backward(self, output_gradients: Sequence[Tensor | None] = ()) -> None:
         """Note the begin of the first backward. See `BackwardObserver`."""
-        if len(self._marks) == 2:
-            self._marks.append(self._clock.mark())
+        if len(self._events) == 2:
+            self._events.append(self._clock.event())
 
     def after_backward(self, gradients: Gradients | None = None) -> None:
         """Note the end of the first backward. See `BackwardObserver`."""
-        if len(self._marks) == 3:
-            self._marks.append(self._clock.mark())
+        if len(self._events) == 3:
+            self._events.append(self._clock.event())
             self._finished(self)
 
     def milliseconds(self) -> float | None:
         """Return the time of forward plus backward, or None while they still run."""
-        backward, forward = self._clock.elapsed(*self._marks[2:]), self._clock.elapsed(*self._marks[:2])
+        backward, forward = self._clock.elapsed(*self._events[2:]), self._clock.elapsed(*self._events[:2])
         return None if forward is None or backward is None else forward + backward
 
 
@@ -170,7 +170,7 @@ class MeasuredCosts:
 
 
 def remember[Key, Value](answers: dict[Key, Value], key: Key, value: Value) -> None:
-    """Keep an answer; a full table begins anew."""
+    """Keep an answer; a full table is cleared."""
     if len(answers) >= KEPT_ANSWERS:
         answers.clear()
     answers[key] = value

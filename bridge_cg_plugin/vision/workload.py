@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import BucketPlan, again
+from ..graphs.buckets import BucketPlan, next_run_options
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
@@ -154,7 +154,9 @@ class VisionWorkload(Workload):
             notes["plan"] = str(self.buckets)
         demand = self.planned.demand
         if demand is not None and demand.buckets and self.family.encodes == "vision":
-            notes["again"] = again(demand.buckets, PROVIDER_FIELDS["buckets"], PROVIDER_FIELDS["bucket_limits"])
+            notes["next run"] = next_run_options(
+                demand.buckets, PROVIDER_FIELDS["buckets"], PROVIDER_FIELDS["bucket_limits"]
+            )
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"

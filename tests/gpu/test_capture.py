@@ -114,7 +114,7 @@ def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, gr
     assert torch.cuda.memory_reserved() - before < 0.05 * largest
 
 
-def test_parameters_on_another_address_are_recorded_anew(tower_module, model, grads, graphs_of):
+def test_parameters_on_another_address_are_recaptured(tower_module, model, grads, graphs_of):
     helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(1, 28, 28)], model)
     parameter = model.patch_embed.proj.weight

@@ -240,7 +240,7 @@ def test_sums_that_wait_equal_those_that_do_not(rows):
 def test_recordings_find_their_kernels_compiled(tower_module, model, grads, graphs_of, monkeypatch):
     from triton import knobs
 
-    from bridge_cg_plugin.upstream.kernels.ahead import compile_kernels
+    from bridge_cg_plugin.upstream.kernels.precompile import compile_kernels
     from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 
     for module in (bias, layernorm, padding, reduction, rotary):

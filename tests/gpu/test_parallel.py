@@ -226,7 +226,7 @@ def test_a_rank_that_dies_ends_the_job(trained, run):
         trained(run)
 
 
-SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures anew
+SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures again
 
 
 SAVED_STEPS, ALL_STEPS = 4, 7

@@ -169,7 +169,7 @@ def test_the_policy_with_its_adapters_off_is_a_reference():
     assert graphs.statistics().fallbacks["model_changed"] <= 2
 
 
-def test_weights_that_leave_between_calls_and_return_elsewhere_are_recorded_anew():
+def test_weights_that_leave_between_calls_and_return_elsewhere_are_recaptured():
     eager, model = Policy(vision_cuda_graph_impl="none"), Policy()
     for seed in range(5):
         assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))

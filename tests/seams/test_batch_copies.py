@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import batch_copies, batches, graph_helper, host_tokens
-from bridge_cg_plugin.upstream.hooks.batch_copies import AHEAD, CopyStream
+from bridge_cg_plugin.upstream.hooks.batch_copies import MAX_BATCHES_IN_FLIGHT, CopyStream
 
 DEVICE = "meta"
 KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}
@@ -186,7 +186,7 @@ def test_any_batches_are_copied_without_a_race_and_in_order(kinds, graphs):
             assert len(fetched) == number + 1, "a batch was fetched ahead"
             assert Stream.current is computing
             seen.read(tensors_of(batch))
-            assert len(Event.waiting) <= AHEAD
+            assert len(Event.waiting) <= MAX_BATCHES_IN_FLIGHT
             for tensor in tensors_of(batch).values():
                 stream, _ = seen.written[address(tensor)]
                 assert stream is computing or computing in seen.used[address(tensor)]

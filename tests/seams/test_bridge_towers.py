@@ -19,7 +19,7 @@ from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encod
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
+from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
@@ -142,7 +142,7 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     model = build(**fields)
     chunks = [nn.Module()]
     chunks[0].module = model
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
         loop.before_step(chunks, state, bridge_drives=True)
         towers.loss_of(model, sample(sizes[0])).backward()
@@ -237,7 +237,7 @@ def test_steps_of_the_train_loop_drive_both_encoders(audio, samples, monkeypatch
         "cuda_graph_warmup_steps": 1,
     }
     model = towers.build_qwen3_omni(**fields)
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
     for _ in range(3):
         loop.before_step([model], state, bridge_drives=True)
@@ -263,7 +263,7 @@ def test_audio_that_comes_after_warm_up_gets_graphs(monkeypatch):
     model = towers.build_qwen3_omni(
         vision_cuda_graph_tuning={"cost_fallback": False}, vision_cuda_graph_strict=True, cuda_graph_warmup_steps=1
     )
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for step in range(40):
         loop.before_step([model], state, bridge_drives=True)
         sample = towers.qwen3_omni_sample([(8, 8)]) if step < 3 else towers.qwen3_omni_heard(730, [(8, 8)])

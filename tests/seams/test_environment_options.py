@@ -78,15 +78,15 @@ drawn = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for na
 
 
 @settings(max_examples=25)
-@given(by_hand=drawn, said=drawn)
-def test_each_field_is_the_configurations_or_else_the_environments(configured, by_hand, said):
+@given(explicit=drawn, said=drawn)
+def test_each_field_is_the_configurations_or_else_the_environments(configured, explicit, said):
     words = " ".join(f"{name}={'null' if value is None else value}" for name, value in said.items())
-    config = configured(**by_hand)
+    config = configured(**explicit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, f"{ON} {words}")
         apply_environment(config)
     for name, (default, *_) in CHOICES.items():
-        own = by_hand.get(name, default)
+        own = explicit.get(name, default)
         assert getattr(config.model, name) == (own if own != default else said.get(name, default)), name
 
 

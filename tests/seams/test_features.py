@@ -340,7 +340,9 @@ def wrapped(active, monkeypatch):
 def counted(monkeypatch):
     """What the plugin does before a step, and upstream's step, which does nothing."""
     steps = []
-    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda model, state, drives: steps.append((model, state)))
+    monkeypatch.setattr(
+        train_loop.STEP_DRIVER, "before_step", lambda model, state, drives: steps.append((model, state))
+    )
     return steps
 
 

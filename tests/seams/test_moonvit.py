@@ -20,7 +20,7 @@ from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.hooks import graph_helper
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.loop_driver import LoopDriver
-from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
+from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from ..unit.moonvit_towers import REMOTE_CODE, SIDE, region
@@ -110,7 +110,7 @@ def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(m
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
     model = build(**FIELDS)
     expected = results(model)
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), OwnLoop()
+    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
         loop.before_step([model], state, bridge_drives=True)
         found = results(model)

@@ -49,7 +49,7 @@ def test_bridges_own_recipe_packs_without_graphs(bridge, base):
 
 
 @every_packed_base
-def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_by_hand(bridge, base, capsys):
+def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_explicitly(bridge, base, capsys):
     config = with_graphs(base)
     config.model.hidden_dropout = 0.1
     launched(config, gpus_of(bridge, base))

@@ -42,7 +42,7 @@ def forget():
 def scripts(bridge, monkeypatch):
     """Return a function that puts a folder first on the path, as running a script in it does."""
     forget()
-    for name in performance.MARKS:  # a hook is called for the first import of a process only
+    for name in performance.DEFINED:  # a hook is called for the first import of a process only
         register_post_import_hook(patch_module, name)
     yield lambda folder: monkeypatch.syspath_prepend(str(folder))
     bridge_cg_plugin.deactivate()
@@ -156,7 +156,7 @@ def test_flags_of_library_recipes(scripts, tmp_path, recipe):
     assert read_options(found).vision.slots == 2 and found.train.train_iters == 5
 
 
-@pytest.mark.parametrize("name", performance.MARKS)
+@pytest.mark.parametrize("name", performance.DEFINED)
 def test_another_module_of_the_name_is_left_alone(scripts, tmp_path, name, caplog):
     path = tmp_path / "mine" / f"{name.replace('.', '/')}.py"
     path.parent.mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_a_function_that_changed_is_reported_and_left_alone(scripts, tmp_path, c
 def test_switching_off_puts_everything_back(scripts, tmp_path):
     scripts(write_lookalike(tmp_path / "scripts"))
     bridge_cg_plugin.deactivate()
-    modules = [importlib.import_module(name) for name in performance.MARKS]
+    modules = [importlib.import_module(name) for name in performance.DEFINED]
     before = [dict(vars(module)) for module in modules]
     bridge_cg_plugin.activate()
     assert set(states().values()) == {"active"}

@@ -193,7 +193,7 @@ def test_typed_options_are_all_of_the_options(bridge):
     assert read_options(config).vision.strict and not read_options(config).language_model.enabled
 
 
-def test_what_was_set_by_hand_stays(bridge):
+def test_what_was_set_explicitly_stays(bridge):
     config = bridge.qwen3_vl_8b_sft_config()
     config.model.max_vision_cuda_graph_seq_length, config.model.vision_cuda_graph_buckets_max_gb = 4096, 3.5
     config.model.cuda_graph_max_packed_seqs = 3
@@ -352,7 +352,7 @@ def test_bridges_own_recipe_validates_except_the_documented(bridge, base):
         launched(config, gpus)
 
 
-def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_by_hand(bridge, capsys):
+def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_explicitly(bridge, capsys):
     config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
     config.model.recompute_granularity = "full"
     config.model.recompute_method, config.model.recompute_num_layers = "uniform", 1

@@ -13,7 +13,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.qwen3_vl_patches import PATCHES
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.step_driver import OwnLoop
+from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
 from ..unit.towers import draw, new_tower
@@ -42,7 +42,7 @@ class Chunk(nn.Module):
 def loop(active, monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
-    yield OwnLoop()
+    yield StepDriver()
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()
 
@@ -143,7 +143,7 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
 
 def test_the_step_tells_the_loop_what_upstream_drives(loop, monkeypatch):
     driven = []
-    monkeypatch.setattr(train_loop.OWN_LOOP, "before_step", lambda *given: driven.append(given))
+    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *given: driven.append(given))
     patched = next(p for p in train_loop.PATCHES if p.name == "train_step")
     train_step = patched.make(lambda forward, data, model, optimizer, scheduler, global_state: "done")
     for has_helper in (True, False):

@@ -1,4 +1,4 @@
-"""A small model that changes in every way that a user's model may, beside its twin that runs eager."""
+"""A small model that changes in every way that a user's model may, compared with an eager copy."""
 
 import random
 from collections import defaultdict
@@ -166,8 +166,8 @@ def are_close(actual: Tensor, expected: Tensor) -> bool:
     return alike and torch.allclose(actual, expected, **CLOSE)
 
 
-class Twins:
-    """A model on graphs and its twin, changed alike by `change` and run alike by `microbatch`.
+class GraphedAndEager:
+    """A model on graphs and an eager copy, changed alike by `change` and run alike by `microbatch`.
 
     Args:
         seed: Decides weights and every choice.

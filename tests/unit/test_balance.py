@@ -208,7 +208,7 @@ class Script:
     def __init__(self, *times):
         self.times = list(times)
 
-    def mark(self):
+    def event(self):
         return self.times.pop(0)
 
     def elapsed(self, start, end):

@@ -14,7 +14,7 @@ from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 
 from ..tape import TapeExecutor
 from . import packs
-from .changes import LAYERS, Twins, accumulates
+from .changes import LAYERS, GraphedAndEager, accumulates
 from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
 
 
@@ -22,25 +22,25 @@ from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, 
 def test_any_sequence_of_changes_equals_eager(block):
     replays = fallbacks = 0
     for seed in range(100 * block, 100 * (block + 1)):
-        twins = Twins(seed, parts=seed % 3 == 0, grows=seed % 2 == 1)
+        pair = GraphedAndEager(seed, parts=seed % 3 == 0, grows=seed % 2 == 1)
         try:
-            twins.random_sequence(12)
+            pair.random_sequence(12)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        statistics = twins.graphs.statistics()
+        statistics = pair.graphs.statistics()
         replays += statistics.replays
         fallbacks += statistics.fallbacks.total()
-        twins.close()
+        pair.close()
     assert replays > fallbacks, "most microbatches should be replayed"
 
 
 def test_parts_of_layers_are_recorded_in_the_mode_of_their_layers():
-    twins = Twins(0, parts=True)
-    for model in twins.models:
+    pair = GraphedAndEager(0, parts=True)
+    for model in pair.models:
         model.eval()
-    twins.microbatch(gradients=False)
-    assert twins.graphs.statistics().replays == LAYERS and not twins.graphs.statistics().fallbacks
-    twins.close()
+    pair.microbatch(gradients=False)
+    assert pair.graphs.statistics().replays == LAYERS and not pair.graphs.statistics().fallbacks
+    pair.close()
 
 
 @pytest.mark.parametrize("modules", [("attn",), ("mlp",)])

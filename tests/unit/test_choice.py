@@ -123,7 +123,7 @@ def test_a_model_without_an_encoder_has_no_such_part():
     assert list(parts) == ["language model"]
 
 
-def test_it_passes_the_checks_of_training_as_fields_by_hand_do():
+def test_it_passes_the_checks_of_training_as_fields_set_one_by_one_do():
     graph_options({**DENSE, "te_rng_tracker": False})
     graph_options({**PACKED, "check_for_nan_in_loss": True})
 

@@ -27,7 +27,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.now, self.reached = 0.0, True
 
-    def mark(self) -> float:
+    def event(self) -> float:
         return self.now
 
     def elapsed(self, start, end):

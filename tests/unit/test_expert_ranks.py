@@ -16,7 +16,7 @@ from torch.nn import functional
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
-from bridge_cg_plugin.language.packed import peers
+from bridge_cg_plugin.language.packed import shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
 from bridge_cg_plugin.language.packed.fit import refuse_pack
 from bridge_cg_plugin.options import OptionError
@@ -377,7 +377,7 @@ def test_what_tokens_chose_and_its_gradient(tmp_path):
 )
 def test_buckets_take_what_is_told_of_a_pack_as_the_pack(lengths, room, layout, bucket):
     shape = PackShape(sum(lengths) + room, tuple(lengths), layout, 8, (None, None))
-    told = peers._shape(peers._numbers(shape))
+    told = shape_exchange._shape(shape_exchange._numbers(shape))
     assert (told.tokens, told.layout, told.rotated, told.additions) == (shape.tokens, layout, 8, (None, None))
     tokens, documents, longest = bucket
     for shards, ranks in ((1, 1), (2, 1), (1, 2)):

@@ -26,7 +26,7 @@ from bridge_cg_plugin.options import (
     PackedOptions,
     VisionGraphOptions,
     as_fields,
-    check_deprecated_beside_new,
+    check_deprecated_scope,
     graph_options,
     normalize,
     normalize_cuda_graph_modules,
@@ -344,7 +344,7 @@ def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
         make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
 
 
-def test_a_saved_configuration_is_no_choice_by_hand(tmp_path):
+def test_a_saved_configuration_is_no_explicit_choice(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model:\n  _target_: x.Provider\n  cuda_graph_impl: none\n  enable_cuda_graph: false\n"
@@ -396,9 +396,9 @@ def test_normalizers_alone():
     assert normalize_inference_cuda_graph_scope(None, "local") is S.layer
     assert normalize_inference_cuda_graph_scope(None, "full_iteration") is S.none
     assert normalize_inference_cuda_graph_scope("InferenceCudaGraphScope.block", "local") is S.block
-    check_deprecated_beside_new(("full_iteration",), None, None)
+    check_deprecated_scope(("full_iteration",), None, None)
     with pytest.raises(OptionError, match="transformer_engine"):
-        check_deprecated_beside_new(("full_iteration",), "transformer_engine", None)
+        check_deprecated_scope(("full_iteration",), "transformer_engine", None)
 
 
 @pytest.mark.parametrize(

@@ -362,13 +362,15 @@ def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(
                 forward(tower, OTHER)
         assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
         named = ",".join(map(str, capacities(graphs)))
-        assert f"again: vision_cuda_graph_buckets=[{named}] vision_cuda_graph_tuning.bucket_limits=" in graphs.report()
+        assert (
+            f"next run: vision_cuda_graph_buckets=[{named}] vision_cuda_graph_tuning.bucket_limits=" in graphs.report()
+        )
 
 
 def options_again(graphs):
     """Return what the report says to write for the same buckets, by field."""
-    (line,) = (line for line in graphs.report().splitlines() if line.startswith("again: "))
-    words = line.removeprefix("again: ").split(" names the same")[0].split()
+    (line,) = (line for line in graphs.report().splitlines() if line.startswith("next run: "))
+    words = line.removeprefix("next run: ").split(" names the same")[0].split()
     return dict(word.split("=", 1) for word in words)
 
 

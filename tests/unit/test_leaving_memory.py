@@ -5,7 +5,7 @@ import torch
 
 from ..leaving import LeavingExecutor
 from . import packs
-from .changes import CAPACITIES, Twins
+from .changes import CAPACITIES, GraphedAndEager
 from .test_growing import grown
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
@@ -65,24 +65,24 @@ def test_nothing_leaves_between_a_forward_and_its_backward_or_in_a_step(executor
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_without_room_microbatches_run_eager_and_each_step_tries_once(parts, caplog):
-    twins = Twins(0, parts=parts)
-    executor = twins.graphs.executor
-    twins.microbatch()
-    twins.graphs.release_memory()
+    pair = GraphedAndEager(0, parts=parts)
+    executor = pair.graphs.executor
+    pair.microbatch()
+    pair.graphs.release_memory()
     executor.room = False
-    before = twins.graphs.statistics().replays
+    before = pair.graphs.statistics().replays
     for _ in range(2):
-        with twins.graphs.step():
+        with pair.graphs.step():
             for _ in range(3):
-                twins.random.seed(1)
-                twins.microbatch()
-    found = twins.graphs.statistics()
+                pair.random.seed(1)
+                pair.microbatch()
+    found = pair.graphs.statistics()
     assert executor.tries == 2 and found.replays == before and found.fallbacks["memory_released"] == 6
     assert len([r for r in caplog.records if "memory cannot return" in r.getMessage()]) == 1
     executor.room = True
-    with twins.graphs.step():
-        twins.microbatch()
-    assert twins.graphs.statistics().replays > before and executor.returned == 1
+    with pair.graphs.step():
+        pair.microbatch()
+    assert pair.graphs.statistics().replays > before and executor.returned == 1
 
 
 def test_no_bucket_is_recorded_while_there_is_no_room(executor):
@@ -112,8 +112,8 @@ def test_graphs_are_dropped_while_their_memory_is_away(executor):
 
 
 def test_rows_of_every_capacity_leave():
-    twins = Twins(3)
+    pair = GraphedAndEager(3)
     for _ in range(2 * len(CAPACITIES)):
-        twins.microbatch()
-        twins.graphs.release_memory()
-    assert twins.graphs.executor.returned >= 2
+        pair.microbatch()
+        pair.graphs.release_memory()
+    assert pair.graphs.executor.returned >= 2

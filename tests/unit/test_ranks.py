@@ -236,7 +236,7 @@ def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):
     assert first == second == 1 and other != others
 
 
-def failures_of_peers(values):
+def failures_of_ranks(values):
     """Agree three times: all succeed, rank 1 fails, all succeed again."""
     rank = distributed.get_rank()
     consensus = consensus_of(distributed.group.WORLD)
@@ -255,8 +255,8 @@ def failures_of_peers(values):
     return agreed, caught, consensus.agree(float).same
 
 
-def test_what_peers_agree_on(tmp_path):
-    ranks = run_ranks(3, failures_of_peers, tmp_path, (2.0, float("inf"), -1.0))
+def test_what_ranks_agree_on(tmp_path):
+    ranks = run_ranks(3, failures_of_ranks, tmp_path, (2.0, float("inf"), -1.0))
     assert all((agreed.smallest, agreed.largest, agreed.same) == (-1.0, float("inf"), False) for agreed, _, _ in ranks)
     told = "OtherRankFailed: rank 1 failed: ValueError: no buckets"
     assert [caught for _, caught, _ in ranks] == [told, "ValueError: no buckets\nof any kind", told]

@@ -310,7 +310,7 @@ def test_requires_grad_changed_after_capture_falls_back():
     assert_equals_eager(region, toy_batch())
 
 
-def test_parameter_memory_replaced_after_capture_is_recorded_anew():
+def test_parameter_memory_replaced_after_capture_is_recaptured():
     region = toy_region()
     weight = region.program.model.mix.weight
     weight.data = weight.data.clone()
@@ -341,7 +341,7 @@ def test_a_step_looks_at_its_parameters_once(monkeypatch):
     assert len(looks) == 2 + 2 * 2  # before forward and backward
 
 
-def test_parameters_moved_between_steps_are_recorded_anew():
+def test_parameters_moved_between_steps_are_recaptured():
     region = toy_region()
     weight = region.program.model.mix.weight
     for _ in range(3):

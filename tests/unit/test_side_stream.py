@@ -13,7 +13,14 @@ from torch import nn
 from bridge_cg_plugin.graphs import side_stream as side_stream
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.side_stream import TOGETHER, SideStream, ahead, beside, branch, current_side_stream
+from bridge_cg_plugin.graphs.side_stream import (
+    GROUP_SIZE,
+    SideStream,
+    current_side_stream,
+    output_on_side_stream,
+    run_on_side_stream,
+    start_on_side_stream,
+)
 
 from ..regions import new_region
 from .test_region import assert_equals_eager
@@ -68,7 +75,7 @@ def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
     side = SideStream(machine.side)
     with side.active():
         first = machine.submit()
-        made = beside(machine.submit)
+        made = run_on_side_stream(machine.submit)
         assert first in machine.side.done and made in machine.side.done
         assert made not in machine.main.done
     assert made in machine.main.done
@@ -76,7 +83,7 @@ def test_work_begins_behind_the_main_stream_and_not_the_other_way(machine):
 
 def test_what_is_asked_for_is_waited_for(machine):
     with SideStream(machine.side).active():
-        early, late = ahead(machine.submit), ahead(machine.submit)
+        early, late = start_on_side_stream(machine.submit), start_on_side_stream(machine.submit)
         made = early.result()
         assert made in machine.main.done
         assert machine.main.done == {made}  # the second is not waited for
@@ -85,19 +92,21 @@ def test_what_is_asked_for_is_waited_for(machine):
 
 def test_work_inside_work_stays_in_its_place(machine):
     with SideStream(machine.side).active():
-        made = beside(lambda: (beside(machine.submit), ahead(machine.submit).result()))
+        made = run_on_side_stream(
+            lambda: (run_on_side_stream(machine.submit), start_on_side_stream(machine.submit).result())
+        )
     assert set(made) <= machine.side.done
 
 
-@pytest.mark.parametrize("pieces", [1, TOGETHER, 5 * TOGETHER + 3])
+@pytest.mark.parametrize("pieces", [1, GROUP_SIZE, 5 * GROUP_SIZE + 3])
 def test_what_side_work_reads_is_kept_until_the_main_stream_has_waited(machine, pieces):
     side = SideStream(machine.side)
     with side.active():
         for _ in range(pieces):
-            beside(machine.submit, torch.zeros(1))
+            run_on_side_stream(machine.submit, torch.zeros(1))
             waited = len(machine.main.done)  # only side work has numbers here
             assert side.held >= machine.count - waited
-            assert side.held <= 2 * TOGETHER
+            assert side.held <= 2 * GROUP_SIZE
     assert side.held == 0
 
 
@@ -128,18 +137,18 @@ def test_nothing_is_dropped_that_may_still_be_read(steps):
 def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
     side = SideStream(machine.side)
     with pytest.raises(KeyError, match="first"), side.active():
-        made = beside(machine.submit)
+        made = run_on_side_stream(machine.submit)
         raise KeyError("first")
     assert made in machine.main.done
     assert current_side_stream() is None and side.held == 0
 
 
-def test_an_error_inside_work_leaves_the_next_work_beside(machine):
+def test_an_error_inside_work_leaves_the_next_work_on_the_side_stream(machine):
     side = SideStream(machine.side)
     with side.active():
         with pytest.raises(ZeroDivisionError):
-            beside(lambda: 1 // 0)
-        made = beside(machine.submit)
+            run_on_side_stream(lambda: 1 // 0)
+        made = run_on_side_stream(machine.submit)
         assert made not in machine.main.done
 
 
@@ -152,7 +161,7 @@ def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
 
 def test_without_a_side_stream_work_runs_in_its_place(machine):
     assert current_side_stream() is None
-    assert beside(machine.submit) == 1 and ahead(machine.submit).result() == 2
+    assert run_on_side_stream(machine.submit) == 1 and start_on_side_stream(machine.submit).result() == 2
     assert machine.main.done == {1, 2} and not machine.side.done
 
 
@@ -166,7 +175,7 @@ def test_a_tensor_that_is_used_twice_in_a_forward_is_told_apart():
     assert not side.used_once(once)
 
 
-class BesideProgram(ToyProgram):
+class SideWorkProgram(ToyProgram):
     """The toy with a part of its forward and backward on the side."""
 
     fails = False
@@ -174,31 +183,31 @@ class BesideProgram(ToyProgram):
     def forward(self, buffers, bucket):
         assert current_side_stream() is not None
         outputs = super().forward(buffers, bucket)
-        seen = ahead(lambda: [o.detach().sum() for o in outputs])
+        seen = start_on_side_stream(lambda: [o.detach().sum() for o in outputs])
         if outputs[0].requires_grad:
-            outputs[0].register_hook(lambda gradient: beside(lambda: gradient.clone(), gradient))
+            outputs[0].register_hook(lambda gradient: run_on_side_stream(lambda: gradient.clone(), gradient))
         if self.fails:
             raise RuntimeError("made to fail")
         seen.result()
         return outputs
 
 
-def beside_region():
-    """Return a region of `BesideProgram` that is not captured yet."""
+def side_work_region():
+    """Return a region of `SideWorkProgram` that is not captured yet."""
     return new_region(
-        BesideProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
+        SideWorkProgram(Toy()), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
     )
 
 
 def test_a_region_with_side_work_equals_eager():
-    region, batch = beside_region(), toy_batch()
+    region, batch = side_work_region(), toy_batch()
     region.capture()
     assert_equals_eager(region, batch)
     assert current_side_stream() is None
 
 
-class Branching(nn.Module):
-    """Two layers and, between them, two branches that end in outputs; one shares its weight with the last layer."""
+class SideOutputModel(nn.Module):
+    """Two layers and, between them, two side outputs; one shares its weight with the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,13 +216,13 @@ class Branching(nn.Module):
 
     def forward(self, x, offsets):
         hidden = torch.tanh(self.first(x))
-        own = branch(lambda h: torch.tanh(self.own(h)), hidden)
-        shared = branch(lambda h: self.last(h) ** 2, hidden)
+        own = output_on_side_stream(lambda h: torch.tanh(self.own(h)), hidden)
+        shared = output_on_side_stream(lambda h: self.last(h) ** 2, hidden)
         return self.last(hidden), own, shared
 
 
-class BranchingProgram(ToyProgram):
-    """The toy's program around `Branching`."""
+class SideOutputProgram(ToyProgram):
+    """The toy's program around `SideOutputModel`."""
 
     changed = False
 
@@ -225,12 +234,12 @@ class BranchingProgram(ToyProgram):
         return (batch.x.shape[0],) * 3
 
 
-def branching_region(frozen=()):
-    model = Branching()
+def side_output_region(frozen=()):
+    model = SideOutputModel()
     for name in frozen:
         getattr(model, name).requires_grad_(False)
     return new_region(
-        BranchingProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
+        SideOutputProgram(model), StaticExecutor(), [Bucket(4), Bucket(8)], has_side_stream=lambda bucket: True
     )
 
 
@@ -241,8 +250,8 @@ FROZEN = [(), ("own",), ("first",), ("last",), ("first", "last")]
     ("frozen", "requires_grad"),
     [*itertools.product(FROZEN, (True, False)), (("first", "last", "own"), True)],
 )
-def test_branches_equal_eager(frozen, requires_grad):
-    region = branching_region(frozen)
+def test_side_outputs_equal_eager(frozen, requires_grad):
+    region = side_output_region(frozen)
     region.capture()
     for seed in range(2):
         batch = toy_batch(seed=seed, requires_grad=requires_grad)
@@ -257,14 +266,14 @@ def test_branches_equal_eager(frozen, requires_grad):
         assert_same(torch.autograd.grad(loss_of(outputs), wanted), gradients)
 
 
-def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machine):
+def test_side_outputs_are_differentiated_first_and_waited_for_at_their_input(machine):
     x, order = torch.ones(2, requires_grad=True), []
     side = SideStream(machine.side)
     side.begin()
     with side.active():
         hidden = x * 2
         hidden.register_hook(lambda gradient: order.append(("main", machine.count)))
-        out = branch(lambda h: (machine.submit(), h * 3)[1], hidden)
+        out = output_on_side_stream(lambda h: (machine.submit(), h * 3)[1], hidden)
     seen = []
     with side.active():
         out.register_hook(lambda gradient: seen.append(machine.submit()))
@@ -277,43 +286,43 @@ def test_branches_are_differentiated_first_and_waited_for_where_they_begin(machi
 
 
 @pytest.mark.parametrize("trained_before", [True, False])
-def test_what_a_branch_begins_with_is_kept_until_its_backward_is_waited_for(machine, trained_before):
-    """Where nothing before it is trained, only the branch saved it: submitted, it is dropped."""
+def test_the_input_of_a_side_output_is_kept_until_its_backward_is_waited_for(machine, trained_before):
+    """Where nothing before it is trained, only the side output saved it: submitted, it is dropped."""
     x, weight = torch.ones(2, requires_grad=trained_before), torch.ones(2, requires_grad=True)
     side = SideStream(machine.side)
     side.begin()
     with side.active():
-        out = branch(lambda h: h * weight, x)
+        out = output_on_side_stream(lambda h: h * weight, x)
     with side.active():
         side.differentiate([(out, torch.ones(2))], [weight])
         assert x.data_ptr() in {t.data_ptr() for reads in side._reads for t in reads}
 
 
-def test_a_branch_that_is_changed_on_its_way_out_is_an_error():
-    region = branching_region()
+def test_a_side_output_that_is_changed_on_its_way_out_is_an_error():
+    region = side_output_region()
     region.program.changed = True
     with pytest.raises(CaptureError, match="was changed before it became an output of the region"):
         region.capture()
 
 
-def test_nothing_branches_where_activations_leave_the_device():
+def test_there_are_no_side_outputs_where_activations_leave_the_device():
     side, x = SideStream(None), torch.ones(2, requires_grad=True)
-    side.begin(branching=False)
+    side.begin(side_outputs=False)
     with side.active():
-        out = branch(lambda h: h * 3, x * 2)
+        out = output_on_side_stream(lambda h: h * 3, x * 2)
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [6, 6]
 
 
-def test_without_gradients_a_branch_is_work_beside(machine):
+def test_without_gradients_a_side_output_is_side_work(machine):
     side = SideStream(machine.side)
     side.begin()
     with side.active(), torch.no_grad():
-        made = branch(lambda h: machine.submit(), torch.ones(1))
+        made = output_on_side_stream(lambda h: machine.submit(), torch.ones(1))
         assert made in machine.side.done and made not in machine.main.done
 
 
 def test_a_capture_that_fails_leaves_no_side_work_behind():
-    region = beside_region()
+    region = side_work_region()
     region.program.fails = True
     with pytest.raises(CaptureError, match="made to fail"):
         region.capture()
@@ -339,7 +348,7 @@ def test_a_tower_computes_the_same_on_any_number_of_streams(streams):
         assert not graphs.statistics().fallbacks
 
 
-def test_activations_that_leave_the_device_beside_side_stream():
+def test_activations_that_leave_the_device_with_a_side_stream():
     rows, model = [[1, 4, 6], [2, 4, 4]], new_tower()
     expected = [*itertools.chain(*results(model, rows))]
     with graphs_on(model, streams=2, offload=("attention", "mlp", "merger", "other"), offload_min_bytes=1) as graphs:
@@ -351,7 +360,7 @@ def test_sums_of_two_streams_share_no_memory():
     reduction = pytest.importorskip("bridge_cg_plugin.vision.kernels.reduction")
     side, sums, kind = SideStream(None), reduction.DeferredSums([]), (2, 4, torch.float32, torch.device("cpu"))
     with side.active():
-        found = [*sums.place(*kind), *sums.place(*kind), *beside(lambda: sums.place(*kind))]
+        found = [*sums.place(*kind), *sums.place(*kind), *run_on_side_stream(lambda: sums.place(*kind))]
     main, again, other = (found[i].untyped_storage().data_ptr() for i in (0, 2, 4))
     assert main == again != other
 

@@ -253,7 +253,7 @@ def test_a_backward_whose_parameters_changed_since_its_forward_is_refused(change
     assert not any(parameter.main_grad.any() for parameter in model.parameters())
 
 
-def test_weights_in_another_layout_at_the_same_address_are_recorded_anew():
+def test_weights_in_another_layout_at_the_same_address_are_recaptured():
     model = two_layers()
     region, x = region_of(model), batch()
     model[0].linear.weight.data = model[0].linear.weight.data.t()

@@ -21,10 +21,10 @@ def test_on_the_main_stream_nothing_is_waited_for():
         pass  # without CUDA any wait would raise
 
 
-@pytest.mark.parametrize(("beside", "main"), [(False, 0), (True, -1)])
-def test_main_work_goes_before_the_side_work_beside_it_and_before_nothing_else(monkeypatch, beside, main):
+@pytest.mark.parametrize(("side_stream", "main"), [(False, 0), (True, -1)])
+def test_main_work_goes_before_the_side_work_and_before_nothing_else(monkeypatch, side_stream, main):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(priority=priority))
-    executor = CudaGraphExecutor(torch.device("cuda", 0), beside=beside)
+    executor = CudaGraphExecutor(torch.device("cuda", 0), side_stream=side_stream)
     assert executor._stream.priority == main
     assert executor.side_stream()._stream.priority == 0  # the lowest that CUDA has
 

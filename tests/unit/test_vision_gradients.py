@@ -14,9 +14,9 @@ def accumulate(model, passes):
 
 
 def test_an_eager_fallback_and_a_replay_in_one_backward():
-    model, twin = new_tower(), new_tower()
-    sides = [DataParallel(m) for m in (model, twin)]
-    expected = accumulate(twin, [lambda rows=rows: forward(twin, rows) for rows in (TOO_MANY_FRAMES, IMAGES)])
+    model, eager = new_tower(), new_tower()
+    sides = [DataParallel(m) for m in (model, eager)]
+    expected = accumulate(eager, [lambda rows=rows: forward(eager, rows) for rows in (TOO_MANY_FRAMES, IMAGES)])
     with graphs_on(model) as graphs:
         passes = [lambda rows=rows: forward(model, rows) for rows in (TOO_MANY_FRAMES, IMAGES)]
         assert_close(accumulate(model, passes), expected)
@@ -26,9 +26,9 @@ def test_an_eager_fallback_and_a_replay_in_one_backward():
 
 @pytest.mark.parametrize("kind", ["paused", "before capture", "with block arguments"])
 def test_every_eager_pass_adds_its_gradient_beside_a_replay_in_one_backward(kind):
-    model, twin = new_tower(), new_tower()
-    sides = [DataParallel(m) for m in (model, twin)]
-    expected = accumulate(twin, [lambda: forward(twin, MIXED), lambda: forward(twin, IMAGES)])
+    model, eager = new_tower(), new_tower()
+    sides = [DataParallel(m) for m in (model, eager)]
+    expected = accumulate(eager, [lambda: forward(eager, MIXED), lambda: forward(eager, IMAGES)])
     with graphs_on(model, capture=kind != "before capture") as graphs:
         if kind == "paused":
             with graphs.paused():

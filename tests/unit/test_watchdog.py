@@ -13,7 +13,7 @@ import torch
 
 from bridge_cg_plugin.announce import warn
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recording import ToldRecording
+from bridge_cg_plugin.graphs.recording import NotifyingRecording
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
 from bridge_cg_plugin.upstream.parallel import watchdog_exit
@@ -27,17 +27,17 @@ REPLAY = "replay of the forward of vision_encoder"
 
 
 class Device:
-    """Work in the order of its launch; a mark is passed once all work before it was done."""
+    """Work in the order of its launch; an event is passed once all work before it was done."""
 
     def __init__(self):
         self.launched = self.done = 0
         self.queries = 0
 
-    def mark(self):
-        return Mark(self)
+    def event(self):
+        return Event(self)
 
 
-class Mark:
+class Event:
     """A CUDA event: recorded again, it stands for the later point."""
 
     def __init__(self, device):
@@ -53,13 +53,13 @@ class Mark:
 
 
 class Rank:
-    """A watch with a clock and a device of the test's own; its thread is the test, which looks as often."""
+    """A watch with a clock and a device of the test's own; its thread is the test, which checks as often."""
 
     def __init__(self, monkeypatch, **settings):
         monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
         self.now, self.device, self.ended = 0.0, Device(), []
         self.meanwhile = []  # what the training thread does while the watch reads the clock
-        self.watch = Watchdog(self.ended.append, self.clock, self.device.mark, tell=warn, **settings)
+        self.watch = Watchdog(self.ended.append, self.clock, self.device.event, warn=warn, **settings)
 
     def clock(self):
         if self.meanwhile:
@@ -72,14 +72,14 @@ class Rank:
     def finish(self):
         self.device.done = self.device.launched
 
-    def look_at(self, now):
-        """Let time pass, with the looks of the thread, and look at the end of it."""
+    def check_until(self, now):
+        """Let time pass, with the checks of the thread, and check at the end of it."""
         while self.now < now:
             self.now = min(now, self.now + (self.watch.interval_s or 1.0))
-            self.watch.look()
+            self.watch.check()
 
     def sleep(self, seconds):
-        """Let time pass without a look, as for a process that is stopped."""
+        """Let time pass without a check, as for a process that is stopped."""
         self.now += seconds
 
 
@@ -92,24 +92,24 @@ def test_a_replay_that_does_not_end_ends_the_rank(rank):
     with rank.watch.during("step 7, with graphs", 60):
         rank.now = 10
         rank.launch()
-        rank.look_at(69)
+        rank.check_until(69)
         assert not rank.ended
-        rank.look_at(75)
-        rank.look_at(200)
-    (stall,) = rank.ended
-    assert str(stall).startswith("step 7, with graphs: the replay of the forward of vision_encoder has not ended")
-    assert "60 s" in str(stall)
+        rank.check_until(75)
+        rank.check_until(200)
+    (timeout,) = rank.ended
+    assert str(timeout).startswith("step 7, with graphs: the replay of the forward of vision_encoder has not ended")
+    assert "60 s" in str(timeout)
 
 
 def test_one_that_ended_or_goes_on_being_launched_does_not(rank):
     with rank.watch.during("step 1", 60):
         rank.launch()
         rank.finish()
-        rank.look_at(100)
+        rank.check_until(100)
         for begin in range(100, 500, 50):
             rank.launch()
-            rank.look_at(begin + 50)
-    rank.look_at(1000)  # outside a step nothing is known
+            rank.check_until(begin + 50)
+    rank.check_until(1000)  # outside a step nothing is known
     assert not rank.ended and rank.device.launched == 9
 
 
@@ -118,37 +118,37 @@ def test_a_replay_that_has_ended_is_asked_about_once(rank):
     with rank.watch.during("step 1", 60):
         rank.launch()
         rank.finish()
-        rank.look_at(59)
+        rank.check_until(59)
         assert rank.device.queries == 0
-        rank.look_at(500)
+        rank.check_until(500)
         assert rank.device.queries == 1
 
 
-def test_a_look_that_overlaps_with_a_launch_ends_nobody(rank):
+def test_a_check_that_overlaps_with_a_launch_ends_nobody(rank):
     with rank.watch.during("step 1", 600):
         rank.launch()
         rank.finish()
-    rank.look_at(900)  # a checkpoint or an evaluation of 15 minutes
+    rank.check_until(900)  # a checkpoint or an evaluation of 15 minutes
     with rank.watch.during("step 2", 600):
         rank.meanwhile = [rank.launch]
-        rank.watch.look()
+        rank.watch.check()
         assert not rank.meanwhile and not rank.ended
         rank.finish()
 
 
-def test_a_launch_while_the_mark_is_asked_ends_nobody(rank, monkeypatch):
-    query = Mark.query
+def test_a_launch_while_the_event_is_queried_ends_nobody(rank, monkeypatch):
+    query = Event.query
 
-    def asked(mark):
+    def asked(event):
         if rank.device.launched == 1:
             rank.launch()  # between the decision to ask and the answer
-        return query(mark)
+        return query(event)
 
-    monkeypatch.setattr(Mark, "query", asked)
+    monkeypatch.setattr(Event, "query", asked)
     with rank.watch.during("step 1", 60):
         rank.launch()
         rank.finish()
-        rank.look_at(100)
+        rank.check_until(100)
         assert rank.device.launched == 2 and not rank.ended
 
 
@@ -156,72 +156,72 @@ def test_a_process_that_was_stopped_is_not_ended_for_the_time(rank):
     """Both ranks were stopped; the other one needs a moment before it comes to its reductions."""
     with rank.watch.during("step 1", 60):
         rank.launch()
-        rank.look_at(5)
+        rank.check_until(5)
         rank.sleep(3600)
-        rank.look_at(rank.now + 10)
+        rank.check_until(rank.now + 10)
         assert not rank.ended
         rank.finish()
-        rank.look_at(rank.now + 500)
+        rank.check_until(rank.now + 500)
     assert not rank.ended
 
 
 def test_a_device_that_failed_is_left_to_the_training_thread(rank, monkeypatch):
-    monkeypatch.setattr(Mark, "query", lambda mark: torch.cuda.current_device())
+    monkeypatch.setattr(Event, "query", lambda event: torch.cuda.current_device())
     with rank.watch.during("step 1", 60):
         rank.launch()
-        rank.look_at(500)
+        rank.check_until(500)
     assert not rank.ended
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_any_interleaving_ends_a_rank_that_waits_and_no_other(monkeypatch, seed):
-    """Launches fall between any two things that a look does; replays take any time below the limit, or for ever."""
+    """Launches fall between any two things that a check does; replays take any time below the limit, or for ever."""
     draw, limit = random.Random(seed), 60.0
     rank = Rank(monkeypatch)
-    query = Mark.query
+    query = Event.query
 
-    def asked(mark):
+    def asked(event):
         if draw.random() < 0.3 and rank.device.done == rank.device.launched:
             rank.launch()
             rank.finish()
-        return query(mark)
+        return query(event)
 
-    monkeypatch.setattr(Mark, "query", asked)
+    monkeypatch.setattr(Event, "query", asked)
     for step in range(20):
         with rank.watch.during(f"step {step}", limit):
             for _ in range(draw.randrange(4)):
                 if draw.random() < 0.5:
                     rank.meanwhile = [rank.launch]
-                    rank.watch.look()
+                    rank.watch.check()
                 else:
                     rank.launch()
-                rank.look_at(rank.now + draw.uniform(0, limit - 1))
+                rank.check_until(rank.now + draw.uniform(0, limit - 1))
                 rank.finish()
             if draw.random() < 0.2:
-                rank.look_at(rank.now + draw.uniform(0, 5 * limit))
-        draw.choice((rank.sleep, lambda s: rank.look_at(rank.now + s)))(draw.uniform(0, 20 * limit))
+                rank.check_until(rank.now + draw.uniform(0, 5 * limit))
+        draw.choice((rank.sleep, lambda s: rank.check_until(rank.now + s)))(draw.uniform(0, 20 * limit))
     assert not rank.ended
     with rank.watch.during("the last step", limit):
         rank.meanwhile = []
         rank.launch()
         begun = rank.now
-        rank.look_at(begun + limit - 1)
+        rank.check_until(begun + limit - 1)
         assert not rank.ended
-        monkeypatch.setattr(Mark, "query", query)
-        rank.look_at(begun + limit + 2 * rank.watch.interval_s)
-    (stall,) = rank.ended
-    assert stall.doing == "the last step"
+        monkeypatch.setattr(Event, "query", query)
+        rank.check_until(begun + limit + 2 * rank.watch.interval_s)
+    (timeout,) = rank.ended
+    assert timeout.doing == "the last step"
 
 
 def test_a_long_step_is_named_once_before_the_time_out(rank, caplog):
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
         with rank.watch.during("step 1", 60):
-            rank.look_at(29)
+            rank.check_until(29)
             assert not caplog.records
-            rank.look_at(31)
-            rank.look_at(59)
+            rank.check_until(31)
+            rank.check_until(59)
         with rank.watch.during("step 2", 60):
-            rank.look_at(119)
+            rank.check_until(119)
     (record,) = caplog.records
     assert record.getMessage().startswith("[rank 0] this rank has been in step 1 for 30 s")
     assert not rank.ended
@@ -229,18 +229,18 @@ def test_a_long_step_is_named_once_before_the_time_out(rank, caplog):
 
 def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog):
     with rank.watch.during("capture"):
-        rank.look_at(1e3)
+        rank.check_until(1e3)
     assert rank.watch._thread is None
     with rank.watch.during("step 3", 60):
         pass
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
-        rank.look_at(1e3 + 31)
+        rank.check_until(1e3 + 31)
     assert "has been in capture for 31 s" in caplog.text
 
 
-def test_its_thread_looks_by_itself():
+def test_its_thread_checks_by_itself():
     ended, device = [], Device()
-    watch = Watchdog(ended.append, mark=device.mark)
+    watch = Watchdog(ended.append, event=device.event)
     with watch.during("step 1", 0.2):
         watch.launched("replay")
         end = time.monotonic() + 10
@@ -255,7 +255,7 @@ def test_every_replay_tells(monkeypatch):
     monkeypatch.setattr(
         ReferenceExecutor,
         "record",
-        lambda self, body, pool: ToldRecording(record(self, body, pool), told.append, body.name),
+        lambda self, body, pool: NotifyingRecording(record(self, body, pool), told.append, body.name),
     )
     model = new_tower()
     with graphs_on(model) as graphs:
@@ -276,7 +276,7 @@ logging.basicConfig(stream=sys.stderr)
 from bridge_cg_plugin.upstream.parallel import watchdog_exit
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog
 never = SimpleNamespace(record=lambda: None, query=lambda: False)
-watch = Watchdog(functools.partial(watchdog_exit.act, grace_s=GRACE), mark=lambda: never)
+watch = Watchdog(functools.partial(watchdog_exit.end_process, grace_s=GRACE), event=lambda: never)
 def other_threads_work():
     time.sleep(60)
 threading.Thread(target=other_threads_work, daemon=True).start()
@@ -312,7 +312,8 @@ def test_training_that_can_still_raise_ends_in_order():
     done = ends(PYTHON)
     assert done.returncode == 1 and done.stdout == "training cleaned up\n"
     threads, reason, error = (
-        done.stderr.index(text) for text in ("in other_threads_work", "this rank ends in step 3", "StallError: step 3")
+        done.stderr.index(text)
+        for text in ("in other_threads_work", "this rank ends in step 3", "ReplayTimeoutError: step 3")
     )
     assert threads < reason < error
     assert "in wait_for_the_device" in done.stderr[:reason]
@@ -321,7 +322,7 @@ def test_training_that_can_still_raise_ends_in_order():
 def test_a_process_that_is_still_there_after_the_grace_is_ended():
     begun = time.monotonic()
     done = ends(BLOCKED, grace="1")
-    assert done.returncode == watchdog_exit.STALLED == 124
+    assert done.returncode == watchdog_exit.TIMEOUT_STATUS == 124
     assert "in wait_for_the_device" in done.stderr and "this rank ends in step 3" in done.stderr
     assert "training cleaned up" not in done.stdout and time.monotonic() - begun < 60
 
@@ -329,7 +330,7 @@ def test_a_process_that_is_still_there_after_the_grace_is_ended():
 def test_a_process_whose_logger_is_locked_is_ended_too():
     """Whoever holds a logger's lock waits for the device: the message cannot be written, the end must come."""
     done = ends(f"logging.getLogger().handlers[0].acquire(); {BLOCKED}", grace="1")
-    assert done.returncode == watchdog_exit.STALLED
+    assert done.returncode == watchdog_exit.TIMEOUT_STATUS
     assert "in wait_for_the_device" in done.stderr
 
 
@@ -368,8 +369,8 @@ def test_the_changed_time_is_that_of_replays_alone(monkeypatch, caplog):
     rank = Rank(monkeypatch, allowed=lambda timeout_s: 10 * timeout_s)
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("step 1", 60):
         rank.launch()
-        rank.look_at(500)
+        rank.check_until(500)
         assert not rank.ended
-        rank.look_at(650)
+        rank.check_until(650)
     assert len(rank.ended) == 1
     assert "has been in step 1 for 3" in caplog.text and "a collective has waited for 60 s" in caplog.text

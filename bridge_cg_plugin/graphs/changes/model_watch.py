@@ -70,7 +70,7 @@ class ModelWatch:
 
     Args:
         roots: Modules that are followed with all below them.
-        replaced: Attributes that the plugin replaces on a module, as (module, name).
+        patched: Attributes that the plugin patches on a module, as (module, name).
         called: Modules whose own hooks run around a replay as well, because they are called in the usual way.
         exempt: What is no difference.
     """
@@ -78,14 +78,14 @@ class ModelWatch:
     def __init__(
         self,
         roots: Sequence[nn.Module],
-        replaced: Iterable[tuple[nn.Module, str]] = (),
+        patched: Iterable[tuple[nn.Module, str]] = (),
         called: Sequence[nn.Module] = (),
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self._generation = 0
         self._roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
-        self._replaced = {Entry(id(vars(module)), name) for module, name in replaced}
+        self._patched = {Entry(id(vars(module)), name) for module, name in patched}
         # A module that leaves the model may come back: its tables are followed for as long as somebody holds them.
         self._tables: WeakValueDictionary[int, Table] = WeakValueDictionary()
         self._before: dict[Entry, _Old] = {}
@@ -207,7 +207,7 @@ class ModelWatch:
         if self._passing:
             if entry not in self._touched:
                 self._touched[entry] = _Old(old, token(old))
-        elif not (key in self._ignored or entry in self._replaced or (entry in self._volatile and not plain(old))):
+        elif not (key in self._ignored or entry in self._patched or (entry in self._volatile and not plain(old))):
             self._generation += 1
             self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
             self._before.setdefault(entry, _Old(old, self._contents.get(entry) or token(old)))
@@ -352,7 +352,7 @@ class ModelWatch:
         return [e for e in entries if plain(self._value(e)) and not self._left_for_others(e)]
 
     def _left_for_others(self, entry: Entry) -> bool:
-        return entry.key in self._ignored or entry.key == TRAINING or entry in self._replaced
+        return entry.key in self._ignored or entry.key == TRAINING or entry in self._patched
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Source:
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
         failed: Why a bucket could not be captured in a mode.
-        recorded_by_other_ranks: What ranks whose memory was not moved need not record again.
+        recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
         warm: Modes that were recorded here, or before memory was moved.
         earlier: The source before memory was moved, whose recordings hold once all lies there again.
     """

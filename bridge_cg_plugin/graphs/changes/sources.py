@@ -190,7 +190,7 @@ class Sources:
         if source.moved(gradients, layouts=self._looks_once):
             if not idle():
                 what = "memory of parameters or of their main_grad was moved inside a step"
-                self._warn(Fallback.MEMORY_MOVED, what, "recorded anew at the next step")
+                self._warn(Fallback.MEMORY_MOVED, what, "recaptured at the next step")
                 return Fallback.MEMORY_MOVED
             source = self._instead_of(source)
         self._looked = self._looks_once and gradients

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...announce import announce
 from ...attention_bounds import replay_cost
-from ...graphs.buckets import EXACT_BELOW, BucketPlan, again
+from ...graphs.buckets import EXACT_BELOW, BucketPlan, next_run_options
 from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
@@ -26,9 +26,9 @@ from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
 from .decoder import DecoderCall, DecoderFamily, DecoderPart
 from .layout import spread
-from .peers import Peers
 from .plan import PackPlan
 from .program import SHARED, PackedProgram, PackLayout
+from .shape_exchange import ShapeExchange
 
 
 class PackedWorkload(Workload):
@@ -42,7 +42,7 @@ class PackedWorkload(Workload):
         modules: Names of the parts of layers to record; none are all layers as one region.
         family: The decoder's upstream side.
         host: Host copies of offsets.
-        peers: Ranks that have other packs and must replay them in the same bucket; None without any.
+        exchange: Ranks that have other packs and must replay them in the same bucket; None without any.
 
     Attributes:
         plan: Observes packs and plans buckets.
@@ -67,11 +67,11 @@ class PackedWorkload(Workload):
         modules: Sequence[str],
         family: DecoderFamily,
         host: HostCopies | None = None,
-        peers: Peers | None = None,
+        exchange: ShapeExchange | None = None,
     ) -> None:
         self.options, self.modules, self.family = options, tuple(modules), family
         self.strict = options.strict
-        self.host, self._peers = host or HostCopies(), peers
+        self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
         self.buckets: BucketPlan | None = None
         self._demand: Demand | None = None
@@ -84,7 +84,7 @@ class PackedWorkload(Workload):
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
         call = self._read(args, kwargs)
-        return call if self._peers is None else self._together(call, self._peers)
+        return call if self._exchange is None else self._together(call, self._exchange)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         call = self.family.read(args, kwargs)
@@ -95,12 +95,12 @@ class PackedWorkload(Workload):
         batch = self._batch(call)
         return Call(batch, None, batch.tokens, note=None if self._demand is None else batch.shape)
 
-    def _together(self, call: Call, peers: Peers) -> Call:
+    def _together(self, call: Call, exchange: ShapeExchange) -> Call:
         """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
         manager, batch = self.manager, call.batch
         wants = batch is not None and want_gradients((batch.hidden, *batch.additions))
         state = manager.captured, manager.in_recorded_state, manager.is_paused, torch.is_grad_enabled(), wants
-        joint = peers.joint(None if batch is None else batch.own_shape, state)
+        joint = exchange.joint(None if batch is None else batch.own_shape, state)
         if batch is None:
             return call
         if joint is None:
@@ -251,7 +251,9 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         notes = {} if self.buckets is None else {"plan": str(self.buckets)}
         if self._demand is not None and self._demand.buckets:
-            notes["again"] = again(self._demand.buckets, PACKED_FIELDS["buckets"], PACKED_FIELDS["bucket_limits"])
+            notes["next run"] = next_run_options(
+                self._demand.buckets, PACKED_FIELDS["buckets"], PACKED_FIELDS["bucket_limits"]
+            )
         if self.plan.observed:
             most = max(seen.documents for seen in self.plan.observed)
             notes["documents"] = f"up to {most} in the packs of warm-up steps"

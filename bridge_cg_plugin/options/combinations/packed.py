@@ -55,13 +55,13 @@ def _layout(facts: Facts) -> RankLayout:
     return RankLayout(facts.tensor_ranks or 1, facts.context_ranks or 1, bool(facts.sequence_parallel))
 
 
-def _says_layout(facts: Facts) -> bool:
+def _sets_layout(facts: Facts) -> bool:
     return None not in (facts.tensor_ranks, facts.context_ranks)
 
 
 def _other_layout(options: GraphOptions, facts: Facts) -> bool:
     planned = options.packed.planned_for
-    return planned is not None and _says_layout(facts) and planned != str(_layout(facts))
+    return planned is not None and _sets_layout(facts) and planned != str(_layout(facts))
 
 
 def _buckets(options: GraphOptions) -> tuple[int, ...]:
@@ -72,11 +72,11 @@ def _buckets(options: GraphOptions) -> tuple[int, ...]:
 def _uneven_bucket(options: GraphOptions, facts: Facts) -> int:
     """Return a bucket that ranks cannot share in equal parts; 0 where there is none."""
     uneven = (tokens for tokens in _buckets(options) if tokens % _layout(facts).unit)
-    return next(uneven, 0) if _says_layout(facts) else 0
+    return next(uneven, 0) if _sets_layout(facts) else 0
 
 
 def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
-    return _says_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
+    return _sets_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
 
 
 def _too_long(options: GraphOptions) -> bool:
@@ -103,7 +103,7 @@ def _expert_tensor_ranks(facts: Facts) -> int:
     return facts.expert_tensor_ranks or facts.tensor_ranks or 1
 
 
-def _beside_experts(facts: Facts) -> str:
+def _with_experts(facts: Facts) -> str:
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
 
@@ -117,7 +117,7 @@ def _one_region(options: GraphOptions, facts: Facts) -> bool:
     return _whole_layers(options) or (not facts.moe and _all_parts(options))
 
 
-def _moving(options: GraphOptions) -> str:
+def _offloading(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
     return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
 
@@ -168,7 +168,7 @@ PACKED = (
             "model.expert_tensor_parallel_size",
             f.expert_tensor_ranks,
             f"1 with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager, or set it to 1.",
+            f"Set {MODULES}={_with_experts(f)}, where experts stay eager, or set it to 1.",
         ),
     ),
     Combination(
@@ -179,7 +179,7 @@ PACKED = (
             "peft.target_modules",
             ",".join(f.expert_adapters),
             f"other layers than experts' with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_beside_experts(f)}, where experts stay eager.",
+            f"Set {MODULES}={_with_experts(f)}, where experts stay eager.",
         ),
     ),
     Combination(
@@ -189,8 +189,8 @@ PACKED = (
         lambda o, f: (
             MODULES,
             _names(o),
-            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_moving(o)}",
-            f"Capture all layers as one region, or remove {_moving(o)}.",
+            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_offloading(o)}",
+            f"Capture all layers as one region, or remove {_offloading(o)}.",
         ),
     ),
     Combination(

@@ -177,7 +177,7 @@ class TransformerBlockFamily:
         visual = {}
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
         with ExitStack() as stack:
-            for layer in self._inside:  # looked at anew: the model may have changed since the last recording
+            for layer in self._inside:  # looked up each time: the model may have changed since the last recording
                 stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
             if pack.additions:
                 stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))

@@ -40,7 +40,7 @@ def result(**tensors: Any) -> Any:
 
 
 def refuse_checkpointing(model: UpstreamModule) -> None:
-    """Refuse a tower whose layers are computed anew in the backward.
+    """Refuse a tower whose layers are recomputed in the backward.
 
     Raises:
         OptionError: It is one.

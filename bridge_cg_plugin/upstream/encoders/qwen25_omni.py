@@ -25,7 +25,7 @@ def separate_attention(
 ) -> Tensor:
     """Attend by queries, keys and values of a projection each; see `AttentionForward`.
 
-    Upstream takes cosines and sines of the angles anew in every layer. These are the same numbers, and so is what is
+    Upstream takes cosines and sines of the angles in every layer. These are the same numbers, and so is what is
     multiplied by them.
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision

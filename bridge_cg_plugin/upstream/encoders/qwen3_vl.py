@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers
-from ...graphs.side_stream import ahead, beside
+from ...graphs.side_stream import run_on_side_stream, start_on_side_stream
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, MovableImages, OtherAttention, RecordingKernels, encoder_call
@@ -22,8 +22,8 @@ from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_off
 from ...vision.encoders.position_embedding import embeddings, learned, scatter
 from ...vision.guard import images, poisoned
 from ...vision.host_grids import HostGrids
-from ..kernels.ahead import compile_kernels
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
+from ..kernels.precompile import compile_kernels
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
@@ -32,7 +32,7 @@ from ..random_states import usable_random_states
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 from .layer_parts import layer_parts
 from .patch_gradients import patch_gradients
-from .side_branches import side_mergers
+from .side_mergers import side_mergers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Qwen3VLEncoder(GridProgram):
         _, largest = bucket.limits
         guarded, table = buffers["grid"], model.pos_embed.weight
         grid = images(guarded)
-        locating = ahead(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
+        locating = start_on_side_stream(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
         trains = torch.is_grad_enabled() and table.requires_grad
-        places = beside(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
+        places = run_on_side_stream(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
         located = locating.result()
         hidden = hidden + learned(table, located.embeddings, located.positions, places)

@@ -33,7 +33,7 @@ def _may_pad(old: Callable[..., Any]) -> bool:
     return calls_switch or getattr(old, "__module__", "") != seam("vision_padding").module
 
 
-def _says_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
+def _with_graph_implementation(old: Callable[..., Any]) -> Callable[..., Any]:
     def get_vision_model_config(hf_config: Any, megatron_config: Any = None) -> Any:
         config = old(hf_config, megatron_config)
         if getattr(megatron_config, PROVIDER_FIELDS["impl"], "none") != "none":
@@ -58,5 +58,5 @@ def _carries_nothing(old: Callable[..., Any]) -> bool:
 
 PATCHES = (
     Patch(seam("vision_padding"), _never_pads, needed=_may_pad),
-    Patch(seam("vision_config"), _says_graphs, needed=_carries_nothing),
+    Patch(seam("vision_config"), _with_graph_implementation, needed=_carries_nothing),
 )

@@ -28,8 +28,8 @@ from ...vision.batch import EmbeddedImages, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.host_grids import HostGrids
-from ..kernels.ahead import compile_kernels
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
+from ..kernels.precompile import compile_kernels
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection

@@ -1,7 +1,7 @@
 """Batches on their way to the device: out of page-locked memory, on a stream of their own.
 
 There a copy does not wait for what the device computes, and the host waits for no copy. Which batch a step gets is the
-data loader's affair: nothing is fetched ahead here.
+data loader's affair: nothing is prefetched here.
 """
 
 import copy
@@ -24,11 +24,11 @@ from ..seams.additions import Additions
 from ..seams.registry import seam
 from .graph_helper import any_on_graphs
 
-# The most batches on the device that it has not begun to compute with: each takes memory.
-AHEAD = 2
+# The most batches on the device whose computation has not begun: each takes memory.
+MAX_BATCHES_IN_FLIGHT = 2
 
 
-class _Beside(TorchDispatchMode):
+class _OrderStreams(TorchDispatchMode):
     """Keeps two streams apart while work of the one is launched.
 
     The allocator is told that the computing stream uses every tensor of the device that is made. What was made before
@@ -79,11 +79,11 @@ class CopyStream:
     def copying(self) -> Iterator[None]:
         """Make copies inside. The current stream waits for them behind it, the host for a batch of long before."""
         computing = torch.cuda.current_stream()
-        stream = self._stream_beside(computing)
-        if len(self._begun) == AHEAD:
+        stream = self._copy_stream(computing)
+        if len(self._begun) == MAX_BATCHES_IN_FLIGHT:
             self._begun.popleft().synchronize()
         try:
-            with torch.cuda.stream(stream), _Beside(stream, computing):
+            with torch.cuda.stream(stream), _OrderStreams(stream, computing):
                 yield
         finally:
             computing.wait_stream(stream)
@@ -91,7 +91,7 @@ class CopyStream:
         begun.record(computing)
         self._begun.append(begun)
 
-    def _stream_beside(self, computing: torch.cuda.Stream) -> torch.cuda.Stream:
+    def _copy_stream(self, computing: torch.cuda.Stream) -> torch.cuda.Stream:
         if computing.device not in self._streams:
             self._streams[computing.device] = torch.cuda.Stream(computing.device)
         return self._streams[computing.device]

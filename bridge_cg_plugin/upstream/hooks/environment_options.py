@@ -10,7 +10,7 @@ from ...options import OptionError, normalize
 from ...options.groups import tuning_of
 from ...options.language_model import LANGUAGE_MODEL
 from ...options.migration import SWITCHES
-from ...options.sources import Written, collect, fields_of, told_together
+from ...options.sources import Written, collect, fields_of, set_together
 from ...options.values import is_unset
 from ..environment import OPTIONS
 from .graph_fields import apply_options
@@ -44,9 +44,9 @@ def apply_environment(config: Any) -> bool:
 
 def _apply(config: Any, said: Written) -> bool:
     model = config.model
-    kept = _set_by_hand(model)
+    kept = _explicit_fields(model)
     known = [name for name in said.fields if hasattr(model, tuning_of(name) or name)]
-    taken = {name: said.fields[name] for name in known if kept.isdisjoint(told_together(name))}
+    taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
     steps = {WARMUP: int(said.settings[WARMUP])} if WARMUP in said.settings and WARMUP not in kept else {}
     if not taken and not steps:
         return False
@@ -62,7 +62,7 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _set_by_hand(model: Any) -> set[str]:
+def _explicit_fields(model: Any) -> set[str]:
     """Return the graph fields, and keys of mappings, that have other values than their defaults."""
     defaults = {**EVERY, **dict(_defaults(dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()))}
     held = {**fields_of(model), WARMUP: getattr(model, WARMUP, None)}

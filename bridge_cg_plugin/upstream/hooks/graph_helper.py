@@ -121,7 +121,7 @@ def default_executor(
     generators: Callable[[], Sequence[torch.Generator]] = tuple,
     isolated: Isolated = nullcontext,
     shared: bool = False,
-    beside: bool = False,
+    side_stream: bool = False,
     releasable: bool = False,
 ) -> Executor:
     """Return what can record on this machine.
@@ -130,7 +130,7 @@ def default_executor(
         generators: Returns what recorded work may draw random numbers from.
         isolated: Entered around passes whose values nobody reads.
         shared: Whether other ranks share what is recorded, so that a replay may wait for one of them.
-        beside: Whether recordings may have side work.
+        side_stream: Whether recordings may have side work.
         releasable: Whether memory of recordings may leave the device. That of exchanges with other ranks may not: NCCL
             may have given it to them.
     """
@@ -139,7 +139,7 @@ def default_executor(
     launched = WATCHDOG.launched if shared else None
     releasable = releasable and not shared
     return CudaGraphExecutor(
-        generators=generators, isolated=isolated, launched=launched, beside=beside, releasable=releasable
+        generators=generators, isolated=isolated, launched=launched, side_stream=side_stream, releasable=releasable
     )
 
 

@@ -20,7 +20,7 @@ from .emptied_cache import has_left
 from .graph_fields import apply_options
 from .packed_helper import PackedCudaGraphHelper, find_decoders
 from .provider_fields import EVERY
-from .vision_helper import VisionTECudaGraphHelper, config_beside, encoders_to_capture
+from .vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
@@ -86,7 +86,7 @@ class LoopDriver:
         }
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
-            helpers.append(VisionTECudaGraphHelper(chunks, config_beside(found), found=found, **settings))
+            helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
         if packed:
             helpers.append(PackedCudaGraphHelper(chunks, config, **settings))
         self._helpers = helpers

@@ -11,7 +11,7 @@ from ...graphs.executor import Executor, Isolated
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
-from ...language.packed.peers import Peers
+from ...language.packed.shape_exchange import ShapeExchange
 from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options
 from ...options.capture import CaptureMode
@@ -152,7 +152,7 @@ class DecoderHelper(GraphHelper):
             consensus=consensus,
             bucket_consensus=consensus,
         )
-        workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _peers(decoder, experts))
+        workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
         counted = in_flight if options.slots == "auto" else None
         records = executor or _executor(decoder, experts, releasable)
         self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
@@ -171,12 +171,12 @@ def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
                 yield decoder
 
 
-def _peers(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> Peers | None:
-    """Return the ranks of expert parallelism if any of them has other packs than this one."""
+def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> ShapeExchange | None:
+    """Return the exchange of shapes between ranks of expert parallelism; None where all have the same packs."""
     layers = shared_group(decoder)
     if experts is None or (layers is not None and has_ranks(layers, experts)):
         return None
-    return Peers(new_group(distributed.get_process_group_ranks(experts), "gloo"))
+    return ShapeExchange(new_group(distributed.get_process_group_ranks(experts), "gloo"))
 
 
 def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool) -> Executor:

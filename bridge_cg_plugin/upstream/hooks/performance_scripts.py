@@ -16,7 +16,7 @@ from .overrides import apply_flags, apply_to_bridges, resolved_words, written_by
 
 # What upstream's folder has beside one another, and what its modules define.
 LAYOUT = ("argument_parser.py", "run_script.py", "setup_experiment.py", "utils/overrides.py", "utils/utils.py")
-MARKS = {
+DEFINED = {
     "argument_parser": "VALID_CUDA_GRAPH_SCOPES",
     "utils.overrides": "set_workload_base_configs",
     "utils.utils": "WorkloadBaseConfig",
@@ -29,7 +29,7 @@ _words: dict[int, tuple[Written, dict[str, Any]]] = {}
 def is_upstreams(module: ModuleType) -> bool:
     """Whether a module is the one of upstream's scripts/performance, and not somebody else's of that name."""
     file = getattr(module, "__file__", None)
-    if file is None or not hasattr(module, MARKS[module.__name__]):
+    if file is None or not hasattr(module, DEFINED[module.__name__]):
         return False
     folder = Path(file).parents[module.__name__.count(".")]
     return all((folder / name).is_file() for name in LAYOUT)

@@ -138,7 +138,7 @@ def _patches(init: Seam, fields: Seam, defaults: Mapping[str, Any]) -> tuple[Pat
     accepting = functools.partial(accepting_init, defaults=defaults)
     extend = functools.partial(extended_fields, defaults=defaults)
     family = functools.partial(extend_family, defaults)
-    return Patch(init, accepting), Patch(fields, extend, beside=family)
+    return Patch(init, accepting), Patch(fields, extend, extra=family)
 
 
 def _known(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:

@@ -96,7 +96,7 @@ class ShortReports:
                 announce(said)
 
     def forget(self) -> None:
-        """Begin anew: training has ended."""
+        """Clear: training has ended."""
         self._steps, self._before = {}, {}
 
 

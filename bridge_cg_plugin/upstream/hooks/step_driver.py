@@ -1,4 +1,4 @@
-"""Vision graphs that the train loop does not drive itself: made and captured at the start of its steps."""
+"""Vision graphs that Bridge's train loop does not drive: captured at the start of its steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,15 @@ from torch import nn
 
 from ...options import PROVIDER_FIELDS
 from ..encoders.registry import FoundEncoder, find_encoders
-from .vision_helper import VisionTECudaGraphHelper, config_beside, encoders_to_capture
+from .vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
 
 
-class OwnLoop:
-    """Drives helpers from `train_step`, as the train loops of later releases do from their own code.
+class StepDriver:
+    """Drives helpers from `train_step`, as the train loops of later releases do for Qwen3-VL's encoder only.
 
-    Those know Qwen3-VL's encoder alone; other encoders are driven here on every release.
-
-    Helpers are made before the first step of a model that asks for graphs, and capture before the step that follows
-    `cuda_graph_warmup_steps` steps. Every way into training comes through `train_step`, which gets the model and the
-    state as arguments; a training callback would have to be handed over by the user's script.
+    Helpers are created before the first step of a model that enables graphs. They capture after
+    `cuda_graph_warmup_steps` steps. All training goes through `train_step`, which receives the model and the state; a
+    training callback would have to be passed by the user's script.
     """
 
     def __init__(self) -> None:
@@ -62,7 +60,7 @@ class OwnLoop:
         self._steps, self._found = 0, found
         self._helpers = [
             VisionTECudaGraphHelper(
-                list(model), config_beside(each), num_microbatches=get_num_microbatches(), found=each
+                list(model), encoder_config(each), num_microbatches=get_num_microbatches(), found=each
             )
             for each in wanted
             if each.model in found

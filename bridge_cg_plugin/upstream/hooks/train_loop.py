@@ -19,10 +19,10 @@ from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
-from .step_driver import OwnLoop
+from .step_driver import StepDriver
 from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
-OWN_LOOP = OwnLoop()
+STEP_DRIVER = StepDriver()
 LAST_FIGURES = LastFigures()
 SHORT_REPORTS = ShortReports()
 
@@ -40,7 +40,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         model = argument("model", args, kwargs)
         LOOPS.leave_to_bridge(model)
-        OWN_LOOP.before_step(model, state, drives_vision_graphs())
+        STEP_DRIVER.before_step(model, state, drives_vision_graphs())
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
@@ -102,7 +102,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
         CURRENT.end()
-        OWN_LOOP.end()
+        STEP_DRIVER.end()
         LAST_FIGURES.tell()
         SHORT_REPORTS.forget()
         old(*args, **kwargs)

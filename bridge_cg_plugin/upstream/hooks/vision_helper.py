@@ -109,9 +109,9 @@ class VisionTECudaGraphHelper(GraphHelper):
 
     def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
         """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
-        beside = self.options.streams != 1
+        side_stream = self.options.streams != 1
         isolated, shared = without_collectives(tensor), tensor is not None
-        return default_executor(isolated=isolated, shared=shared, beside=beside, releasable=releasable)
+        return default_executor(isolated=isolated, shared=shared, side_stream=side_stream, releasable=releasable)
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""
@@ -121,7 +121,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         super().delete_cuda_graphs()
 
 
-def config_beside(found: FoundEncoder) -> Any:
+def encoder_config(found: FoundEncoder) -> Any:
     """Return an encoder's own config; None for layers that have none: their model's has the options."""
     return getattr(found.model, "config", None)
 

@@ -66,11 +66,11 @@ def _noting_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         made = original(x, out, weight, bias, *settings)
         if current_registry() is not None and out is None and type(made[0]) is Tensor:
 
-            def again(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            def recompute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 rebuilt: Tensor = original(x, None, weight, bias, *settings)[0]
                 return rebuilt
 
-            derive(made[0], "layernorm", (x, weight) if bias is None else (x, weight, bias), again)
+            derive(made[0], "layernorm", (x, weight) if bias is None else (x, weight, bias), recompute)
         return made
 
     return apply_normalization
@@ -89,11 +89,11 @@ def _noting_product(original: Callable[..., Any]) -> Callable[..., Any]:
 
         settings = {name: value for name, value in kwargs.items() if name != "bias"}
 
-        def again(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def recompute(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
             rebuilt: Tensor = original(weight, x, bias=bias, **settings)[0]
             return rebuilt
 
-        derive(made[0], "linear", (weight, x) if bias is None else (weight, x, bias), again)
+        derive(made[0], "linear", (weight, x) if bias is None else (weight, x, bias), recompute)
         return made
 
     return general_gemm

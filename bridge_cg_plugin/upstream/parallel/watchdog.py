@@ -1,8 +1,7 @@
-"""Ranks that wait for one that never comes: which rank, in what, and an end after a bounded time.
+"""Watchdog: ends the process when a replay hangs because another rank did not join a collective.
 
-NCCL's watchdog ends a rank whose collective has waited for the time-out, and says nothing of steps and graphs. It does
-not know the collectives inside a replayed graph at all: a rank that waits in one, with its host waiting for the device,
-would wait for ever.
+NCCL's watchdog ends a rank whose collective timed out, without naming the step or the graph. It does not see the
+collectives inside a replayed graph: without this watchdog, a rank that hangs in one would hang for ever.
 """
 
 import threading
@@ -15,18 +14,18 @@ from typing import Any, Protocol
 import torch
 
 from ..environment import watchdog_minutes
-from .watchdog_exit import Stall, act, warn_beside
+from .watchdog_exit import ReplayTimeout, end_process, warn_in_thread
 
-# Part of the time-out after which a rank says that it may be waiting, before NCCL ends it.
+# Part of the time-out after which a rank warns that it may be waiting, before NCCL ends it.
 WARN_AFTER = 0.5
-# A look every so many seconds, or more often where the time-out is short.
-LOOK_S, LOOKS = 5.0, 40
-# Of the time between two looks so many intervals count at most: the rest of it this process did not run.
+# Seconds between two checks; with a short time-out, the time-out over the number of checks.
+CHECK_S, CHECKS = 5.0, 40
+# At most so many intervals count between two checks: for the rest of the time this process did not run.
 COUNTED = 2
 
 
-class Mark(Protocol):
-    """A point in the device's work; a CUDA event."""
+class Event(Protocol):
+    """A CUDA event, or a test's."""
 
     def record(self) -> None:
         """Move it behind what was launched so far."""
@@ -37,7 +36,7 @@ class Mark(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Since:
-    """What began when, on the watch's clock."""
+    """What began when, on the watchdog's clock."""
 
     what: str
     began: float
@@ -45,14 +44,14 @@ class _Since:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A replay and the mark behind it, which is never recorded again."""
+    """A replay and the event behind it, which is recorded once."""
 
     replay: str
-    mark: Mark
+    event: Event
 
 
 def replay_limit_s(timeout_s: float) -> float:
-    """Return after how many seconds a replay counts as one that waits for ever.
+    """Return after how many seconds a replay counts as hung.
 
     Args:
         timeout_s: The time-out of the run's process groups.
@@ -65,43 +64,43 @@ def replay_limit_s(timeout_s: float) -> float:
 
 
 class Watchdog:
-    """Watches, from a thread of its own, a rank's steps and the replays that hold collectives.
+    """Watches, from its own thread, a rank's steps and the replays that contain collectives.
 
-    A launch makes a mark of its own and puts it in place together with its name, so a look that overlaps with launches
-    sees one of them whole. A launch's time is counted look by look, from the first that saw it.
+    Each launch has its own event, and both are set in one assignment, so a check that overlaps with launches reads one
+    of them completely. A launch's time is counted from the first check that found it.
 
     Args:
-        end: Called once for a replay that waits for ever, from the watch's thread.
+        end: Called once for a replay that timed out, from the watchdog's thread.
         clock: Seconds.
-        mark: Makes a mark in the device's work.
+        event: Makes an event.
         allowed: Time-out of the process groups -> seconds that a replay may take.
-        tell: Writes a warning; it must not wait for a lock.
+        warn: Writes a warning; it must not wait for a lock.
     """
 
     def __init__(
         self,
-        end: Callable[[Stall], None],
+        end: Callable[[ReplayTimeout], None],
         clock: Callable[[], float] = time.monotonic,
-        mark: Callable[[], Mark] = torch.cuda.Event,
+        event: Callable[[], Event] = torch.cuda.Event,
         allowed: Callable[[float], float] = replay_limit_s,
-        tell: Callable[[str], None] = warn_beside,
+        warn: Callable[[str], None] = warn_in_thread,
     ) -> None:
-        self._end, self._clock, self._make_mark = end, clock, mark
-        self._allowed, self._tell = allowed, tell
+        self._end, self._clock, self._make_event = end, clock, event
+        self._allowed, self._warn = allowed, warn
         self._limit_s = self._replay_limit_s = 0.0
         self._doing: _Since | None = None
         self._launch: _Launch | None = None
         self._warned = False
         self._thread: threading.Thread | None = None
-        # Of the watch's thread alone.
+        # Used by the watchdog's thread only.
         self._seen: _Launch | None = None
-        self._waited_s = self._looked = 0.0
+        self._waited_s = self._checked = 0.0
         self._settled = False
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two looks."""
-        return min(LOOK_S, self._limit_s / LOOKS, self._replay_limit_s / LOOKS)
+        """Seconds between two checks."""
+        return min(CHECK_S, self._limit_s / CHECKS, self._replay_limit_s / CHECKS)
 
     @contextmanager
     def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
@@ -122,7 +121,7 @@ class Watchdog:
             return
         before, self._doing = self._doing, _Since(doing, self._clock())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="bridge-cg-stalls", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
             self._thread.start()
         try:
             yield
@@ -131,52 +130,52 @@ class Watchdog:
 
     def launched(self, replay: str) -> None:
         """Note that a replay with collectives was launched on the current stream."""
-        mark = self._make_mark()
-        mark.record()
-        self._launch = _Launch(replay, mark)
+        event = self._make_event()
+        event.record()
+        self._launch = _Launch(replay, event)
 
-    def look(self) -> None:
-        """Tell of the last replay once if it waits for ever; warn once of a step that lasts long."""
+    def check(self) -> None:
+        """Report the last replay once if it timed out; warn once about a step that takes long."""
         doing, now = self._doing, self._clock()
         self._count(self._launch, now)
         if doing is None:
             return
-        stalled = self._stalled()
-        if stalled is not None:
+        late = self._timed_out()
+        if late is not None:
             self._settled = True
-            self._end(Stall(doing.what, stalled.replay, self._replay_limit_s))
+            self._end(ReplayTimeout(doing.what, late.replay, self._replay_limit_s))
         elif now - doing.began > WARN_AFTER * self._limit_s and not self._warned:
             self._warned = True
-            self._tell(
+            self._warn(
                 f"this rank has been in {doing.what} for {now - doing.began:.0f} s; if it waits for another rank, it "
                 f"ends once a collective has waited for {self._limit_s:.0f} s"
             )
 
     def _count(self, launch: _Launch | None, now: float) -> None:
-        """Add to the last launch's time what passed since the look before."""
-        passed_s, self._looked = now - self._looked, now
+        """Add the time since the last check to the last launch's time."""
+        passed_s, self._checked = now - self._checked, now
         if launch is self._seen:
             self._waited_s += min(passed_s, COUNTED * self.interval_s)
         else:
             self._seen, self._waited_s, self._settled = launch, 0.0, False
 
-    def _stalled(self) -> _Launch | None:
-        """Return the launch that was seen if it has not ended within its time; the device is asked once then."""
+    def _timed_out(self) -> _Launch | None:
+        """Return the launch if it has not ended within the limit; its event is queried once."""
         if self._seen is None or self._settled or self._waited_s <= self._replay_limit_s:
             return None
         try:
-            self._settled = self._seen.mark.query()
-        except RuntimeError:  # the device failed, which the training thread is told too
+            self._settled = self._seen.event.query()
+        except RuntimeError:  # the device failed, which the training thread sees too
             self._settled = True
         return None if self._settled else self._seen
 
     def _watch(self) -> None:
         while True:
             time.sleep(self.interval_s)
-            self.look()
+            self.check()
 
 
-WATCHDOG = Watchdog(act)
+WATCHDOG = Watchdog(end_process)
 
 
 def timeout_s(config: Any) -> float:

@@ -1,4 +1,4 @@
-"""What is done about a replay that waits for ever: a report of every thread, an orderly end, then any end."""
+"""Reports a replay that timed out, raises an error in the main thread, then ends the process."""
 
 import ctypes
 import faulthandler
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from ...announce import warn
 from ..environment import WATCHDOG_MINUTES, watchdog_minutes
 
-# Exit status of a process that was ended here, the one by which `timeout` reports a time-out.
-STALLED = 124
+# Exit status of a process that is ended here, the same as that of the `timeout` command.
+TIMEOUT_STATUS = 124
 # Seconds that training has for its own clean-up.
 GRACE_S = 30.0
 STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
-    """A replay that waits for another rank.
+class ReplayTimeout:
+    """A replay that has not ended in time.
 
     Attributes:
         doing: What the rank was doing.
@@ -42,37 +42,37 @@ class Stall:
         )
 
 
-class StallError(RuntimeError):
+class ReplayTimeoutError(RuntimeError):
     """A replay has not ended within the time-out; raised in the main thread."""
 
 
-def act(stall: Stall, grace_s: float = GRACE_S) -> None:
-    """End this process, or only report the stall where the user wants to keep the process.
+def end_process(timeout: ReplayTimeout, grace_s: float = GRACE_S) -> None:
+    """Report the timeout and end this process, unless the user wants to keep it.
 
     Process groups are not aborted. The device would go on with what a broken reduction left, and an error handler of
     the user's could save that.
 
     Args:
-        stall: What waits.
+        timeout: What has not ended.
         grace_s: Seconds until a process that does not end by itself is ended.
     """
     if watchdog_minutes() == 0:
-        _beside(lambda: _report(f"this rank waits in {stall}. {WATCHDOG_MINUTES}=0 keeps the process"))
+        _in_thread(lambda: _report(f"this rank waits in {timeout}. {WATCHDOG_MINUTES}=0 keeps the process"))
         return
     _kill_after(2 * grace_s)
-    _beside(lambda: _end_in_order(stall))
+    _in_thread(lambda: _end_in_order(timeout))
     time.sleep(grace_s)
-    os._exit(STALLED)
+    os._exit(TIMEOUT_STATUS)
 
 
-def warn_beside(message: str) -> None:
+def warn_in_thread(message: str) -> None:
     """Log a warning without waiting until it is written."""
-    _beside(lambda: warn(message))
+    _in_thread(lambda: warn(message))
 
 
-def _beside(work: Callable[[], None]) -> None:
+def _in_thread(work: Callable[[], None]) -> None:
     """Run work in a thread of its own: whoever holds a lock of the logger may be the one that waits for the device."""
-    threading.Thread(target=work, name="bridge-cg-stall-report", daemon=True).start()
+    threading.Thread(target=work, name="bridge-cg-watchdog-report", daemon=True).start()
 
 
 def _kill_after(seconds: float) -> None:
@@ -81,9 +81,9 @@ def _kill_after(seconds: float) -> None:
     signal.alarm(math.ceil(seconds))
 
 
-def _end_in_order(stall: Stall) -> None:
-    _report(f"this rank ends in {stall}")
-    _raise_in_main(type(StallError.__name__, (StallError,), {"__str__": lambda self: str(stall)}))
+def _end_in_order(timeout: ReplayTimeout) -> None:
+    _report(f"this rank ends in {timeout}")
+    _raise_in_main(type(ReplayTimeoutError.__name__, (ReplayTimeoutError,), {"__str__": lambda self: str(timeout)}))
 
 
 def _report(message: str) -> None:
@@ -94,7 +94,7 @@ def _report(message: str) -> None:
         stream.flush()
 
 
-def _raise_in_main(error: type[StallError]) -> None:
+def _raise_in_main(error: type[ReplayTimeoutError]) -> None:
     """Raise an error in the main thread at its next step of Python; one that waits in C has none."""
     identity = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(error))

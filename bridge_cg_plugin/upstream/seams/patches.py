@@ -80,12 +80,12 @@ class Patch(AtSeam):
     Attributes:
         make: Builds the new value from the old one.
         needed: Whether a release with this old value needs the patch; None means that every one does.
-        beside: Changes what belongs with the target, given the target's owner, and returns what undoes the changes.
+        extra: Changes what belongs with the target, given the target's owner, and returns what undoes the changes.
     """
 
     make: Callable[[Any], Any]
     needed: Callable[[Any], bool] | None = None
-    beside: Callable[[Any], Callable[[], None]] | None = None
+    extra: Callable[[Any], Callable[[], None]] | None = None
     # Newest last. What somebody else may still hold, and put back one day, is kept.
     _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
     _undo: Callable[[], None] | None = field(default=None, init=False, repr=False)
@@ -108,7 +108,7 @@ class Patch(AtSeam):
     def _apply(self, module: ModuleType) -> None:
         owner, old = self._locate(module)
         if self._resumes(owner):
-            self._change_beside(owner)
+            self._apply_extra(owner)
             return
         if old is _ABSENT:
             self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
@@ -121,7 +121,7 @@ class Patch(AtSeam):
         installed.made = _switched(installed, old, self.make(old))
         setattr(owner, self._attribute, installed.made)
         self._installed.append(installed)
-        self._change_beside(owner)
+        self._apply_extra(owner)
         self.state, self.reason = "active", ""
 
     def revert(self) -> None:
@@ -131,7 +131,7 @@ class Patch(AtSeam):
         `revert` puts the attribute back once they are gone.
         """
         self.state, self.reason = "off", ""
-        self._undo_beside()
+        self._revert_extra()
         for installed in reversed(self._installed[:]):
             installed.on = False
             current = vars(installed.owner).get(self._attribute, _ABSENT)
@@ -160,12 +160,12 @@ class Patch(AtSeam):
     def _attribute(self) -> str:
         return self.target.rpartition(".")[2]
 
-    def _change_beside(self, owner: Any) -> None:
-        self._undo_beside()
-        if self.beside is not None:
-            self._undo = self.beside(owner)
+    def _apply_extra(self, owner: Any) -> None:
+        self._revert_extra()
+        if self.extra is not None:
+            self._undo = self.extra(owner)
 
-    def _undo_beside(self) -> None:
+    def _revert_extra(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

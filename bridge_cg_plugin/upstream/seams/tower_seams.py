@@ -45,10 +45,26 @@ def layer_seams(name: str, module: str, block: str, attention: str, feature: str
     )
 
 
-def tower_seams(
-    name: str, module: str, tower: str, feature: str, attributes: tuple[str, ...], uses: tuple[str, ...]
+def region_seams(
+    name: str,
+    module: str,
+    tower: str,
+    feature: str,
+    parameters: tuple[str, ...],
+    attributes: tuple[str, ...],
+    uses: tuple[str, ...],
 ) -> tuple[Seam, Seam]:
-    """Return the seams of a tower of images of any size: its forward, and the parts that a region runs in its place."""
+    """Return the seams of a tower's forward, and of the parts that a region runs in its place.
+
+    Args:
+        name: Of the tower, for the seams' names.
+        module: Upstream's module.
+        tower: The tower's class.
+        feature: What does not work without them.
+        parameters: Of the forward.
+        attributes: The parts.
+        uses: Code that the forward must contain.
+    """
     return (
         Seam(
             name=f"{name}_forward",
@@ -59,11 +75,8 @@ def tower_seams(
             purpose="a whole encoder's microbatch replays a graph, computed as here",
             features=(feature,),
             undo=FORWARD_OFF,
-            parameters=("hidden_states", "grid_thw"),
-            uses=(
-                *("self.patch_embed(", "self.rotary_pos_emb(", "self.merger(", "pooler_output=merged_hidden_states"),
-                *uses,
-            ),
+            parameters=parameters,
+            uses=uses,
         ),
         Seam(
             name=f"{name}_parts",
@@ -73,8 +86,23 @@ def tower_seams(
             touch="called",
             purpose="the parts that a recorded region runs in place of the encoder's forward",
             features=(feature,),
-            attributes=("patch_embed", "rotary_pos_emb", "blocks", "merger", *attributes),
+            attributes=attributes,
         ),
+    )
+
+
+def tower_seams(
+    name: str, module: str, tower: str, feature: str, attributes: tuple[str, ...], uses: tuple[str, ...]
+) -> tuple[Seam, Seam]:
+    """Return the seams of a tower of images of any size; see `region_seams`."""
+    return region_seams(
+        name,
+        module,
+        tower,
+        feature,
+        ("hidden_states", "grid_thw"),
+        ("patch_embed", "rotary_pos_emb", "blocks", "merger", *attributes),
+        ("self.patch_embed(", "self.rotary_pos_emb(", "self.merger(", "pooler_output=merged_hidden_states", *uses),
     )
 
 

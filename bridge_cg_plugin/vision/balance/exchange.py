@@ -88,7 +88,7 @@ class ImageExchange:
         return sum((output.sum() for output in others), first.sum())
 
     def forget_times(self) -> None:
-        """Measure encoding anew: from now on it is done in another way."""
+        """Discard measurements: from now on encoding is done in another way."""
         if self._times is not None:
             self._times.forget()
 

@@ -27,7 +27,7 @@ EXCHANGES = 3
 class HostClock:
     """A `Clock` for work that has ended when its call returns."""
 
-    def mark(self) -> float:
+    def event(self) -> float:
         """See `Clock`."""
         return time.perf_counter()
 
@@ -122,9 +122,9 @@ def measured_cost(clock: Clock, exchange: Callable[[int], int], synchronize: Cal
         given = exchange(rows)  # the first one sets connections up
         for _ in range(REPEATS):
             synchronize()
-            start = clock.mark()
+            start = clock.event()
             exchange(rows)
-            end = clock.mark()
+            end = clock.event()
             synchronize()
             taken = clock.elapsed(start, end)
             if taken is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import beside, current_side_stream
+from ...graphs.side_stream import current_side_stream, run_on_side_stream
 from .launch import launch
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
@@ -147,7 +147,7 @@ class _Block:
 
     def add(self) -> None:
         partials = self._partials[: self.used]
-        beside(lambda: add_partials(partials, self._totals), partials, self._totals)
+        run_on_side_stream(lambda: add_partials(partials, self._totals), partials, self._totals)
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.

@@ -43,6 +43,7 @@ class PackReplays(Replays):
         helper = lm.new_helper(
             self.model,
             self.batches[0],
+            exact=False,
             cuda_graph_max_packed_seqs=2 * DOCUMENTS,
             cuda_graph_packed_buckets=[tokens],
             cuda_graph_packed_tuning={"slots": len(self.batches), "evaluation": False, **TUNING},

@@ -8,10 +8,6 @@ from typing import Any
 from bridge_cg_tools.benchmarks.models.workloads import Grid, description, tokens_of
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance
 
-# Case -> slots.
-SLOTS = {"1x2048": 1, "tokens_32768": 1, "8mix": 4, "experts_8192": 1}
-# Cases of packed documents; the others are images.
-PACKS = ("experts_8192",)
 # Mode -> options. Targets are parts of the memory of `none`.
 FIXED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -194,41 +190,6 @@ class TowerReplays(Replays):
         """See `Replays`."""
         gradients: Sequence[Any] = batch.gradients
         return gradients
-
-
-class Bench:
-    """Cases one after the other, those of images on one tower.
-
-    Args:
-        repeats: Timed runs of each mode.
-    """
-
-    def __init__(self, repeats: int) -> None:
-        from bridge_cg_tools.benchmarks.models import tower
-
-        tower.start_process()
-        self._repeats = repeats
-        self._tower: tuple[Any, Any] | None = None
-
-    def case(self, name: str, grid: Grid | None, slots: int) -> Replays:
-        """Return a case.
-
-        Args:
-            name: Its name.
-            grid: Of its images; None is a case of packs.
-            slots: Batches in flight.
-        """
-        from bridge_cg_tools.benchmarks.models import tower
-
-        if grid is None:
-            from bridge_cg_tools.benchmarks.offload.packs import PackReplays
-
-            self._tower = None
-            return PackReplays(name, slots, self._repeats)
-        if self._tower is None:
-            model = tower.build_tower()
-            self._tower = model, tower.MainGrads(model)
-        return TowerReplays(name, grid, slots, *self._tower, self._repeats)
 
 
 def relative(actual: Sequence[Any], expected: Sequence[Any]) -> float:

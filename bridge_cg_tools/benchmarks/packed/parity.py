@@ -62,7 +62,7 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(graphs.paused())
-        for owner, attribute in graphs.replaced:
+        for owner, attribute in graphs.patched:
             upstreams = getattr(type(owner), attribute).__get__(owner)
             family = graphs.workload.family
             parts = family.shards * family.ranks

@@ -6,8 +6,11 @@ _MINISTRAL3, _TOWER = f"{MODELS}.ministral3", "transformers.models.pixtral.model
 
 
 def _seams(feature: str) -> Seams:
+    return *_model(feature), *_tower(feature), *_layers(feature)
+
+
+def _model(feature: str) -> Seams:
     from ..seam import Seam
-    from ..tower_seams import FORWARD_OFF
 
     return (
         Seam(
@@ -34,31 +37,26 @@ def _seams(feature: str) -> Seams:
                 "image_outputs.hidden_states[vision_feature_layer]",
             ),
         ),
-        Seam(
-            name="pixtral_forward",
-            module=_TOWER,
-            target="PixtralVisionModel.forward",
-            kind="function",
-            touch="instance",
-            purpose="a whole encoder's microbatch replays a graph, computed as here",
-            features=(feature,),
-            undo=FORWARD_OFF,
-            parameters=("pixel_values", "image_sizes"),
-            uses=(
+    )
+
+
+def _tower(feature: str) -> Seams:
+    from ..seam import Seam
+    from ..tower_seams import region_seams
+
+    return (
+        *region_seams(
+            "pixtral",
+            _TOWER,
+            "PixtralVisionModel",
+            feature,
+            ("pixel_values", "image_sizes"),
+            ("patch_conv", "ln_pre", "transformer", "patch_positional_embedding"),
+            (
                 *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "position_ids_in_meshgrid("),
                 *("self.patch_positional_embedding(patch_embeds, position_ids)", "self.transformer("),
                 *("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
             ),
-        ),
-        Seam(
-            name="pixtral_parts",
-            module=_TOWER,
-            target="PixtralVisionModel",
-            kind="class",
-            touch="called",
-            purpose="the parts that a recorded region runs in place of the encoder's forward",
-            features=(feature,),
-            attributes=("patch_conv", "ln_pre", "transformer", "patch_positional_embedding"),
         ),
         Seam(
             name="pixtral_places",
@@ -71,6 +69,13 @@ def _seams(feature: str) -> Seams:
             parameters=("patch_embeds_list", "max_width"),
             uses=("h_grid * max_width + v_grid",),
         ),
+    )
+
+
+def _layers(feature: str) -> Seams:
+    from ..seam import Seam
+
+    return (
         Seam(
             name="pixtral_layer",
             module=_TOWER,

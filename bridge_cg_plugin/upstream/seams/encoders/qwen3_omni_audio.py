@@ -5,8 +5,12 @@ from .qwen3_omni import MODEL, THINKER, TOWER
 
 
 def _seams(feature: str) -> Seams:
+    return *_tower(feature), *_chunks(feature), *_layers(feature)
+
+
+def _tower(feature: str) -> Seams:
     from ..seam import Seam
-    from ..tower_seams import FORWARD_OFF
+    from ..tower_seams import region_seams
 
     return (
         Seam(
@@ -20,36 +24,30 @@ def _seams(feature: str) -> Seams:
             uses=("self.audio_model(", "feature_lens=audio_feature_lengths", "audio_outputs.last_hidden_state"),
             since=MODEL.since,
         ),
-        Seam(
-            name="qwen3_omni_audio_forward",
-            module=TOWER,
-            target="Qwen3OmniMoeAudioEncoder.forward",
-            kind="function",
-            touch="instance",
-            purpose="a whole encoder's microbatch replays a graph, computed as here",
-            features=(feature,),
-            undo=FORWARD_OFF,
-            parameters=("input_features", "feature_lens"),
-            uses=(
+        *region_seams(
+            "qwen3_omni_audio",
+            TOWER,
+            "Qwen3OmniMoeAudioEncoder",
+            feature,
+            ("input_features", "feature_lens"),
+            (
+                *("num_mel_bins", "n_window", "n_window_infer", "conv_chunksize", "positional_embedding", "layers"),
+                *("conv2d1", "conv2d2", "conv2d3", "conv_out", "ln_post", "proj1", "act", "proj2"),
+            ),
+            (
                 *("chunk_and_pad_features(", "get_valid_indices(", "get_audio_cu_seqlens(", "self.conv_chunksize"),
                 *("F.gelu(self.conv2d1(", "F.gelu(self.conv2d2(", "F.gelu(self.conv2d3(", "self.conv_out("),
                 *("self.positional_embedding.positional_embedding[", "self.ln_post(", "self.proj1(", "self.act("),
                 *("self.proj2(", "last_hidden_state=hidden_states"),
             ),
         ),
-        Seam(
-            name="qwen3_omni_audio_parts",
-            module=TOWER,
-            target="Qwen3OmniMoeAudioEncoder",
-            kind="class",
-            touch="called",
-            purpose="the parts that a recorded region runs in place of the encoder's forward",
-            features=(feature,),
-            attributes=(
-                *("num_mel_bins", "n_window", "n_window_infer", "conv_chunksize", "positional_embedding", "layers"),
-                *("conv2d1", "conv2d2", "conv2d3", "conv_out", "ln_post", "proj1", "act", "proj2"),
-            ),
-        ),
+    )
+
+
+def _chunks(feature: str) -> Seams:
+    from ..seam import Seam
+
+    return (
         Seam(
             name="qwen3_omni_audio_chunks",
             module=TOWER,
@@ -83,6 +81,13 @@ def _seams(feature: str) -> Seams:
             features=(feature,),
             uses=("input_lengths % 100", "input_lengths // 100 * 13"),
         ),
+    )
+
+
+def _layers(feature: str) -> Seams:
+    from ..seam import Seam
+
+    return (
         Seam(
             name="qwen3_omni_audio_layer",
             module=TOWER,

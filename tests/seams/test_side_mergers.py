@@ -1,9 +1,9 @@
-"""Deepstack mergers beside the layers that follow them."""
+"""Deepstack mergers on a side stream."""
 
 import pytest
 
 from bridge_cg_plugin.graphs.side_stream import SideStream
-from bridge_cg_plugin.upstream.encoders.side_branches import side_mergers
+from bridge_cg_plugin.upstream.encoders.side_mergers import side_mergers
 from tests.unit.towers import assert_close, draw, graphs_on, new_tower, results
 
 
@@ -11,7 +11,7 @@ def mergers_of(tower):
     return list(tower.decoder.deepstack_merger_list)
 
 
-def test_mergers_branch_while_work_with_a_side_stream_is_recorded():
+def test_mergers_use_the_side_stream_while_work_with_a_side_stream_is_recorded():
     tower = new_tower()
     before = [dict(vars(merger)) for merger in mergers_of(tower)]
     side = SideStream(None)
@@ -19,7 +19,7 @@ def test_mergers_branch_while_work_with_a_side_stream_is_recorded():
     with side.active(), side_mergers([tower]):
         assert all("forward" in vars(merger) for merger in mergers_of(tower))
         _, deepstack = tower(*draw([[1, 4, 6]]))
-    assert [branch.end for branch in side._branches] == deepstack
+    assert [output.end for output in side._outputs] == deepstack
     assert [dict(vars(merger)) for merger in mergers_of(tower)] == before
 
 

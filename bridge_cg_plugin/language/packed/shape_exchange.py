@@ -17,11 +17,11 @@ EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
 NUMBERS = 7
 
 
-class Peers:
-    """The ranks of a process group that see each other's shapes; each asks as often as the others.
+class ShapeExchange:
+    """Gathers the shapes of all ranks of a process group; every rank calls it equally often.
 
     Args:
-        group: Its exchanges are made on the host.
+        group: A group of a CPU backend.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
