@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 
@@ -183,10 +184,10 @@ class RegionOffloading:
         return plan
 
     def _refusal(self, bucket: Bucket, least: int) -> str:
-        names = self._policy.fields
+        names, works_gb = self._policy.fields, ceil(100 * least / GIB) / 100
         return (
             f"{names['offload_above_gb']}={self._policy.offload_above_gb:g}: bucket {bucket} needs at least "
-            f"{least / GIB:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
+            f"{works_gb:.2f} GiB a slot; raise it, take a smaller largest bucket, or allow more in "
             f"{names['offload']} and {names['recompute']}"
         )
 

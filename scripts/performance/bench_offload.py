@@ -1,12 +1,13 @@
-"""Memory against time of vision graphs whose activations are offloaded, recomputed, or both as a memory target asks.
+"""Memory against time of graphs whose activations are offloaded, recomputed, or both as a memory target asks.
 
     python scripts/performance/bench_offload.py
     python scripts/performance/bench_offload.py --cases 1x2048 --targets 0.5,0.4,0.3
     python scripts/performance/bench_offload.py --slots 1
 
 Every mode replays the same batches on the same weights as `none`, the graph that keeps all activations. A case with
-several slots runs as many forwards and then their backwards, as a pipeline's first stage does. Records go to
-docs/benchmarks/offload.jsonl; a mode that fails has a record with the error.
+several slots runs as many forwards and then their backwards, as a pipeline's first stage does. `experts_8192` is a pack
+through a mixture of experts of 16 layers, experts included; the other cases are images through the vision tower.
+Records go to docs/benchmarks/offload.jsonl; a mode that fails has a record with the error.
 """
 
 import argparse
@@ -19,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_tools.benchmarks.models.workloads import Grid, workloads
-from bridge_cg_tools.benchmarks.offload.replays import FIXED, SLOTS, Bench, summary
+from bridge_cg_tools.benchmarks.offload.bench import PACKS, SLOTS, Bench
+from bridge_cg_tools.benchmarks.offload.replays import FIXED, summary
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record
 
 TARGETS = "0.6,0.4,0.3,0.25"
@@ -51,13 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + args.seconds
     bench = Bench(args.repeats)
     for name, grid in cases.items():
-        for record in bench.case(name, grid, args.slots or SLOTS.get(name, 1), modes, targets, deadline):
+        case = bench.case(name, grid, args.slots or SLOTS.get(name, 1))
+        for record in case.records(modes, targets, deadline):
             put_record(out, record)
             print(summary(record), flush=True)
     return 0
 
 
-def checked(args: argparse.Namespace) -> tuple[dict[str, Grid], list[str], list[float], Path]:
+def checked(args: argparse.Namespace) -> tuple[dict[str, Grid | None], list[str], list[float], Path]:
     """Return cases, modes, targets and file.
 
     Raises:
@@ -72,9 +75,11 @@ def checked(args: argparse.Namespace) -> tuple[dict[str, Grid], list[str], list[
         raise ValueError(f"--targets {args.targets}: it must be numbers between 0 and 1; correct the list")
     if args.slots is not None and args.slots < 1:
         raise ValueError(f"--slots {args.slots}: it must be a whole number of at least 1; correct it")
-    names = args.cases.split(",")
+    packs = [name for name in args.cases.split(",") if name in PACKS]
+    names = [name for name in args.cases.split(",") if name not in PACKS]
     counts = [int(name.removeprefix("tokens_")) for name in names if name.startswith("tokens_")]
-    cases = workloads([name for name in names if not name.startswith("tokens_")], counts)
+    images = workloads([name for name in names if not name.startswith("tokens_")], counts)
+    cases = {**images, **dict.fromkeys(packs)}
     return cases, modes, targets, output_path(args.out, "offload.jsonl")
 
 

@@ -1,9 +1,15 @@
 """The benchmark of offloading and recompute without a GPU, on the small tower."""
 
 import pytest
+import torch
 
+from bridge_cg_tools.benchmarks.models import language_model
+from bridge_cg_tools.benchmarks.offload import packs
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_offload
+
+from .packs import ON_CPU, new_model, pack
+from .test_packed import EXPERTS
 
 
 def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):
@@ -19,6 +25,30 @@ def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):
     for mode in ("none", "offload", "recompute"):
         assert found[mode]["bit_equal"] and found[mode]["grad_rel"] == 0 and not found[mode]["fallbacks"]
     assert "outputs equal" in capsys.readouterr().out
+
+
+def test_packs_with_experts_are_a_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "TOKENS", 320)
+    monkeypatch.setattr(language_model, "build_model", lambda shape: new_model(**EXPERTS, cuda_graph_modules=[]))
+
+    def make_pack(lengths, seed):
+        weights = torch.linspace(0.5, 1.5, 320)[None] / 320
+        return language_model.Pack(pack(lengths, seed), tuple(lengths), weights)
+
+    monkeypatch.setattr(language_model, "make_pack", make_pack)
+    monkeypatch.setattr(packs, "TUNING", {"offload_min_bytes": 1024})
+    out = tmp_path / "offload.jsonl"
+    words = ["--cases", "experts_8192", "--slots", "2", "--targets", "0.9", "--repeats", "3", "--out", str(out)]
+    with ON_CPU():
+        assert bench_offload.main(words) == 0
+    found = {r["mode"]: r for r in read_records(out)}
+    assert list(found) == ["none", "offload", "recompute", "mixed_90"]
+    for one in found.values():
+        check_record(one)
+        assert one["slots"] == 2 and one["documents"] == packs.DOCUMENTS
+    for one in (found[mode] for mode in ("none", "offload", "recompute")):
+        assert one["bit_equal"] and one["grad_rel"] == 0 and not one["fallbacks"]
+    assert found["offload"]["pinned_gb"] > 0 == found["recompute"]["pinned_gb"]
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,13 @@ def test_experts_beside_mamba_layers_get_the_parts_to_name():
         graph_options(f"{TE} {PACKED} num_moe_experts=8 expert_tensor_parallel_size=4 hybrid_layer_pattern=M*ME")
 
 
+@pytest.mark.parametrize("modules", ["attn", "attn,mlp", "attn,moe_router"])
+def test_parts_of_layers_with_experts_keep_their_activations(modules):
+    words = f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules={modules} cuda_graph_packed_offload_above_gb=4"
+    with pytest.raises(OptionError, match="it must be empty with cuda_graph_packed_offload_above_gb"):
+        graph_options(words)
+
+
 def test_experts_are_divided_like_layers_where_nothing_is_set():
     with pytest.raises(OptionError, match="expert_tensor_parallel_size=None: it must be 1 with"):
         graph_options(f"{TE} {PACKED} num_moe_experts=8 tensor_model_parallel_size=2")
@@ -378,6 +385,9 @@ ACCEPTED = [
     f"{TE} {PACKED} hybrid_layer_pattern=M*M-",
     f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2 cp_comm_type=a2a",
     f"{TE} {PACKED} num_moe_experts=8",
+    f"{TE} {PACKED} num_moe_experts=8 cuda_graph_packed_offload_above_gb=4",
+    f"{TE} {PACKED} num_moe_experts=8 cuda_graph_packed_offload=all cuda_graph_packed_recompute=all",
+    f"{TE} {PACKED} cuda_graph_modules=attn,mlp cuda_graph_packed_offload=all",
     f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,vision_model.*.linear_fc1]",
     f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 peft.target_modules=[linear_fc1]",
     f"{TE} {PACKED} peft.target_modules=[linear_qkv,linear_fc1]",

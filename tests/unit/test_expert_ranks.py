@@ -145,6 +145,37 @@ def test_replays_equal_eagers_dispatcher(tmp_path, changes):
     assert run_ranks(2, replay, tmp_path, changes, **EP2) == [2, 2]
 
 
+@dispatching_on_cpu()
+def replay_moved(options):
+    """Graphs whose activations leave give on every rank what those give that keep all."""
+    model, packs = rank_model(), own_packs(2)
+    kept = []
+    for moved in ({}, options):
+        tuning = {"offload_min_bytes": 1024, "evaluation": False}
+        with on_graphs(model, packs[0], cuda_graph_packed_tuning=tuning, **moved) as graphs:
+            found = []
+            for arguments in packs:
+                poison(graphs, float("nan"))
+                losses, gradients = losses_and_gradients(model, arguments)
+                found += [losses, *gradients]
+            statistics = graphs.statistics()
+        assert statistics.replays == len(packs) and not statistics.fallbacks, statistics.fallbacks
+        kept = kept or found
+    assert all(map(torch.equal, found, kept))
+    return statistics.pinned_bytes
+
+
+MOVED = {
+    "offload": {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"},
+    "a target": {"cuda_graph_packed_offload_above_gb": 0.002},
+}
+
+
+@pytest.mark.parametrize("options", MOVED.values(), ids=MOVED)
+def test_activations_leave_on_all_ranks(tmp_path, options):
+    assert all(run_ranks(2, replay_moved, tmp_path, options, **EP2))
+
+
 def test_many_packs(tmp_path):
     """Ranks draw packs of their own; one capture serves them."""
     run_ranks(2, replay, tmp_path, {"num_moe_experts": 8}, 30, 7, **EP2)

@@ -9,6 +9,7 @@ interpreted.prepare()
 import torch
 
 from bridge_cg_plugin.language.experts import device, kernels
+from bridge_cg_plugin.offload.schedule import Fate
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from tests.unit.test_packed import EXPERTS
 from tests.unit.towers import assert_close, poison
@@ -30,6 +31,20 @@ with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as 
 inside = set(model.decoder.parameters())
 right = [g for p, g in zip(model.parameters(), gradients, strict=True) if p in inside]
 assert_close([found.detach(), *(p.main_grad for p in model.parameters() if p in inside)], [losses, *right])
+kept = [found.detach(), *(p.main_grad.clone() for p in model.parameters())]
+for parameter in model.parameters():
+    parameter.main_grad.zero_()
+options["cuda_graph_packed_tuning"]["offload_min_bytes"] = 1024
+moved = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": ["gelu", "linear"]}
+with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **moved) as graphs:
+    poison(graphs, float("nan"))
+    found = model(**arguments)
+    (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
+    assert graphs.statistics().replays == 1, graphs.statistics()
+    (planned,) = graphs._regions[0]._offloading._plans.values()
+    rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.plan.places(Fate.REBUILD))
+assert rebuilt == ["gelu", "linear"], rebuilt
+assert all(map(torch.equal, [found.detach(), *(p.main_grad for p in model.parameters())], kept))
 print("equal")
 """
 

@@ -1,13 +1,24 @@
 """Packed-sequence graphs of all layers whose activations leave, through the reference executor."""
 
+import re
+from contextlib import contextmanager
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.offload import host_memory
+from bridge_cg_plugin.offload.host_memory import GIB
+from bridge_cg_plugin.offload.planner import Allowed, Costs, smallest_peak
 from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.offload.store import ActivationStore
+from bridge_cg_plugin.options.activations import OFFLOAD_MODULES, RECOMPUTE
 
-from .packs import graphs_on, losses_and_gradients, new_model, pack
+from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
+from .test_packed import EXPERTS
+from .towers import poison
 
 WARMUP, PACKS = (100, 150, 50), ((30, 180, 77), (300,))
 SMALL = {"cuda_graph_packed_tuning": {"offload_min_bytes": 1024}}
@@ -54,3 +65,112 @@ def test_messages_name_the_options_of_packed_sequences(monkeypatch):
         graphs_on(model, pack(WARMUP), **SMALL, **options),
     ):
         pass
+
+
+MIXES = {
+    "experts": {},
+    "shared experts, too": {"moe_shared_expert_intermediate_size": 16},
+    "a dense layer first": {"moe_layer_freq": [0, 1], "moe_z_loss_coeff": 0.1},
+}
+EXPERT_OPTIONS = {
+    "offload": {"cuda_graph_packed_offload": "all"},
+    "recompute": {"cuda_graph_packed_recompute": "all"},
+    "both": {"cuda_graph_packed_offload": ["mlp"], "cuda_graph_packed_recompute": "gelu"},
+}
+
+
+FREE = Costs(1.0, 1.0, 1.0, 1.0)
+
+
+class Mix:
+    """A model with experts, and what its graphs give with all activations kept."""
+
+    def __init__(self, **changes):
+        self.model = new_model(**{**EXPERTS, **changes})
+        with self.graphs() as graphs:
+            self.kept = self.results(graphs)
+
+    @contextmanager
+    def graphs(self, **options):
+        one = {"cuda_graph_packed_buckets": [320], "cuda_graph_modules": []}
+        tuning = {"offload_min_bytes": 1024, "evaluation": False}
+        options |= {"cuda_graph_packed_tuning": tuning, **one}
+        with ON_CPU(), graphs_on(self.model, pack(WARMUP), **options) as graphs:
+            yield graphs
+
+    def results(self, graphs):
+        """Return losses and gradients of packs, each over memory that holds NaN."""
+        found = []
+        for lengths in PACKS:
+            poison(graphs, float("nan"))
+            losses, gradients = losses_and_gradients(self.model, pack(lengths))
+            found += [losses, *gradients]
+        assert graphs.statistics().replays == len(PACKS) and not graphs.statistics().fallbacks
+        return found
+
+    def assert_kept(self, graphs):
+        assert all(map(torch.equal, self.results(graphs), self.kept))
+
+
+def planned(graphs):
+    """Return what was decided for the only bucket."""
+    (found,) = graphs._regions[0]._offloading._plans.values()
+    return found
+
+
+def moved(graphs):
+    """Return scopes and kinds of what leaves, with its fate."""
+    found = planned(graphs)
+    return {(one.scope, one.kind, fate) for one, fate in zip(found.inventory.seen, found.plan.fates, strict=True)}
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """Return the stores of recordings in the order in which they were made."""
+    made, init = [], ActivationStore.__init__
+    monkeypatch.setattr(ActivationStore, "__init__", lambda self, *args: made.append(self) or init(self, *args))
+    return made
+
+
+@pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
+def test_packs_with_experts_give_what_graphs_that_keep_all_give(changes):
+    mix = Mix(**changes)
+    for name, options in EXPERT_OPTIONS.items():
+        with mix.graphs(**options) as graphs:
+            mix.assert_kept(graphs)
+            fates = moved(graphs)
+            assert (graphs.statistics().pinned_bytes > 0) == (name != "recompute")
+        assert (("mlp", None, Fate.OFFLOAD) in fates) == (name != "recompute")
+        assert (("mlp", "gelu", Fate.REBUILD) in fates) == (name != "offload")
+        assert (("mlp", "linear", Fate.REBUILD) in fates) == (name == "recompute")
+
+
+@pytest.mark.reference_executor
+def test_packs_with_experts_keep_any_memory_target(stores):
+    mix = Mix()
+    with mix.graphs(cuda_graph_packed_offload="all") as graphs:
+        inventory = planned(graphs).inventory
+        (recorded,) = graphs._regions[0].sources.current.recordings.values()
+        static = recorded.recording._body.static_bytes
+    least = smallest_peak(inventory, FREE, Allowed(frozenset(OFFLOAD_MODULES), frozenset(RECOMPUTE)))
+
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.floats(0.0, 0.99))
+    def keeps(share):
+        window = least + 1 + share * (inventory.nbytes - least)
+        with mix.graphs(cuda_graph_packed_offload_above_gb=(static + window) / GIB) as graphs:
+            mix.assert_kept(graphs)
+            assert least <= stores[-1].peak_of_last <= window
+
+    keeps()
+
+
+def test_a_target_below_what_is_possible_says_what_works():
+    mix = Mix()
+    said = "cuda_graph_packed_offload_above_gb=1e-05: bucket .* needs at least (.*) GiB a slot"
+    options = {"cuda_graph_packed_offload_above_gb": 1e-5}
+    with pytest.raises(CaptureError, match=said) as caught, mix.graphs(**options):
+        pass
+    least = float(re.search(said, str(caught.value))[1])
+    with mix.graphs(cuda_graph_packed_offload_above_gb=least) as graphs:
+        mix.assert_kept(graphs)

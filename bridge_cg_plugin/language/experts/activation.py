@@ -5,21 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import Rows
 
-
-def weighted_swiglu(inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+def weighted_swiglu(inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     """Return `silu(gate) * linear * weight` of every row on a GPU, computed in fp32 and rounded once.
 
     Args:
         inner: `[rows, 2 * width]`: the gate, then what it lets through.
         weights: `[rows]`, the router's probabilities.
-        rows: Of the batch.
+        bounds: See `Rows`.
 
     Returns:
         `[rows, width]` in the dtype of `inner`; rows behind the last bound hold anything.
     """
-    out: Tensor = _WeightedSwiglu.apply(inner, weights, rows.bounds)
+    out: Tensor = _WeightedSwiglu.apply(inner, weights, bounds)
     return out
 
 

@@ -112,6 +112,11 @@ def _all_parts(options: GraphOptions) -> bool:
     return _whole_layers(options) or {m.name for m in options.language_model.modules} == {"attn", "mlp"}
 
 
+def _one_region(options: GraphOptions, facts: Facts) -> bool:
+    """Whether all layers are one region; with experts they are only where no module is named."""
+    return _whole_layers(options) or (not facts.moe and _all_parts(options))
+
+
 def _offloading(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
     return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
@@ -180,11 +185,11 @@ PACKED = (
     Combination(
         "packed-sequence graphs of parts of layers with offloading or recompute",
         "A part of a layer is too short to overlap with a copy",
-        lambda o, f: _packs(o) and o.packed.moves_activations and (f.moe or not _all_parts(o)),
+        lambda o, f: _packs(o) and o.packed.moves_activations and not _one_region(o, f),
         lambda o, f: (
             MODULES,
             _names(o),
-            f"empty or attn,mlp, without experts, with {_offloading(o)}",
+            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_offloading(o)}",
             f"Capture all layers as one region, or remove {_offloading(o)}.",
         ),
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +13,11 @@ from ...language.experts import device
 from ...language.experts.activation import weighted_swiglu
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.linear import combine_linear, dispatch_linear
-from ...language.experts.rows import Rows, find_rows, row_weights
+from ...language.experts.products import multiply
+from ...language.experts.rows import find_rows, row_weights
 from ...language.experts.tables import Tables
+from ...offload import never_offload
+from ...offload.registry import derive
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
@@ -92,16 +96,35 @@ class CapturedExperts:
         rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]))
         first, second = (linear.weights() for linear in self._linear)
         tokens = hidden.reshape(-1, hidden.shape[-1])
+        never_offload(rows.tokens)  # small, and read to recompute what is large
         inner = dispatch_linear(tokens, rows, first, self._tables, self._exchange)
-        inner = self._between(inner, row_weights(probabilities, rows), rows)
+        if self._recomputes:
+            again = partial(multiply, weights=first, bounds=rows.bounds, tables=self._tables, transposed=False)
+            derive(inner, "linear", (tokens, rows.tokens), again)
+        inner = self._between(inner, never_offload(row_weights(probabilities, rows)), rows.bounds)
         out = combine_linear(inner, rows, second, self._tables, self._exchange).view(hidden.shape)
         return out if shared is None else out + shared
 
-    def _between(self, inner: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the backward may recompute experts' work.
+
+        With other ranks' tokens there is room for more rows than are in use, and what is behind them never repeats.
+        """
+        return self._exchange is None
+
+    def _between(self, inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
         """Return what goes into the second linear layers: of megatron-core's function, or the kernel in its place."""
-        if self._is_swiglu and device.runs_kernels(inner):
-            return weighted_swiglu(inner, weights, rows)
-        return self._activate(inner, weights[:, None])
+
+        def activate(inner: Tensor, weights: Tensor) -> Tensor:
+            if self._is_swiglu and device.runs_kernels(inner):
+                return weighted_swiglu(inner, weights, bounds)
+            return self._activate(inner, weights[:, None])
+
+        out = activate(inner, weights)
+        if self._recomputes:
+            derive(out, "gelu", (inner, weights), activate)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

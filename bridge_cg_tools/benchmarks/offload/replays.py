@@ -1,15 +1,13 @@
-"""Memory against time of vision graphs whose activations are offloaded or recomputed."""
+"""Memory against time of graphs whose activations are offloaded or recomputed."""
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import Grid, description, tokens_of
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance
 
-# Case -> slots.
-SLOTS = {"1x2048": 1, "tokens_32768": 1, "8mix": 4}
 # Mode -> options. Targets are parts of the memory of `none`.
 FIXED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -33,40 +31,50 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
-class Bench:
-    """The tower and what is measured on it.
+class Replays:
+    """A case: a model, its batches, and what is measured on them.
 
     Args:
+        head: Fields of the case's records.
+        grads: Where the model's gradients are summed.
         repeats: Timed runs of each mode.
+
+    Attributes:
+        batches: One for each slot.
     """
 
-    def __init__(self, repeats: int) -> None:
-        from bridge_cg_tools.benchmarks.models import tower
+    batches: Sequence[Any]
 
-        tower.start_process()
-        self.repeats = repeats
-        self.model = tower.build_tower()
-        self.grads = tower.MainGrads(self.model)
+    def __init__(self, head: dict[str, Any], grads: Any, repeats: int) -> None:
+        self._head, self._grads, self._repeats = head, grads, repeats
 
-    def case(
-        self, name: str, grid: Grid, slots: int, modes: Sequence[str], targets: Sequence[float], deadline: float
-    ) -> Iterator[dict[str, Any]]:
-        """Yield a record of every mode of a case."""
-        from bridge_cg_tools.benchmarks.models import tower
+    def graphs(self, options: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Capture with a bucket of exactly the batches' size; yields the helper."""
+        raise NotImplementedError
 
-        batches = [tower.make_batch(grid, self.model, seed=seed) for seed in range(slots)]
+    def forward(self, batch: Any) -> Sequence[Any]:
+        """Return a batch's outputs."""
+        raise NotImplementedError
+
+    def gradients(self, batch: Any, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients of a batch's outputs."""
+        raise NotImplementedError
+
+    def records(self, modes: Sequence[str], targets: Sequence[float], deadline: float) -> Iterator[dict[str, Any]]:
+        """Yield a record of every mode."""
         baseline: dict[str, Any] | None = None
         expected: tuple[list[Any], list[Any]] | None = None
+        slots = len(self.batches)
         asked = [(mode, FIXED[mode], None) for mode in FIXED if mode in modes]
         asked += [(f"mixed_{round(100 * target)}", {}, target) for target in targets]
         for mode, options, target in asked:
-            head = {**description(name, mode, grid), "slots": slots, "bucket": tokens_of(grid)}
+            head = {**self._head, "mode": mode}
             try:
                 if time.monotonic() > deadline:
                     raise TimeoutError("not measured: the time is used up; give more --seconds")
                 if target is not None:
                     options = {"offload_above_gb": target * baseline["memory_gb"] / slots}
-                record, found = self.mode(batches, options)
+                record, found = self.mode(options)
                 baseline, expected = baseline or record, expected or found
                 record |= compared(record, baseline, found, expected)
                 if target is not None:
@@ -77,16 +85,14 @@ class Bench:
                 if baseline is None:
                     return
 
-    def mode(
-        self, batches: Sequence[Any], options: dict[str, Any]
-    ) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]]:
+    def mode(self, options: dict[str, Any]) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]]:
         """Return a mode's record, and the outputs and gradients of one run."""
         from bridge_cg_tools.benchmarks.measuring import measure
 
-        with self.graphs(batches, options) as helper:
-            outputs, gradients = self.results(batches)
-            again = self.results(batches)
-            times = measure.median_times(lambda between: run(self.model, batches, between), self.repeats, warmup=1)
+        with self.graphs(options) as helper:
+            outputs, gradients = self.results()
+            again = self.results()
+            times = measure.median_times(self.run, self._repeats, warmup=1)
             statistics = helper.graphs.statistics()
             record = {
                 "ms": times.ms,
@@ -98,26 +104,73 @@ class Bench:
                 "grad_noise": relative(again[1], gradients),
                 "fallbacks": dict(statistics.fallbacks),
                 **rebuilding(helper),
-                **copies(lambda: run(self.model, batches)),
+                **copies(self.run),
                 **provenance(times.repeats, 0),
             }
             if statistics.fallbacks:
                 raise RuntimeError(f"some batches ran eager: {dict(statistics.fallbacks)}")
         return record, (outputs, gradients)
 
+    def results(self) -> tuple[list[Any], list[Any]]:
+        """Return outputs of all batches, and their summed gradients."""
+        self._grads.zero()
+        return [output.clone() for output in self.run()], self._grads.copy()
+
+    def run(self, between: Any = None) -> list[Any]:
+        """Run all forwards, then all backwards; returns all outputs.
+
+        Args:
+            between: Called when forwards are submitted, if given.
+        """
+        import torch
+
+        made = [self.forward(batch) for batch in self.batches]
+        if between is not None:
+            between()
+        for outputs, batch in zip(made, self.batches, strict=True):
+            torch.autograd.backward(outputs, self.gradients(batch, outputs))
+        return [output.detach() for outputs in made for output in outputs]
+
+
+class TowerReplays(Replays):
+    """Images through the vision tower, the same ones in each slot but for their pixels.
+
+    Args:
+        name: Of the case.
+        grid: Of the images.
+        slots: Batches in flight.
+        model: The tower.
+        grads: Where its gradients are summed.
+        repeats: Timed runs of each mode.
+    """
+
+    def __init__(self, name: str, grid: Grid, slots: int, model: Any, grads: Any, repeats: int) -> None:
+        from bridge_cg_tools.benchmarks.models import tower
+
+        self.model = model
+        self.batches = [tower.make_batch(grid, model, seed=seed) for seed in range(slots)]
+        head = {**description(name, "", grid), "slots": slots, "bucket": tokens_of(grid)}
+        super().__init__(head, grads, repeats)
+
     @contextmanager
-    def graphs(self, batches: Sequence[Any], options: dict[str, Any]) -> Iterator[Any]:
-        """Capture the tower with a bucket of exactly the batches' size; yields the helper."""
+    def graphs(self, options: dict[str, Any]) -> Iterator[Any]:
+        """See `Replays`."""
         from bridge_cg_plugin.options import VisionGraphOptions
         from bridge_cg_tools.benchmarks.measuring.memory import collect
         from bridge_cg_tools.benchmarks.models.modes import new_helper
 
-        first = batches[0]
-        settings = {"buckets": (first.tokens,), "slots": len(batches), "max_frames": first.frames, "exact_below": 0}
+        first = self.batches[0]
+        settings = {"buckets": (first.tokens,), "slots": len(self.batches), "max_frames": first.frames}
         helper = new_helper(
             self.model,
             VisionGraphOptions(
-                impl="transformer_engine", evaluation=False, cost_fallback=False, strict=True, **settings, **options
+                impl="transformer_engine",
+                evaluation=False,
+                cost_fallback=False,
+                strict=True,
+                exact_below=0,
+                **settings,
+                **options,
             ),
         )
         try:
@@ -126,25 +179,17 @@ class Bench:
             helper.delete_cuda_graphs()
             collect()
 
-    def results(self, batches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return outputs of all batches, and their summed gradients."""
-        self.grads.zero()
-        outputs = run(self.model, batches)
-        return [output.clone() for output in outputs], self.grads.copy()
+    def forward(self, batch: Any) -> Sequence[Any]:
+        """See `Replays`."""
+        from bridge_cg_tools.benchmarks.models import tower
 
+        outputs: Sequence[Any] = tower.forward(self.model, batch)
+        return outputs
 
-def run(model: Any, batches: Sequence[Any], between: Any = None) -> list[Any]:
-    """Run all forwards, then all backwards; returns all outputs. `between` is called when forwards are submitted."""
-    import torch
-
-    from bridge_cg_tools.benchmarks.models import tower
-
-    made = [tower.forward(model, batch) for batch in batches]
-    if between is not None:
-        between()
-    for outputs, batch in zip(made, batches, strict=True):
-        torch.autograd.backward(outputs, batch.gradients)
-    return [output.detach() for outputs in made for output in outputs]
+    def gradients(self, batch: Any, outputs: Sequence[Any]) -> Sequence[Any]:
+        """See `Replays`."""
+        gradients: Sequence[Any] = batch.gradients
+        return gradients
 
 
 def relative(actual: Sequence[Any], expected: Sequence[Any]) -> float:

@@ -1,0 +1,46 @@
+"""The cases of bench_offload.py."""
+
+from typing import Any
+
+from bridge_cg_tools.benchmarks.models.workloads import Grid
+from bridge_cg_tools.benchmarks.offload.replays import Replays, TowerReplays
+
+# Case -> slots.
+SLOTS = {"1x2048": 1, "tokens_32768": 1, "8mix": 4, "experts_8192": 1}
+# Cases of packed documents; the others are images.
+PACKS = ("experts_8192",)
+
+
+class Bench:
+    """Cases one after the other, those of images on one tower.
+
+    Args:
+        repeats: Timed runs of each mode.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        from bridge_cg_tools.benchmarks.models import tower
+
+        tower.start_process()
+        self._repeats = repeats
+        self._tower: tuple[Any, Any] | None = None
+
+    def case(self, name: str, grid: Grid | None, slots: int) -> Replays:
+        """Return a case.
+
+        Args:
+            name: Its name.
+            grid: Of its images; None is a case of packs.
+            slots: Batches in flight.
+        """
+        from bridge_cg_tools.benchmarks.models import tower
+
+        if grid is None:
+            from bridge_cg_tools.benchmarks.offload.packs import PackReplays
+
+            self._tower = None
+            return PackReplays(name, slots, self._repeats)
+        if self._tower is None:
+            model = tower.build_tower()
+            self._tower = model, tower.MainGrads(model)
+        return TowerReplays(name, grid, slots, *self._tower, self._repeats)
