@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_tools.benchmarks.photographs import plain_runs
 from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from examples import plain_jobs, plain_loop
@@ -44,7 +45,7 @@ def here(monkeypatch, tmp_path):
             told.append((mode, *arguments))
             return trained(tmp_path, "--train", mode, *arguments)
 
-    monkeypatch.setattr(plain_loop, "TrainingProcess", Process)
+    monkeypatch.setattr(plain_runs, "TrainingProcess", Process)
     return told
 
 
