@@ -57,7 +57,9 @@ class Bench:
         batches = [tower.make_batch(grid, self.model, seed=seed) for seed in range(slots)]
         baseline: dict[str, Any] | None = None
         expected: tuple[list[Any], list[Any]] | None = None
-        asked = [(mode, FIXED[mode], None) for mode in FIXED if mode in modes]
+        asked: list[tuple[str, dict[str, Any], float | None]] = [
+            (mode, FIXED[mode], None) for mode in FIXED if mode in modes
+        ]
         asked += [(f"mixed_{round(100 * target)}", {}, target) for target in targets]
         for mode, options, target in asked:
             head = {**description(name, mode, grid), "slots": slots, "bucket": tokens_of(grid)}
@@ -65,6 +67,8 @@ class Bench:
                 if time.monotonic() > deadline:
                     raise TimeoutError("not measured: the time is used up; give more --seconds")
                 if target is not None:
+                    if baseline is None:
+                        raise RuntimeError("not measured: no mode without a memory target was")
                     options = {"offload_above_gb": target * baseline["memory_gb"] / slots}
                 record, found = self.mode(batches, options)
                 baseline, expected = baseline or record, expected or found
