@@ -129,8 +129,7 @@ class CaptionedImages(Dataset[dict[str, Any]], ABC):
         positions = torch.arange(self.sequence)
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask[1:], "position_ids": positions}
 
-    @staticmethod
-    def collate_fn(items: list[dict[str, Any]]) -> dict[str, Any]:
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Stack a microbatch; its images lie one behind the other."""
         tensors = [key for key in items[0] if key != "images"]
         batch: dict[str, Any] = {key: torch.stack([item[key] for item in items]) for key in tensors}

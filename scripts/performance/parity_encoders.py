@@ -17,18 +17,18 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_tools.benchmarks.records.results import put_record
+from bridge_cg_tools.benchmarks.vision.encoder_arguments import encoder_parser, layers_of_encoders
 from bridge_cg_tools.benchmarks.vision.encoder_parity import MIXES, MOST_TOKENS, failures, measure, print_record
+
+RECORDS = "encoders_parity.jsonl"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--encoders", default=",".join(ENCODERS), help=f"comma-separated; all: {', '.join(ENCODERS)}")
-    parser.add_argument("--layers", type=int, help="of every encoder; the full size if left out")
+    parser = encoder_parser(__doc__.splitlines()[0], RECORDS)
     parser.add_argument("--mixes", type=int, default=MIXES, help="of every encoder")
     parser.add_argument("--tokens", type=int, default=MOST_TOKENS, help="of the largest bucket")
-    parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/encoders_parity.jsonl on a GPU")
     return parser.parse_args(arguments)
 
 
@@ -36,14 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the records; status 1 if something misses its limit, 2 for a wrong argument."""
     args = parse(arguments)
     try:
-        names = [name.strip() for name in args.encoders.split(",")]
-        unknown = [name for name in names if name not in ENCODERS]
-        if unknown:
-            raise ValueError(f"--encoders {unknown[0]}: it must be any of {', '.join(ENCODERS)}; correct the name")
-        for flag, value, least in (("layers", args.layers, 2), ("mixes", args.mixes, 1), ("tokens", args.tokens, 64)):
-            if value is not None and value < least:
-                raise ValueError(f"--{flag} {value}: it must be a whole number from {least} on; correct it")
-        out = output_path(args.out, "encoders_parity.jsonl")
+        depths = layers_of_encoders(args, RECORDS, {"mixes": 1, "tokens": 64})
     except ValueError as error:
         print(f"parity_encoders.py: {error}", file=sys.stderr)
         return 2
@@ -51,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     tower.start_process()
     missed, count = [], 0
-    for name in names:
+    for name, layers in depths.items():
         records = []
         try:
-            for record in measure(name, ENCODERS[name], args.layers or ENCODERS[name].layers, args.mixes, args.tokens):
-                put_record(out, record)
+            for record in measure(name, ENCODERS[name], layers, args.mixes, args.tokens):
+                put_record(args.out, record)
                 print_record(record)
                 records.append(record)
         except CaptureError as error:

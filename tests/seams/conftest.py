@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bridge_cg_plugin
+from bridge_cg_plugin.upstream.seams import activation
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 
 
@@ -30,9 +31,22 @@ def upstream():
 def active(upstream):
     """The plugin is on during the test, and after it whatever the test did."""
     bridge_cg_plugin.activate()
+    before = in_effect()
     yield upstream
-    bridge_cg_plugin.deactivate()
-    bridge_cg_plugin.activate()
+    for drop in activation._before_deactivation:
+        drop()
+    if in_effect() != before:
+        bridge_cg_plugin.deactivate()
+        bridge_cg_plugin.activate()
+
+
+def in_effect():
+    """What a test may change of the plugin: its switch, what is known of every patch, and each that was made.
+
+    Undoing all patches and making them again takes fifty times as long as this, and most tests leave them alone.
+    """
+    made = [(patch, [id(each) for each in getattr(patch, "_installed", ())]) for patch in activation._loaded_patches()]
+    return bridge_cg_plugin.status(), made
 
 
 @pytest.fixture(scope="session")

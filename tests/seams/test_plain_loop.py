@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_tools.benchmarks.photographs import plain_runs
 from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from examples import plain_jobs, plain_loop
@@ -44,7 +45,7 @@ def here(monkeypatch, tmp_path):
             told.append((mode, *arguments))
             return trained(tmp_path, "--train", mode, *arguments)
 
-    monkeypatch.setattr(plain_loop, "TrainingProcess", Process)
+    monkeypatch.setattr(plain_runs, "TrainingProcess", Process)
     return told
 
 
@@ -82,14 +83,14 @@ def test_the_comparison_says_same_and_writes_records(here, capsys, tmp_path):
 
 
 def test_a_comparison_whose_time_is_up_has_recorded_what_there_was(here, monkeypatch, tmp_path):
-    records, train = tmp_path / "loops.jsonl", plain_loop.TrainingProcess.train
+    records, train = tmp_path / "loops.jsonl", plain_runs.TrainingProcess.train
 
     def late(process, mode, arguments):
         if len(here) == 3:
             raise TimeoutError
         return train(process, mode, arguments)
 
-    monkeypatch.setattr(plain_loop.TrainingProcess, "train", late)
+    monkeypatch.setattr(plain_runs.TrainingProcess, "train", late)
     words = ["--compare", "--eager-runs", "3", "--steps", str(STEPS), "--records", str(records)]
     with pytest.raises(TimeoutError):
         plain_loop.main(words)

@@ -306,7 +306,7 @@ def source_of(words):
     if program[0].startswith("scripts/"):
         return (ROOT / program[0]).read_text()
     if program[:2] == ["-m", "examples.plain_loop"]:
-        return (ROOT / "examples" / "plain_loop.py").read_text()
+        return (BENCHMARKS / "photographs" / "plain_runs.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
         return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":

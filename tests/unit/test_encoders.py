@@ -8,14 +8,6 @@ from torch import nn
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import packed_towers
-from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
-from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
-from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
-from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 
@@ -41,7 +33,7 @@ from .hugging_face_towers import (
     run_qwen25,
     run_siglip,
 )
-from .towers import assert_close, graphs_on, loss_of, poison, tower
+from .towers import assert_close, graphs_on, loss_of, poison
 
 TOLERANCE = 1e-6
 # Rows of grid_thw: windows are squares of 8 x 8 patches, so frames have 1 to 9 of them.
@@ -477,32 +469,3 @@ def test_the_tower_is_left_as_it_was(case):
     with graphs_on(model, **case.options):
         case.results(model, case.sizes[1])
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-
-
-class Holder(nn.Module):
-    def __init__(self, name, inner):
-        super().__init__()
-        setattr(self, name, inner)
-
-
-def test_towers_are_found_where_bridges_models_hold_them():
-    windowed, fixed, bridges = new_qwen25(), new_siglip(), tower()
-    for attribute, model, family in (
-        ("visual", windowed, QWEN25_VL),
-        ("visual", new_glm45v(), GLM45V),
-        ("vision_tower", new_pixtral(), PIXTRAL),
-        ("visual", new_qwen25_omni(), QWEN25_OMNI),
-        ("visual", new_qwen3_omni(), QWEN3_OMNI),
-        ("vision_tower", fixed, SIGLIP),
-        ("audio_model", new_qwen3_omni_audio(), QWEN3_OMNI_AUDIO),
-        ("vision_model", bridges, None),
-    ):
-        holder = Holder(attribute, model)
-        found = find_encoder([nn.Linear(2, 2), Holder("module", holder)])
-        assert found.model is model and found.holder is holder
-        assert family is None or found.family is family
-        assert find_encoder(model).model is model
-        found = find_encoder(Holder("thinker", holder))
-        assert found.model is model and found.holder is holder
-    assert find_encoder(Holder("visual", nn.Linear(2, 2))) is None
-    assert find_encoder([]) is None

@@ -1,7 +1,6 @@
 """Every spelling of graph options, against what each release can be told."""
 
 import ast
-import dataclasses
 import enum
 import json
 import pkgutil
@@ -11,8 +10,6 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import bridge_cg_plugin.options as options_package
 from bridge_cg_plugin.options import (
@@ -33,10 +30,9 @@ from bridge_cg_plugin.options import (
     normalize_inference_cuda_graph_scope,
 )
 from bridge_cg_plugin.options import graph_options as make
-from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES, MODULE_NAMES
+from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES
 from bridge_cg_plugin.options.offload import CORE_FIELDS
 from bridge_cg_plugin.options.releases import RELEASES, field_values
-from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.seams import encoders as encoders_folder
 
 NEW, MIDDLE, OLD = RELEASES
@@ -425,96 +421,6 @@ def test_values_that_a_release_cannot_do_name_the_release_that_can():
             field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), release)
         with pytest.raises(OptionError, match="no such field"):
             field_values(GraphOptions(packed=PackedOptions(max_packed_seqs=64)), release)
-
-
-texts = st.one_of(
-    st.text(max_size=20),
-    st.text("attnmlpoefu_i,[] =.:-{}\n\"'<>0123456789", max_size=30),
-    st.lists(st.sampled_from([*MODULE_NAMES, "full", "full_iteration", "none", "local", ""]), max_size=3).map(",".join),
-)
-
-
-def typed(found):
-    assert type(found) is GraphOptions
-    lm_options = found.language_model
-    assert type(lm_options.impl) is str and lm_options.impl in INFERENCE_SCOPES
-    assert type(lm_options.modules) is tuple and all(type(m) is CudaGraphModule for m in lm_options.modules)
-    assert type(lm_options.inference_scope) is InferenceCudaGraphScope
-    assert type(found.packed.max_packed_seqs) in (int, type(None))
-    kinds = {"parts": tuple, "enabled": bool, "modules": tuple, "delay_until_cuda_graph": bool, "fraction": float}
-    optional = ("parts", "min_bytes", "max_inflight")
-    for f in dataclasses.fields(OffloadOptions):
-        value = getattr(found.offload, f.name)
-        assert type(value) is kinds.get(f.name, int) or (f.name in optional and value is None)
-
-
-@given(texts)
-def test_no_text_leads_to_an_untyped_value_or_another_exception(text):
-    try:
-        typed(make(text))
-    except OptionError:
-        return
-
-
-@given(st.lists(texts, max_size=3))
-def test_no_command_line_leads_to_an_untyped_value_or_another_exception(words):
-    try:
-        typed(make(words))
-    except OptionError:
-        return
-
-
-values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts, st.lists(texts, max_size=3))
-
-
-@given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
-def test_no_value_leads_to_an_untyped_value_or_another_exception(fields):
-    try:
-        typed(make(fields))
-    except OptionError:
-        return
-
-
-impls = st.sampled_from([None, "none", "local", "transformer_engine", "full_iteration"])
-modules = st.lists(st.sampled_from([*MODULE_NAMES, "full_iteration", "full_iteration_inference"]), max_size=3)
-likely = st.fixed_dictionaries(
-    {},
-    optional={
-        "cuda_graph_impl": impls,
-        "cuda_graph_modules": modules.map(",".join),
-        "cuda_graph_scope": modules,
-        "inference_cuda_graph_scope": st.sampled_from([None, "none", "layer", "block"]),
-        "enable_cuda_graph": st.booleans(),
-        "external_cuda_graph": st.booleans(),
-        "vision_cuda_graph_impl": st.sampled_from(["none", "transformer_engine"]),
-        "vision_cuda_graph_scope": st.lists(st.sampled_from(["attn", "mlp"])),
-        "offload_modules": st.lists(st.sampled_from(["qkv_linear", "moe_act"])),
-        "fine_grained_activation_offloading": st.booleans(),
-        "activation_offload_fraction": st.floats(0, 1),
-    },
-)
-
-
-@given(likely)
-def test_normalizing_twice_is_normalizing_once(fields):
-    try:
-        once = normalize(fields)[0]
-    except OptionError:
-        return
-    assert normalize(once)[0] is once
-    again, _ = normalize(as_fields(once))
-    assert again == once
-    assert normalize(json.dumps(as_fields(once)) + "\n")[0] == once
-
-
-@given(likely, st.sampled_from(RELEASES))
-def test_what_a_release_is_told_reads_back_the_same(fields, release):
-    try:
-        wanted = make({**fields, "vision_cuda_graph_impl": None, "vision_cuda_graph_scope": None})
-        told = field_values(wanted, release)
-    except OptionError:
-        return
-    assert normalize(SimpleNamespace(**told))[0] == wanted
 
 
 def test_offload_fields_are_read_and_written():

@@ -1,12 +1,11 @@
-"""The planner: reading lengths, packing, the cost model, choices, output, the command."""
+"""The planner: the cost model, layouts, vision, output, the command. Its inputs and packs have files of their own."""
 
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
@@ -20,126 +19,17 @@ from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 from bridge_cg_tools.cli import main
-from bridge_cg_tools.planner.cost import load_cost_model, save_cost_model
+from bridge_cg_tools.planner.cost import save_cost_model
 from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, default_packed
 from bridge_cg_tools.planner.errors import PlanError
 from bridge_cg_tools.planner.images import Image, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
-from bridge_cg_tools.planner.packing import (
-    first_fit,
-    first_fit_decreasing,
-    first_fit_shuffle,
-    in_batch,
-    padded_documents,
-    padded_packs,
-)
-from bridge_cg_tools.planner.plan import BUCKET_COUNTS, expect, percentiles, plan_packs
+from bridge_cg_tools.planner.packing import padded_documents, padded_packs
+from bridge_cg_tools.planner.plan import BUCKET_COUNTS, percentiles, plan_packs
 from bridge_cg_tools.planner.rates import language_model_rates, scaled
 from bridge_cg_tools.planner.shapes import Ranks
 
-COST = DEFAULTS["packed"]
-documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
-packs = st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=40).map(tuple), min_size=1, max_size=30)
-
-
-@given(documents)
-def test_first_fit_is_bridges(lengths):
-    from megatron.bridge.data.packing import algorithms
-
-    assert first_fit(lengths, 500) == [tuple(pack) for pack in algorithms.first_fit(lengths, 500)]
-    assert first_fit_decreasing(lengths, 500) == [tuple(p) for p in algorithms.first_fit_decreasing(lengths, 500)]
-
-
-@given(documents, st.integers(500, 2000))
-def test_every_document_is_in_one_pack_that_has_room(lengths, size):
-    for found in (first_fit(lengths, size), first_fit_shuffle(lengths, size)):
-        assert Counter(n for pack in found for n in pack) == Counter(lengths)
-        assert all(0 < sum(pack) <= size for pack in found)
-
-
-@given(documents, st.integers(1, 9))
-def test_in_batch_packing_joins_a_microbatch(lengths, count):
-    found = in_batch(lengths, count)
-    assert len(found) == len(lengths) // count and all(len(pack) == count for pack in found)
-    assert not Counter(n for pack in found for n in pack) - Counter(lengths)
-
-
-def test_a_document_above_the_pack_is_refused():
-    with pytest.raises(PlanError, match="a document has 12 tokens, more than --pack-size 10"):
-        first_fit([3, 12], 10)
-
-
-@given(packs, st.integers(1, 128))
-def test_padding_is_a_document_of_its_own(found, multiple):
-    for pack, padded in zip(found, padded_packs(found, multiple), strict=True):
-        assert sum(padded) % multiple == 0 and 0 <= sum(padded) - sum(pack) < multiple
-        assert padded[: len(pack)] == pack and len(padded) - len(pack) in (0, 1)
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=300))
-def test_percentiles_are_values_that_so_many_do_not_exceed(values):
-    found = percentiles(values)
-    for share, value in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99), (1.0, found.max)):
-        assert value in values
-        assert sum(v <= value for v in values) >= share * len(values)
-        assert sum(v < value for v in values) < share * len(values)
-
-
-@given(packs, st.integers(1, 50))
-def test_a_choice_accounts_for_every_pack(found, bound):
-    tokens = max(map(sum, found))
-    choice = expect(Counter(found), COST, bound, (tokens,))
-    eager = sum(count for _, count in choice.fallbacks)
-    assert choice.on_graphs == pytest.approx(1 - eager / len(found))
-    many = sum(len(pack) > bound for pack in found)
-    assert dict(choice.fallbacks).get("too_many_documents", 0) <= many <= eager
-    assert 0 <= choice.padding < 1
-
-
-@given(packs)
-def test_the_best_choice_is_the_best_of_all_that_were_looked_at(found):
-    plan = plan_packs(found, COST)
-    assert plan.best in plan.choices
-    assert plan.best.step_ms <= min(choice.step_ms for choice in plan.choices) * 1.001
-    assert [c.max_packed_seqs for c in plan.choices] == sorted({c.max_packed_seqs for c in plan.choices})
-    assert plan.documents.max == max(map(len, found)) and plan.packs == len(found)
-
-
-@given(packs)
-def test_packs_are_never_planned_slower_than_eager_where_graphs_cost_nothing_more(found):
-    free = replace(COST, replay_ms=0.0, per_token_ms=0.0, per_row_ms=0.0)
-    plan = plan_packs(found, free)
-    assert plan.best.step_ms <= plan.eager_ms + 1e-9
-
-
-@given(packs, st.integers(1, 20))
-def test_a_larger_bound_never_loses_packs(found, bound):
-    buckets = (max(map(sum, found)),)
-    less, more = (expect(Counter(found), COST, n, buckets) for n in (bound, bound + 7))
-    assert more.on_graphs >= less.on_graphs
-
-
-def test_scanning_speaks_against_a_bound_for_one_pack_in_a_thousand():
-    """999 packs of 8 documents, and one of 2000: graphs for that one would make all of them scan for more."""
-    usual = [(512,) * 8] * 999
-    plan = plan_packs([*usual, (2,) * 2000], replace(COST, per_row_ms=3000.0, host_per_segment_ms=0.4))
-    assert plan.best.max_packed_seqs < 2000 and dict(plan.best.fallbacks) == {"too_many_documents": 1}
-
-
-def test_small_packs_have_buckets_of_their_size():
-    plan = plan_packs([(100,), (101,), (3000,)], COST)
-    assert plan.best.on_graphs == 1 and {100, 101} <= set(plan.best.buckets) and EXACT_BELOW >= 101
-
-
-def test_memory_limits_the_buckets():
-    with pytest.raises(PlanError, match=r"--max-memory-gb 0\.1: it must be at least"):
-        plan_packs([(4000,)], COST, 0.1)
-    assert plan_packs([(4000,)], COST, 100.0).best.memory_gb <= 100
-
-
-def test_nothing_to_plan_from():
-    with pytest.raises(PlanError, match="no packs"):
-        plan_packs([], COST)
+from .plan_inputs import COST, documents, packs, write
 
 
 def test_the_packed_default_is_the_benchmarks_dense_model():
@@ -201,141 +91,6 @@ def test_a_limit_of_memory_holds_the_tokens_that_fit_it():
     tokens = cost.tokens_within(8.0)
     assert cost.memory_gb(tokens) <= 8.0 < cost.memory_gb(tokens + 1)
     assert cost.tokens_within(0.01) == 0
-
-
-def write(path, text):
-    path.write_text(text)
-    return path
-
-
-def test_lengths_from_every_kind_of_file(tmp_path):
-    pyarrow, ipc, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
-    expected = (3, 5, 5)
-    table = pyarrow.table({"input_ids": [[1] * 3, [1] * 5, [1] * 5], "text": ["a", "b", "c"]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    for name, opener in (("file.arrow", ipc.new_file), ("stream.arrow", ipc.new_stream)):
-        with opener(str(tmp_path / name), table.schema) as writer:
-            writer.write_table(table)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    parquet.write_table(table.slice(0, 1), folder / "0.parquet")
-    parquet.write_table(table.slice(1), folder / "1.parquet")
-    files = [
-        write(tmp_path / "h.json", '{"5": 2, "3": 1}'),
-        write(tmp_path / "l.json", "[3, 5, 5]"),
-        write(tmp_path / "a.jsonl", '{"length": 3}\n\n{"input_ids": [1, 2, 3, 4, 5]}\n5\n'),
-        *(tmp_path / name for name in ("a.parquet", "file.arrow", "stream.arrow", "folder")),
-    ]
-    for file in files:
-        assert read_documents(file).lengths == expected, file
-    assert read_documents(write(tmp_path / "b.jsonl", '{"n": 7}'), "n").lengths == (7,)
-
-
-def test_bridges_packed_files(tmp_path):
-    numpy, pyarrow, parquet = (pytest.importorskip(name) for name in ("numpy", "pyarrow", "pyarrow.parquet"))
-    rows = [{"input_ids": [1] * 9, "seq_start_id": [0, 4], "loss_mask": [1] * 9}]
-    numpy.save(tmp_path / "a.npy", numpy.array(rows, dtype=object), allow_pickle=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for name in ("a.npy", "a.parquet"):
-        assert read_documents(tmp_path / name).packs == ((3, 4),), name
-
-
-BAD_FILES = {
-    "missing.json": (None, "does not exist"),
-    "a.txt": ("3", r"it must be \.json"),
-    "broken.json": ("{", "cannot be read"),
-    "a.json": ('{"x": 3}', "whole numbers"),
-    "b.json": ('{"3": -1}', "below 0"),
-    "c.json": ("[]", "no documents"),
-    "d.json": ("7", "a histogram"),
-    "e.json": ("[3, 0]", "row 1: 0: it must be"),
-    "f.json": ("[true]", "row 0: True: it must be"),
-    "a.jsonl": ('{"words": 3}', "row 0: it must have a field of length.*found words; use --field"),
-    "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
-    "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "the starts must ascend"),
-    "bad.parquet": ("no parquet", "cannot be read"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_files_that_cannot_be_planned_from(tmp_path, name):
-    text, message = BAD_FILES[name]
-    if text is not None:
-        write(tmp_path / name, text)
-    with pytest.raises(PlanError, match=message):
-        read_documents(tmp_path / name)
-
-
-def test_cost_models_are_kept_as_json(tmp_path):
-    path, changed = tmp_path / "cost.json", replace(COST, host_ms=12.5, origin="here")
-    save_cost_model(path, "packed", changed)
-    save_cost_model(path, "vision", DEFAULTS["vision"])
-    assert load_cost_model(path, "packed") == changed
-    assert load_cost_model(path, "vision") == DEFAULTS["vision"]
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "it must be a JSON file"),
-        ("[]", "has no 'packed'"),
-        ('{"packed": {"origin": "x"}}', "fixed_ms.* missing"),
-        ("bad", "it must be a JSON file"),
-    ],
-)
-def test_a_bad_cost_model(tmp_path, text, message):
-    path = tmp_path / "cost.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(PlanError, match=message):
-        load_cost_model(path, "packed")
-
-
-def test_a_cost_below_zero_is_refused(tmp_path):
-    path = tmp_path / "cost.json"
-    save_cost_model(path, "packed", replace(COST, host_ms=-1.0))
-    with pytest.raises(PlanError, match=r"host_ms=-1\.0: it must be a number of at least 0"):
-        load_cost_model(path, "packed")
-
-
-@given(st.integers(16, 5000), st.integers(16, 5000), st.integers(1, 9))
-def test_image_sizes_are_the_processors(width, height, frames):
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-    assume(max(width, height) / min(width, height) <= 200)
-    resized = smart_resize(height, width, factor=32, min_pixels=65_536, max_pixels=16_777_216)
-    assert Image(width, height, frames).segments() == (resized[0] // 16 * (resized[1] // 16),) * -(-frames // 2)
-
-
-def test_vision_buckets_from_a_histogram(tmp_path):
-    images = read_images(write(tmp_path / "a.json", '{"448x448": 40, "2048x2048": 2, "640x480x8": 4}'))
-    assert len(images) == 46 and Image(640, 480, 8) in images
-    assert read_images(write(tmp_path / "a.jsonl", '{"width": 9, "height": 8}')) == [Image(9, 8)]
-    plan = plan_images(images, DEFAULTS["vision"], 2)
-    assert plan.microbatches == 23 and plan.on_graphs == 1 and plan.step_ms < plan.eager_ms
-    assert plan.buckets[-1] >= plan.tokens.max >= 784
-
-
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("a.json", '{"448": 2}', "WIDTHxHEIGHT"),
-        ("a.json", '{"4x4": "x"}', "a whole number"),
-        ("a.json", "[]", "a histogram"),
-        ("a.json", "{}", "no images"),
-        ("a.jsonl", '{"width": 3}', "row 0"),
-        ("a.jsonl", "3", "row 0"),
-        ("a.csv", "", r"\.json or \.jsonl"),
-    ],
-)
-def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):
-    with pytest.raises(PlanError, match=message):
-        read_images(write(tmp_path / name, text))
-
-
-def test_more_images_a_microbatch_than_there_are():
-    with pytest.raises(PlanError, match="it must be 1 to the dataset's 1"):
-        plan_images([Image(448, 448)], DEFAULTS["vision"], 2)
 
 
 @pytest.fixture
@@ -569,7 +324,9 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
+from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
 from bridge_cg_tools.benchmarks.models.workloads import CASES
+from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records

@@ -80,7 +80,7 @@ class Items(Dataset):
 if __name__ == "__main__":
     if BEFORE:
         check(ACTIVE)
-    found = [int(i) for i in DataLoader(Items(), num_workers=2, multiprocessing_context=CONTEXT)]
+    found = [int(i) for i in DataLoader(Items(), num_workers=1, multiprocessing_context=CONTEXT)]
     assert found == [0, 1]
     check(ACTIVE)
 """
@@ -236,5 +236,7 @@ print((time.perf_counter() - began) * 1e3)
 assert plugin.status()["active"]
 assert not [n for n in sys.modules if n.split(".")[0] in ("megatron", "transformer_engine")]
 """
-    taken = [float(run(script, path=[ROOT], BRIDGE_CG_PLUGIN="0")) for _ in range(3)]
+    taken = []
+    while len(taken) < 3 and min(taken, default=LIMIT_MS) >= LIMIT_MS:  # again where something else had the core
+        taken.append(float(run(script, path=[ROOT], BRIDGE_CG_PLUGIN="0")))
     assert min(taken) < LIMIT_MS, taken

@@ -9,29 +9,25 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.slot import Arena
 from bridge_cg_plugin.graphs.statistics import EagerRun
 
 from ..regions import new_region
-from .toy import Toy, ToyProgram, assert_same, eager_results, evaluation, loss_of, poison, toy_batch, toy_region
-
-
-def replayed_results(region, batch):
-    outputs = region.run(batch)
-    assert outputs is not None, dict(region.statistics.fallbacks)
-    wanted = [*(p for p in region.program.model.parameters() if p.requires_grad), batch.x]
-    kept = [o.detach().clone() for o in outputs]
-    return kept, [g.clone() for g in torch.autograd.grad(loss_of(outputs), wanted)]
-
-
-def assert_equals_eager(region, batch):
-    expected = eager_results(region.program.model, batch)
-    actual = replayed_results(region, batch)
-    assert_same(actual[0], expected[0])
-    assert_same(actual[1], expected[1])
+from .toy import (
+    Toy,
+    ToyProgram,
+    assert_equals_eager,
+    assert_same,
+    eager_results,
+    evaluation,
+    loss_of,
+    poison,
+    toy_batch,
+    toy_region,
+)
 
 
 def test_outputs_and_gradients_equal_eager():
@@ -103,96 +99,6 @@ def test_what_the_program_refuses_falls_back_with_its_reason():
     region = toy_region()
     assert region.run(toy_batch((2, 2, 2, 2, 2))) is None
     assert region.statistics.fallbacks == {"too_many_frames": 1}
-
-
-def test_a_slot_is_taken_at_forward_and_returned_after_backward():
-    region = toy_region()
-    outputs = region.run(toy_batch())
-    assert region.free_slots() == 0
-    loss_of(outputs).backward()
-    assert region.free_slots() == 1
-
-
-def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
-    region = toy_region()
-    outputs = region.run(toy_batch())
-    assert region.free_slots() == 0
-    del outputs
-    gc.collect()
-    assert region.free_slots() == 1
-    assert_equals_eager(region, toy_batch((4,)))
-
-
-def test_no_free_slot_falls_back_and_is_counted():
-    region = toy_region(slots=2)
-    held = [region.run(toy_batch(seed=i)) for i in range(2)]
-    assert region.run(toy_batch(seed=2)) is None
-    assert region.statistics.fallbacks == {"no_free_slot": 1}
-    assert region.statistics.replays == len(held)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))
-def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
-    """A choice beyond the microbatches in flight is a forward, else the backward of that one."""
-    region, flight = toy_region(slots=slots), []
-    for seed, choice in enumerate(choices):
-        if choice >= len(flight):
-            batch = toy_batch([(2,), (2, 4), (8, 2), (4, 4, 4)][seed % 4], seed)
-            outputs = region.run(batch)
-            assert (outputs is None) == (len(flight) == slots)
-            if outputs is not None:
-                flight.append((batch, outputs))
-            continue
-        batch, outputs = flight.pop(choice)
-        expected = eager_results(region.program.model, batch)
-        assert_same(outputs, expected[0])
-        wanted = [*region.program.model.parameters(), batch.x]
-        assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected[1])
-
-
-def test_two_forwards_then_one_backward_over_both():
-    region, batches = toy_region(slots=2), [toy_batch((2, 4), 1), toy_batch((2, 2), 2)]
-    expected = [eager_results(region.program.model, b)[1] for b in batches]
-    sum(loss_of(region.run(b)) for b in batches).backward()
-    for index, parameter in enumerate(region.program.model.parameters()):
-        assert_same([parameter.grad], [expected[0][index] + expected[1][index]])
-
-
-def test_a_second_backward_is_refused():
-    loss = loss_of(toy_region().run(toy_batch()))
-    loss.backward(retain_graph=True)
-    with pytest.raises(ReplayError, match="ran twice"):
-        loss.backward()
-
-
-def test_a_late_second_backward_is_refused_and_harms_no_one():
-    region, batch = toy_region(), toy_batch((4, 4), 5)
-    expected = eager_results(region.program.model, batch)[1]
-    stale = loss_of(region.run(toy_batch()))
-    stale.backward(retain_graph=True)
-    outputs = region.run(batch)
-    with pytest.raises(ReplayError):
-        stale.backward()
-    wanted = [*region.program.model.parameters(), batch.x]
-    assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
-
-
-def test_outputs_outlive_later_replays_of_the_slot():
-    region, batch = toy_region(), toy_batch((2, 4))
-    expected = eager_results(region.program.model, batch)[0]
-    outputs = region.run(batch)
-    loss_of(outputs).backward()
-    assert_equals_eager(region, toy_batch((2, 4), seed=9))
-    assert_same(outputs, expected)
-
-
-def test_gradients_outlive_later_replays_of_the_slot():
-    region, batch = toy_region(), toy_batch((2, 4))
-    expected = eager_results(region.program.model, batch)[1]
-    wanted = [*region.program.model.parameters(), batch.x]
-    gradients = torch.autograd.grad(loss_of(region.run(batch)), wanted)
-    assert_equals_eager(region, toy_batch((2, 4), seed=9))
-    assert_same(gradients, expected)
 
 
 def test_evaluation_replays_forward_only():

@@ -1,10 +1,8 @@
-"""`bridge-cg report`: what is read from records, event files and logs, the verdict, and how the page looks."""
+"""`bridge-cg report`: what is read from records, event files and logs, and the command."""
 
-import html.parser
 import json
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,35 +17,22 @@ from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render, re
 from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_tools import cli
-from bridge_cg_tools.report.gpus import peak_tflops
 from bridge_cg_tools.report.kinds import KINDS
 from bridge_cg_tools.report.page import make_page
-from bridge_cg_tools.report.plots import INK, draw
 from bridge_cg_tools.report.records import read_records
-from bridge_cg_tools.report.render import to_html, to_json, to_markdown
-from bridge_cg_tools.report.runs import GIB, Run, counts_of
+from bridge_cg_tools.report.render import to_markdown
+from bridge_cg_tools.report.runs import GIB, counts_of
 from bridge_cg_tools.report.sources import read_runs
 from bridge_cg_tools.report.training_log import read_graphs
 from bridge_cg_tools.report.verdict import verdicts
 
 from . import mean_encoder
+from .reported import statistics
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = Path(__file__).parent / "report_inputs" / "training.log"
 PRETRAIN = ROOT / "docs/benchmarks/pretrain.jsonl"
 RECORDS = [json.loads(line) for line in PRETRAIN.read_text().splitlines()]
-
-
-def statistics():
-    found = RegionStatistics(static_bytes=GIB // 4, capture_seconds=3.25, warmup_microbatches=12)
-    found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200, memory=GIB)
-    found.buckets[Bucket(2048, (32, 1024))] = BucketStatistics(replays=3, evaluations=2, tokens=900, padding=100)
-    found.buckets[Bucket(4096, (32, 1024))] = BucketStatistics()
-    found.step = 7
-    for tokens in (5000, 6000, 7000):
-        found.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, tokens)
-    found.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
-    return found
 
 
 def test_what_happened_between_two_looks_is_two_lines():
@@ -79,10 +64,6 @@ def test_reports_between_steps_leave_the_last_one_readable(tmp_path):
     expected = read_graphs(line.partition("[bridge-cg] ")[2] for line in path.read_text().splitlines())
     lines = [*short.splitlines(), *(line.partition("[bridge-cg] ")[2] for line in path.read_text().splitlines())]
     assert read_graphs(lines) == expected and expected
-
-
-def run(mode, losses=(3.0, 2.0, 1.0), **fields):
-    return Run(case="c", mode=mode, losses=tuple(enumerate(losses, 1)), **fields)
 
 
 def log_with_report(folder):
@@ -356,181 +337,10 @@ def test_inputs_that_cannot_be_read_are_refused(words, says):
         read_runs(words)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H200", 989.4), ("NVIDIA B200", 2250.0), ("NVIDIA H100 PCIe", None), ("NVIDIA L4", None), ("none", None)],
-)
-def test_peaks(name, peak):
-    assert peak_tflops(name) == peak
-
-
 # Verdict
 
 
-def test_a_run_inside_the_spread_is_the_same():
-    (found,) = verdicts([run("eager1"), run("eager2", (3.0, 2.1, 1.0)), run("plugin", (3.0, 2.05, 1.0))])
-    assert (found.state, found.norm) == ("same", None)
-
-
-def test_a_run_outside_is_different_and_the_step_is_named():
-    (found,) = verdicts([run("eager1"), run("eager2", (3.0, 2.1, 1.0)), run("upstream", (3.0, 2.6, 1.0))])
-    assert found.state == "different" and "at step 2" in found.reason
-    assert found.reason.endswith("1 is the limit. 2 eager runs say little of what eager can do: give more.")
-
-
-def test_a_run_outside_is_told_beside_eager_runs_that_are():
-    losses = [(3.0, 2.0, 1.0), (3.0, 2.1, 1.0), (3.0, 2.9, 1.0)]
-    eager = [run(f"eager{number}", each) for number, each in enumerate(losses, 1)]
-    outside, inside = verdicts([*eager, run("upstream", (3.0, 9.0, 1.0)), run("plugin", (3.0, 2.5, 1.0))])
-    assert outside.reason.endswith(
-        "Judged in the same way by the others, 1 of 3 eager runs are outside as well: give more."
-    )
-    assert inside.state == "same" and "Judged" not in inside.reason
-
-
-def test_gradient_norms_count_too():
-    def with_norms(mode, *norms):
-        return run(mode, grad_norms=tuple(enumerate(norms, 1)))
-
-    (found,) = verdicts([with_norms("eager1", 1, 1, 1), with_norms("eager2", 1, 1, 1), with_norms("plugin", 1, 2, 1)])
-    assert found.state == "different" and found.loss.inside and not found.norm.inside
-
-
-@pytest.mark.parametrize(
-    ("runs", "says"),
-    [
-        ([run("eager1"), run("plugin")], "here are 1"),
-        ([run("eager1"), run("eager2", error="broke"), run("plugin")], "here are 1, and 1 failed"),
-        ([run("eager1"), run("eager2"), run("plugin", error="out of memory")], "failed: out of memory"),
-        ([run("eager1"), run("eager2"), run("plugin", (3.0, 2.0))], "different steps .*plugin 2"),
-        ([run("eager1", ()), run("eager2", ()), run("plugin", ())], "different steps"),
-    ],
-)
-def test_without_a_fair_comparison_there_is_no_verdict(runs, says):
-    (found,) = verdicts(runs)
-    assert found.state == "unknown"
-    assert re.search(says, found.reason)
-
-
-def test_graphs_that_never_replayed_prove_nothing():
-    idle = counts_of(RegionStatistics().as_dict())
-    (found,) = verdicts([run("eager1"), run("eager2"), run("plugin", graphs={"vision": idle})])
-    assert found.state == "unknown" and "Nothing was replayed" in found.reason
-
-
-def test_a_nan_is_different_and_null_in_json():
-    nan = float("nan")
-    page = make_page([run("eager1"), run("eager2"), run("plugin", (3.0, nan, nan))])
-    assert page.verdicts[0].state == "different"
-    assert json.loads(to_json(page))["runs"][2]["losses"] == [[1, 3.0], [2, None], [3, None]]
-
-
 # The page
-
-TIMES = tuple((step, 500.0 + step) for step in range(1, 21))
-
-
-def whole_page():
-    graphed = {"vision": counts_of(statistics().as_dict())}
-    wrong = "computes another function: <no> rotary embedding"
-    return make_page(
-        [
-            run("eager1", times=TIMES, gpu="NVIDIA H200", images_per_s=12.5, tokens_per_s=16384.0),
-            run("eager2", times=TIMES, tflops_per_gpu=500.0, peak_tflops=1000.0, peak_gb=32.0),
-            run("plugin", times=tuple((step, ms / 2) for step, ms in TIMES), graphs=graphed),
-            run("upstream", (3.0, 9.0, 9.0), times=TIMES, wrong=wrong),
-            Run(case="c", mode="broken", error="RuntimeError: a | b"),
-        ],
-        "A <page>",
-    )
-
-
-def test_markdown_has_everything():
-    text = to_markdown(whole_page())
-    for part in ("# A <page>", "NVIDIA H200", "**SAME** plugin", "**DIFFERENT** upstream", "**NO VERDICT** broken"):
-        assert part in text
-    for part in ("failed: RuntimeError: a \\| b", "computes another function", "12.50", "16,384", "50.0%", "32.0"):
-        assert part in text
-    for part in ("no_free_slot 1, too_many_tokens 3", "1024/32/1024", "25.0%", "1 more were captured and not used"):
-        assert part in text
-    assert "| plugin | 256.8 | 0.50 |" in text
-
-
-def test_every_table_of_the_markdown_is_rectangular():
-    for block in to_markdown(whole_page()).split("\n\n"):
-        if block.startswith("|"):
-            assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
-
-
-def test_json_has_the_runs_as_they_were_read():
-    whole = json.loads(to_json(whole_page()))
-    assert [v["state"] for v in whole["verdicts"]] == ["same", "different", "unknown"]
-    assert whole["runs"][2]["graphs"]["vision"]["replays"] == 29
-    assert whole["runs"][1]["flop_utilization"] == 0.5
-
-
-class Reader(html.parser.HTMLParser):
-    """Tags that are open, and every address that a page would load."""
-
-    VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.addresses, self.ids = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attributes:
-            self.ids += [value] if name == "id" else []
-            self.addresses += [value] if name in ("src", "href", "xlink:href") else []
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_html_page_is_whole_and_loads_nothing():
-    page = whole_page()
-    plots = draw(page)
-    text = to_html(page, plots)
-    reader = Reader()
-    reader.feed(text)
-    assert not reader.open
-    assert reader.addresses and all(address.startswith("#") for address in reader.addresses)
-    assert len(reader.ids) == len(set(reader.ids))
-    assert {address[1:] for address in reader.addresses} <= set(reader.ids)
-    assert "@import" not in text and "<script" not in text
-    assert "A &lt;page&gt;" in text and "&lt;no&gt;" in text
-    assert "prefers-color-scheme: dark" in text
-    assert [plot.title for plot in plots] == [
-        "Losses",
-        "Losses less the first eager run's",
-        "Step times",
-        "Share of steps by step time",
-        "Replays and padding per bucket",
-    ]
-
-
-def test_a_recipes_name_breaks_after_an_underscore_in_a_narrow_window():
-    text = to_html(make_page(whole_page().runs, "some_recipe"), [])
-    assert "<h1>some_<wbr>recipe</h1>" in text and "<title>some_recipe</title>" in text
-
-
-def test_plots_are_svg_in_the_colour_of_the_text():
-    for plot in draw(whole_page()):
-        root = ElementTree.fromstring(plot.svg)
-        assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib
-        assert INK not in plot.svg and "currentColor" in plot.svg
-
-
-def test_the_same_runs_give_the_same_page():
-    page = whole_page()
-    assert to_html(page, draw(page)) == to_html(page, draw(page))
 
 
 # The command

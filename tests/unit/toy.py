@@ -186,3 +186,18 @@ def poison(region: Region, value: float) -> None:
     for slot in region._slots:
         for flat in slot.arena.storages:
             flat.fill_(value if flat.dtype.is_floating_point else 12345)
+
+
+def replayed_results(region, batch):
+    outputs = region.run(batch)
+    assert outputs is not None, dict(region.statistics.fallbacks)
+    wanted = [*(p for p in region.program.model.parameters() if p.requires_grad), batch.x]
+    kept = [o.detach().clone() for o in outputs]
+    return kept, [g.clone() for g in torch.autograd.grad(loss_of(outputs), wanted)]
+
+
+def assert_equals_eager(region, batch):
+    expected = eager_results(region.program.model, batch)
+    actual = replayed_results(region, batch)
+    assert_same(actual[0], expected[0])
+    assert_same(actual[1], expected[1])

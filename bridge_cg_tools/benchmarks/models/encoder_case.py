@@ -129,7 +129,8 @@ def patches_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random patches; the grid is announced to the plugin as Bridge's batch step does."""
     from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 
-    host, config = torch.tensor(rows), model.config
+    config: Any = model.config
+    host = torch.tensor(rows)
     tokens = tokens_of(rows)
     grid = host.to(device(), copy=True)
     GRIDS.remember(grid, host)

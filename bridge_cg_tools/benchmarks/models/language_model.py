@@ -140,7 +140,8 @@ def _qwen(settings: dict[str, Any], max_length: int) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = Qwen3VLGPTModel(config, spec, VOCABULARY, max_length, position_embedding_type="mrope", pg_collection=groups)
     model.rotary_pos_emb.is_thd_format = True  # the model around it sets this for packs
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
@@ -151,7 +152,7 @@ def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts), qk_layernorm=True
     )
-    return GPTModel(
+    model: nn.Module = GPTModel(
         config,
         spec,
         VOCABULARY,
@@ -160,6 +161,7 @@ def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
         rotary_base=1_000_000,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+    return model
 
 
 def _hybrid(shape: Shape, config: Any, max_length: int) -> nn.Module:
@@ -168,7 +170,7 @@ def _hybrid(shape: Shape, config: Any, max_length: int) -> nn.Module:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    return HybridModel(
+    model: nn.Module = HybridModel(
         config,
         hybrid_stack_spec,
         VOCABULARY,
@@ -176,6 +178,7 @@ def _hybrid(shape: Shape, config: Any, max_length: int) -> nn.Module:
         hybrid_layer_pattern=shape.pattern,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,7 @@ def part_of(pack: Pack, ranks: int, rank: int) -> Pack:
 
 def step(model: nn.Module, pack: Pack, between: Callable[[], object] | None = None) -> Tensor:
     """Run forward and backward; returns the per-token losses, `[1, tokens]`. `between` is called between both."""
-    losses = model(**pack.arguments)
+    losses: Tensor = model(**pack.arguments)
     if between is not None:
         between()
     losses.backward(pack.weights.to(losses.dtype))
@@ -347,11 +350,13 @@ def new_helper(
     for name, value in values.items():
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
+    graphs = helper.chunks[0].graphs
+    assert graphs is not None
+    workload: Any = graphs.workload
     if by_layer:
-        family = helper.chunks[0].graphs.workload.family
-        family.parts = family.layer_parts
+        workload.family.parts = workload.family.layer_parts
     if recorded is not None:
-        helper.chunks[0].graphs.workload.plan.buckets = lambda plan: list(recorded)
+        workload.plan.buckets = lambda plan: list(recorded)
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

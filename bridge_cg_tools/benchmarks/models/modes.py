@@ -41,12 +41,14 @@ class Plugin:
     """
 
     def __init__(self, name: str, **choices: str | int) -> None:
-        self.name, self.choices = name, choices
+        self.name = name
+        self.choices: dict[str, Any] = dict(choices)
         self._helper: Any = None
 
     def training_step(self) -> AbstractContextManager[None]:
         """Return what a training step's microbatches run in, inside `on`."""
-        return self._helper.graphs.step()
+        step: AbstractContextManager[None] = self._helper.graphs.step()
+        return step
 
     @contextmanager
     def on(self, model: nn.Module, grads: MainGrads, batch: Batch) -> Iterator[Prepared]:
@@ -99,7 +101,8 @@ def new_helper(model: nn.Module, options: Any) -> Any:
     try:
         helper.create_cudagraphs()
     except BaseException:
-        helper.graphs.detach()
+        if helper.graphs is not None:
+            helper.graphs.detach()
         helper.graphs = None
         raise
     return helper
@@ -211,7 +214,8 @@ class Compiled:
 
     def _call(self, pixels: torch.Tensor, grid: torch.Tensor) -> tuple[Any, ...]:
         torch.compiler.cudagraph_mark_step_begin()
-        return self._compiled(pixels, grid)
+        outputs: tuple[Any, ...] = self._compiled(pixels, grid)
+        return outputs
 
 
 class Eager:

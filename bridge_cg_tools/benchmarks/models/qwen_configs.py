@@ -1,6 +1,7 @@
 """Hugging Face configurations of the models behind Bridge's Qwen-VL recipes, written to a folder instead of fetched."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
 
@@ -10,7 +11,7 @@ QWEN35 = (Qwen3_5Config, "Qwen3_5ForConditionalGeneration")
 QWEN35_MOE = (Qwen3_5MoeConfig, "Qwen3_5MoeForConditionalGeneration")
 
 
-def sizes(layers: int, hidden: int, heads: int, key_value_heads: int, head_dim: int, **more: int) -> dict[str, int]:
+def sizes(layers: int, hidden: int, heads: int, key_value_heads: int, head_dim: int, **more: int) -> dict[str, Any]:
     """Return the language model's part."""
     return {
         "num_hidden_layers": layers,
@@ -22,7 +23,7 @@ def sizes(layers: int, hidden: int, heads: int, key_value_heads: int, head_dim: 
     }
 
 
-def experts(count: int, active: int, width: int, **more: int) -> dict[str, int]:
+def experts(count: int, active: int, width: int, **more: int) -> dict[str, Any]:
     """Return the part about experts."""
     return {"num_experts": count, "num_experts_per_tok": active, "moe_intermediate_size": width, **more}
 
@@ -61,7 +62,7 @@ def write_configs(root: Path) -> dict[str, Path]:
         config_class(architectures=[architecture], text_config=text, vision_config=vision).save_pretrained(
             folders[name]
         )
-    for name, (config_class, architecture, text) in TEXT_CONFIGS.items():
+    for name, (text_class, architecture, text) in TEXT_CONFIGS.items():
         folders[name] = root / name.rpartition("/")[2]
-        config_class(architectures=[architecture], **text).save_pretrained(folders[name])
+        text_class(architectures=[architecture], **text).save_pretrained(folders[name])
     return folders

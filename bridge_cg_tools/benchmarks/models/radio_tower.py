@@ -29,8 +29,8 @@ class TileAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **unused: object
     ) -> Tensor:
         """Attend; `query`, `key`, `value` are `[tokens, tiles, heads, width]`."""
-        heads = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        return functional.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).flatten(2)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        return functional.scaled_dot_product_attention(query, key, value).permute(2, 0, 1, 3).flatten(2)
 
 
 def build_radio(seed: int = 0, layers: int = 32, packed: bool = False, **changes: Any) -> Any:

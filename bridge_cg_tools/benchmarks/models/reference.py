@@ -5,6 +5,7 @@ Nothing is fused, each image attends by itself, and no matrix product may use TF
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ class Fp32Tower:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.config = model.config
+        self._model: Any = model
+        self.config: Any = model.config
         self.parameters = {
             name: p.detach().float().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
         }

@@ -3,6 +3,7 @@
 import copy
 import os
 import socket
+from typing import Any
 
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
@@ -64,17 +65,17 @@ class SegmentAttention(nn.Module):
         mask = (segment[:, None] == segment[None, :]) & inside & inside.T
         # A row with no key would be NaN: padding attends to itself and is zeroed below.
         mask = mask | torch.eye(len(token), dtype=torch.bool, device=mask.device)
-        heads = (t.transpose(0, 1)[None] for t in (query, key, value))
-        context = functional.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+        context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)[0].transpose(0, 1)
         return torch.where(inside, context.reshape(len(token), -1), 0)
 
 
 def vision_config(
-    layers: int = 4, width: int = 64, heads: int = 4, out: int = 96, deepstack: bool = True, **changes: object
+    layers: int = 4, width: int = 64, heads: int = 4, out: int = 96, deepstack: bool = True, **changes: Any
 ) -> Qwen3VLVisionConfig | Qwen3_5VisionConfig:
     """Return a small vision configuration in Hugging Face's terms: Qwen3-VL's, or Qwen3.5-VL's without deepstack."""
     features = {"deepstack_visual_indexes": [0, layers // 2]} if deepstack else {}
-    settings = {
+    settings: dict[str, Any] = {
         "depth": layers,
         "hidden_size": width,
         "num_heads": heads,
@@ -86,7 +87,7 @@ def vision_config(
     return (Qwen3VLVisionConfig if deepstack else Qwen3_5VisionConfig)(**{**settings, **changes})
 
 
-def build_tower(seed: int = 0, **changes: object) -> Qwen3VLVisionModel:
+def build_tower(seed: int = 0, **changes: Any) -> Qwen3VLVisionModel:
     """Build the tower with random weights, in training mode; tensor-parallel ranks hold parts of the same weights.
 
     Args:

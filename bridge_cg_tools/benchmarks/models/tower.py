@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import batched
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ def build_tower(
     if not on_gpu():
         from bridge_cg_tools.benchmarks.models.small_tower import build_tower as build_small
 
-        return build_small(seed, layers=3, width=32, heads=2, out=24, deepstack=deepstack)
+        small: nn.Module = build_small(seed, layers=3, width=32, heads=2, out=24, deepstack=deepstack)
+        return small
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import get_vision_model_config
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import PatchMergerSubmodules
@@ -72,7 +73,7 @@ def build_tower(
     torch.manual_seed(seed)
     base = TransformerConfig(num_layers=1, hidden_size=1152, num_attention_heads=16)
     base.vision_cuda_graph_impl, base.vision_cuda_graph_scope = impl, []
-    hf = Qwen3_5VisionConfig(depth=layers, out_hidden_size=4096)
+    hf: Qwen3VLVisionConfig | Qwen3_5VisionConfig = Qwen3_5VisionConfig(depth=layers, out_hidden_size=4096)
     if deepstack:
         indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
         hf = Qwen3VLVisionConfig(depth=layers, out_hidden_size=4096, deepstack_visual_indexes=indexes)
@@ -81,13 +82,25 @@ def build_tower(
     spec = get_vit_layer_with_transformer_engine_spec()
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     merger = PatchMergerSubmodules(TENorm, TEColumnParallelLinear, TERowParallelLinear)
-    model = Qwen3VLVisionModel(config, spec, merger, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
-    model = model.cuda().to(dtype)
+    built = Qwen3VLVisionModel(config, spec, merger, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    model: nn.Module = built.cuda().to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "linear_qkv.weight" in name:
                 parameter.normal_(std=0.05)
     return model.train()
+
+
+class MegatronParameter(nn.Parameter):
+    """What Megatron's data parallelism makes of a parameter.
+
+    Attributes:
+        main_grad: Where gradients are added up, in fp32.
+        grad_added_to_main_grad: Whether the backward has added this one.
+    """
+
+    main_grad: Tensor
+    grad_added_to_main_grad: bool
 
 
 class MainGrads:
@@ -99,7 +112,7 @@ class MainGrads:
     _awaited = True
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = cast("list[MegatronParameter]", [p for p in model.parameters() if p.requires_grad])
         self._accumulators: list[Any] = []
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -109,7 +122,8 @@ class MainGrads:
     def attach(self) -> None:
         """Put the hooks on the parameters."""
         for parameter in self.parameters:
-            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            expanded: Any = parameter.expand_as(parameter).grad_fn
+            node = expanded.next_functions[0][0]
             node.register_hook(self._hook(parameter))
             self._accumulators.append(node)
 
@@ -118,7 +132,7 @@ class MainGrads:
         self._accumulators = []
 
     @staticmethod
-    def _hook(parameter: nn.Parameter) -> Callable[..., None]:
+    def _hook(parameter: MegatronParameter) -> Callable[..., None]:
         def accumulate(*unused: object) -> None:
             if parameter.grad is not None and not parameter.grad_added_to_main_grad:
                 parameter.main_grad.add_(parameter.grad)
@@ -181,8 +195,10 @@ def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
     host = torch.tensor(grid)
     tokens = int(host.prod(1).sum())
     pixels = torch.randn(tokens, 1536, device=where, generator=generator).to(dtype)
-    outputs = 1 + len(model.decoder.deepstack_merger_list)
-    shape = (tokens // 4, model.config.out_hidden_size)
+    decoder: Any = model.decoder
+    config: Any = model.config
+    outputs = 1 + len(decoder.deepstack_merger_list)
+    shape = (tokens // 4, config.out_hidden_size)
     gradients = [torch.randn(shape, device=where, generator=generator).to(dtype) for _ in range(outputs)]
     device = host.to(where, copy=True)
     GRIDS.remember(device, host)
@@ -210,7 +226,7 @@ def step(
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Return the relative L2 difference in fp32."""
     distance = (actual.float() - expected.float()).norm()
-    return (distance / expected.float().norm().clamp(min=1e-30)).item()
+    return float(distance / expected.float().norm().clamp(min=1e-30))
 
 
 def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float = 0.0) -> Tensor:
@@ -231,4 +247,4 @@ def relatives(actual: Sequence[Tensor], expected: Sequence[Tensor], least: float
 
 def largest_relative(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative L2 difference of matching tensors; NaN if one of them is."""
-    return relatives([a.float() for a in actual], [e.float() for e in expected]).max().item()
+    return float(relatives([a.float() for a in actual], [e.float() for e in expected]).max())

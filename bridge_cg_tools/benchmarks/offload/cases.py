@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.offload.training import DOCUMENTS, GIB, PACKS, TOKENS, OutOfSpace, Trainer, limited
+from bridge_cg_tools.benchmarks.measuring.memory import GIB
+from bridge_cg_tools.benchmarks.offload.training import DOCUMENTS, PACKS, TOKENS, OutOfSpace, Trainer, limited
 from bridge_cg_tools.benchmarks.records.results import first_line, loss_distance, provenance
 
 CASES = ("limit", "flat")

@@ -65,7 +65,9 @@ class Replays:
         baseline: dict[str, Any] | None = None
         expected: tuple[list[Any], list[Any]] | None = None
         slots = len(self.batches)
-        asked = [(mode, FIXED[mode], None) for mode in FIXED if mode in modes]
+        asked: list[tuple[str, dict[str, Any], float | None]] = [
+            (mode, FIXED[mode], None) for mode in FIXED if mode in modes
+        ]
         asked += [(f"mixed_{round(100 * target)}", {}, target) for target in targets]
         for mode, options, target in asked:
             head = {**self._head, "mode": mode}
@@ -73,6 +75,8 @@ class Replays:
                 if time.monotonic() > deadline:
                     raise TimeoutError("not measured: the time is used up; give more --seconds")
                 if target is not None:
+                    if baseline is None:
+                        raise RuntimeError("not measured: no mode without a memory target was")
                     options = {"offload_above_gb": target * baseline["memory_gb"] / slots}
                 record, found = self.mode(options)
                 baseline, expected = baseline or record, expected or found

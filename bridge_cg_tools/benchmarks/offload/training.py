@@ -15,6 +15,7 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 from bridge_cg_tools.benchmarks.measuring.memory import GIB, collect
+from bridge_cg_tools.benchmarks.models.tower import MegatronParameter
 from bridge_cg_tools.benchmarks.records.results import first_line, provenance
 
 PACKS, TOKENS, DOCUMENTS = 4, 8192, 5
@@ -76,7 +77,8 @@ class Trainer:
 
     def losses(self, steps: int, **config: Any) -> list[float]:
         """Train eager; returns the loss of every step."""
-        return self._steps(steps, **config)["losses"]
+        losses: list[float] = self._steps(steps, **config)["losses"]
+        return losses
 
     def graphs(self, steps: int, options: dict[str, Any], look: bool = False) -> dict[str, Any]:
         """Train on graphs with these options; returns what a record says of it.
@@ -167,7 +169,7 @@ class MasterWeights:
         parameters: Weights of any dtype, with an fp32 `main_grad`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[MegatronParameter]) -> None:
         self._parameters = list(parameters)
         self._masters = [p.detach().to(torch.float32, copy=True) for p in parameters]
         self._adam = torch.optim.AdamW(self._masters, lr=LEARNING_RATE)
@@ -178,7 +180,7 @@ class MasterWeights:
             master.grad = parameter.main_grad
         self._adam.step()
         with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self._masters)
+            torch._foreach_copy_(list[Tensor](self._parameters), self._masters)
 
 
 @contextmanager

@@ -226,12 +226,12 @@ class Bench:
         """Measure the recommended choice alone, and every choice that the planner could have made."""
         packs = [self.lm.make_pack(pack, seed) for seed, pack in enumerate(found.drawn)]
         case = f"{PLAN}{found.name}" if self.name == PLANNED else f"{PLAN}{self.name}_{found.name}"
-        options = {
+        options: dict[str, Any] = {
             "cuda_graph_max_packed_seqs": found.best.max_packed_seqs,
             "cuda_graph_packed_buckets": list(found.best.buckets),
         }
         helper = self._new_helper(packs[0], **options)
-        alone = sum(self._times(pack, PLAN_REPEATS, warmup=1).ms for pack in packs) / len(packs)
+        alone = sum(map(self._ms, packs)) / len(packs)
         fallbacks = dict(helper.graphs.statistics().fallbacks)
         helper.delete_cuda_graphs()
         choices = self._exhaustive(found, packs)
@@ -246,7 +246,7 @@ class Bench:
     def _exhaustive(self, found: Distribution, packs: Sequence[Any]) -> dict[Any, float]:
         """Return the time of every choice, from one capture of all recordings that one of them needs."""
         needed = sorted({each for row in found.places().values() for each in row if each is not None})
-        options = {
+        options: dict[str, Any] = {
             "cuda_graph_max_packed_seqs": max(documents for _, (documents, _) in needed),
             "cuda_graph_packed_buckets": sorted({bucket.tokens for bucket in needed}),
         }
@@ -256,9 +256,9 @@ class Bench:
         def run(number: int, each: Any) -> float:
             if each is None:
                 with helper.graphs.paused():
-                    return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+                    return self._ms(packs[number])
             region.buckets = (each,)
-            return self._times(packs[number], PLAN_REPEATS, warmup=1).ms
+            return self._ms(packs[number])
 
         choices = found.measured(run)
         assert not helper.graphs.statistics().fallbacks, helper.graphs.statistics().fallbacks
@@ -278,11 +278,15 @@ class Bench:
         )
 
     def _new_helper(self, pack: Any, exact: bool = False, **options: Any) -> Any:
-        once = {"cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
+        once: dict[str, Any] = {"cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
         return self.lm.new_helper(self.model, pack, exact=exact, **once, **options)
 
     def _step(self, pack: Any, between: Callable[[], object] | None = None) -> Any:
         return self.lm.step(self.model, pack, between)
+
+    def _ms(self, pack: Any) -> float:
+        ms: float = self._times(pack, PLAN_REPEATS, warmup=1).ms
+        return ms
 
     def _times(self, pack: Any, repeats: int, warmup: int = 3) -> Any:
         return self.measure.median_times(lambda between: self._step(pack, between), repeats, warmup)

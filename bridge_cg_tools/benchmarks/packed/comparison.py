@@ -11,7 +11,7 @@ from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.packed import parity as parity
 from bridge_cg_tools.benchmarks.records.results import provenance
 
-SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 EAGER_RUNS, GRAPH_RUNS = 3, 2
@@ -55,8 +55,11 @@ class Comparison:
         }
         with self._algorithms():
             never = {reason: self._results(pack) for reason, pack in fallbacks.items()}
-            options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS)}
-            once = {"cuda_graph_packed_tuning": {"slots": 1}}
+            options: dict[str, Any] = {
+                "cuda_graph_max_packed_seqs": MAX_SEQS,
+                "cuda_graph_packed_buckets": list(BUCKETS),
+            }
+            once: dict[str, Any] = {"cuda_graph_packed_tuning": {"slots": 1}}
             helper = lm.new_helper(self.model, lm.make_pack((500, 200)), **once, **options)
             self.graphs = helper.graphs
             for index, lengths in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).values()):

@@ -37,9 +37,10 @@ def deterministic(model: nn.Module | None = None) -> Iterator[None]:
         model: One that was built outside, whose attention is told: Transformer Engine's asks when it is built. None for
             models that are built inside.
     """
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     modules = () if model is None else model.modules()
     try:
         with ExitStack() as stack:
@@ -48,7 +49,7 @@ def deterministic(model: nn.Module | None = None) -> Iterator[None]:
                     stack.enter_context(overridden(module, "deterministic", True))
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(False)
 
 
@@ -137,7 +138,12 @@ class Fp32Reference:
             losses.append(loss.detach())
             start += length
         found = dict(self._model.named_parameters())
-        return torch.cat(losses, 1), [found[name].grad for name in self._names]
+        return torch.cat(losses, 1), [_gradient(found[name]) for name in self._names]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def thirty_packs(most: int, buckets: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -73,7 +73,7 @@ class Ranks:
     @property
     def packs(self) -> dict[str, tuple[int, ...]]:
         """Return the packs to compare by name: 30 of all sizes, and some that fill a bucket."""
-        full = {str(lengths): lengths for lengths in FULL}
+        full: dict[str, tuple[int, ...]] = {str(lengths): lengths for lengths in FULL}
         if self.sequence:
             return full
         least = EXACT_BELOW * self.context  # smaller ones must fill a bucket

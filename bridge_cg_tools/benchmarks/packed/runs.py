@@ -73,14 +73,15 @@ def compare(runs: dict[str, dict[str, Any]], steps: int, out: Path, case: str = 
             **{field: value for field, value in figures.items() if field != "step_ms"},
             **provenance(steps - SKIPPED, 1234),
         }
-        if base is not None and times[name] is not None:
-            record["ratio"] = times[name] / base
+        ms = times[name]
+        if base is not None and ms is not None:
+            record["ratio"] = ms / base
         put_record(out, record)
     for step, losses in enumerate(zip(*(figures["losses"] for figures in runs.values()), strict=True)):
         print(f"{step:>4} " + " ".join(f"{loss:>11.6f}" for loss in losses))
     print(f"graphs: {json.dumps(graphs['packed_graphs'])}")
-    if base is not None:
-        ours = times["plugin"]
+    ours = times["plugin"]
+    if base is not None and ours is not None:
         print(f"step time: eager {base:.1f} ms, graphs {ours:.1f} ms, {base / ours:.2f} times as fast")
     worst = ", ".join(f"{name} {spread.worst:.2f} at step {spread.step}" for name, spread in spreads.items())
     print(f"verdict: {'SAME' if same else 'DIFFERENT'} (largest distance over allowance: {worst})")

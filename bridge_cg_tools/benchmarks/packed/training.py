@@ -42,6 +42,7 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.recipes.captioned_images import CaptionedImages
 from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
@@ -113,7 +114,8 @@ class StatisticsKeeper(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read them."""
         for helper in active_helpers():
-            self.value = helper.graphs.statistics().as_dict()
+            if helper.graphs is not None:
+                self.value = helper.graphs.statistics().as_dict()
 
 
 def train(mode: str, steps: int, model: str = "dense", modules: str = "", rows: int = 1) -> dict[str, Any]:
@@ -256,10 +258,11 @@ class PackedPhotographProvider(PhotographProvider):
 
     rows: int = 1
 
-    def build_datasets(self, context: Any) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
+    def build_datasets(self, context: Any) -> tuple[CaptionedImages, CaptionedImages, CaptionedImages]:
         """Build train, validation and test sets of the sizes that training asks for."""
         made = super().build_datasets(context)
         for data in made:
+            assert isinstance(data, PackedPhotographs)
             data.rows = self.rows
         return made
 
@@ -333,4 +336,5 @@ class DocumentProvider(DatasetProvider):
     def build_datasets(self, context: Any) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Build train, validation and test sets of the sizes that training asks for."""
         counts = (context.train_samples, context.valid_samples, context.test_samples)
-        return tuple(Documents(max(count, 1), self.seed + i, self.rows) for i, count in enumerate(counts))
+        train, valid, test = (Documents(max(count, 1), self.seed + i, self.rows) for i, count in enumerate(counts))
+        return train, valid, test

@@ -62,19 +62,28 @@ def _of_one_model(
     from bridge_cg_tools.benchmarks.models import tower
 
     buckets = tuple(sorted(batch.tokens for batch in batches))
-    options = {"capture_mode": "on_demand", "slots": 1, "evaluation": False, "strict": True, "cost_fallback": False}
-    chosen = VisionGraphOptions(impl="transformer_engine", buckets=buckets, **options)
-    helper = VisionTECudaGraphHelper(model, model.config, options=chosen)
+    options = VisionGraphOptions(
+        impl="transformer_engine",
+        buckets=buckets,
+        capture_mode="on_demand",
+        slots=1,
+        evaluation=False,
+        strict=True,
+        cost_fallback=False,
+    )
+    helper = VisionTECudaGraphHelper(model, model.config, options=options)
     tower.step(model, batches[0])
     seconds = [seconds_of(helper.create_cudagraphs)]
-    with helper.graphs.step():
+    graphs = helper.graphs
+    assert graphs is not None
+    with graphs.step():
         tower.step(model, batches[1])
-    seconds.append(seconds_of(helper.graphs.begin_step))
+    seconds.append(seconds_of(graphs.begin_step))
     records = []
     for case, batch, took in zip((name, "later"), batches, seconds, strict=True):
-        before = helper.graphs.statistics().replays
-        gradients = run_all(model, [batch], grads, helper.graphs)[1]
-        replays = helper.graphs.statistics().replays - before
+        before = graphs.statistics().replays
+        gradients = run_all(model, [batch], grads, graphs)[1]
+        replays = graphs.statistics().replays - before
         rel = tower.largest_relative(gradients, expected[batch.tokens])
         found = {"ms": took * 1e3, "grad_rel": rel, "replays": replays}
         records.append({"case": f"{case}_{batch.tokens}", "tokens": batch.tokens, **found})

@@ -11,7 +11,7 @@ from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder
 from bridge_cg_tools.benchmarks.models.mixes import MOST_IMAGES
 from bridge_cg_tools.benchmarks.records.results import provenance
-from bridge_cg_tools.benchmarks.vision.encoders import differences, run_step
+from bridge_cg_tools.benchmarks.vision.encoders import capture, differences, run_step
 
 MIXES, MOST_TOKENS = 20, 8192
 EXACT_SHARE = 32  # of 8192 tokens it is the default of `exact_below`
@@ -39,7 +39,15 @@ class Comparison:
         self._model: nn.Module = encoder.build(layers)
         self._reference = encoder.reference(encoder, self._model)
         self._grads = tower.MainGrads(self._model)
-        self._helper = _captured(self._model, encoder.mixes.capacities(self._model, most), most // EXACT_SHARE)
+        self._helper = capture(
+            self._model,
+            buckets=encoder.mixes.capacities(self._model, most),
+            max_frames=MOST_IMAGES,
+            exact_below=most // EXACT_SHARE,
+            kernels="exact",
+        )
+        assert self._helper.graphs is not None
+        self._graphs = self._helper.graphs
 
     def records(self, number: int) -> Iterator[Record]:
         """Replay a mix; yields what was found of eager and of the replay."""
@@ -49,7 +57,7 @@ class Comparison:
         before = self._counted()
         replayed = self._run(batch)
         after = self._counted()
-        with self._helper.graphs.paused():
+        with self._graphs.paused():
             first, second = self._run(batch), self._run(batch)
         common = {
             "case": f"{self._name}_{number}_{self._layers}layers",
@@ -84,8 +92,9 @@ class Comparison:
         return outputs, [g for g, said in zip(gradients, self._encoder.compared(self._model), strict=True) if said]
 
     def _counted(self) -> tuple[dict[str, int], dict[str, int]]:
-        found = self._helper.graphs.statistics()
-        return {str(bucket): counts.replays for bucket, counts in found.buckets.items()}, dict(found.fallbacks)
+        found = self._graphs.statistics()
+        replays = {str(bucket): counts.replays for bucket, counts in found.buckets.items()}
+        return replays, {str(reason): count for reason, count in found.fallbacks.items()}
 
 
 def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int) -> Iterator[Record]:
@@ -96,26 +105,6 @@ def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int) -> 
             yield from comparison.records(number)
     finally:
         comparison.close()
-
-
-def _captured(model: Any, buckets: tuple[int, ...], exact_below: int) -> Any:
-    """Capture these buckets; returns the helper."""
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-
-    options = VisionGraphOptions(
-        impl="transformer_engine",
-        buckets=buckets,
-        max_frames=MOST_IMAGES,
-        exact_below=exact_below,
-        kernels="exact",
-        evaluation=False,
-        strict=True,
-        cost_fallback=False,
-    )
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
-    helper.create_cudagraphs()
-    return helper
 
 
 def _errors(found: Results, exact: Results) -> Record:

@@ -1,10 +1,15 @@
 """Times and parity of the encoders beside Qwen3-VL's, eager and on graphs."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, step
 from bridge_cg_tools.benchmarks.records.results import provenance
+
+if TYPE_CHECKING:
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 GIB = 2**30
 SECONDS = 1.0  # no further repeat of a measurement begins after this long
@@ -24,9 +29,10 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
         eager_ms, fields = _times(encoder, model, batch, repeats)
         yield {**common, "mode": "eager", "ratio": 1.0, **fields}
         for mode in encoder.modes:
-            helper = _graphs(model, batch, "fast" if mode == "plugin_fast" else "exact")
+            helper = capture(model, buckets=(batch.tokens,), kernels="fast" if mode == "plugin_fast" else "exact")
             found = differences(run_step(encoder, model, grads, batch), eager)
             ms, fields = _times(encoder, model, batch, repeats)
+            assert helper.graphs is not None
             statistics = helper.graphs.statistics()
             yield {
                 **common,
@@ -45,18 +51,13 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
             helper.delete_cuda_graphs()
 
 
-def _graphs(model: Any, batch: Batch, kernels: str) -> Any:
-    """Capture one bucket of exactly the batch's size; returns the helper."""
+def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
+    """Capture at once and strictly, with the given graph options; returns the helper."""
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     options = VisionGraphOptions(
-        impl="transformer_engine",
-        buckets=(batch.tokens,),
-        kernels=kernels,
-        evaluation=False,
-        strict=True,
-        cost_fallback=False,
+        impl="transformer_engine", evaluation=False, strict=True, cost_fallback=False, **settings
     )
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     helper.create_cudagraphs()
@@ -83,7 +84,7 @@ def _times(encoder: Encoder, model: Any, batch: Batch, repeats: int) -> tuple[fl
 
     times = median_times(lambda between: step(encoder, model, batch, between), repeats, seconds=SECONDS)
     kernels = profile(lambda: step(encoder, model, batch))
-    fields = {"ms": times.ms, "fwd_ms": times.fwd_ms, "host_ms": times.host_ms}
+    fields: dict[str, Any] = {"ms": times.ms, "fwd_ms": times.fwd_ms, "host_ms": times.host_ms}
     fields |= {"gpu_busy_ms": kernels.busy_ms, "kernels": kernels.count, "families": kernels.families()}
     return times.ms, {**fields, "top": [list(row) for row in kernels.largest(8)], **provenance(times.repeats, 1)}
 

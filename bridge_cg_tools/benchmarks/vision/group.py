@@ -114,21 +114,21 @@ def measure_group(task: Task) -> int:
     tower.start_process()
     group = Group(tuple(task.modes), task.repeats, task.case_seconds)
     for name, grid in task.grids.items():
-        if not measure_case(group, task, name, [tuple(row) for row in grid], deadline):
+        if not measure_case(group, task, name, [(t, h, w) for t, h, w in grid], deadline):
             return POISONED
     return 0
 
 
 def measure_case(group: Group, task: Task, name: str, grid: Grid, deadline: float) -> bool:
     """Measure one case in every mode; returns whether the process can go on."""
-    batch = baseline = None
+    prepared = None
     for mode in group.modes.values():
         try:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not measured, the {task.seconds:.0f} s of this process were used up")
-            if baseline is None:
-                batch, baseline = group.baseline(name, grid)
-            record = group.measure(mode, name, grid, batch, baseline)
+            if prepared is None:
+                prepared = group.baseline(name, grid)
+            record = group.measure(mode, name, grid, *prepared)
         except Exception as error:
             record = {**description(name, mode.name, grid), "error": explained(error), **provenance(0, 0)}
             if hasattr(mode, "wrong"):
@@ -143,7 +143,8 @@ def measure_case(group: Group, task: Task, name: str, grid: Grid, deadline: floa
 
 def explained(error: BaseException) -> str:
     """Return an error's first line; a lack of memory, whatever wraps it, says so first."""
-    chain, at = [], error
+    chain: list[BaseException] = []
+    at: BaseException | None = error
     while at is not None:
         chain.append(at)
         at = at.__cause__

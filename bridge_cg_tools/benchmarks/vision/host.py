@@ -136,6 +136,7 @@ class Training:
         self.helper = VisionTECudaGraphHelper([self.model], encoder.config, options=options)
         self.helper.create_cudagraphs()
         self.marks = Marks()
+        assert self.helper.graphs is not None
         self.graphs = self.helper.graphs
         for group in set(self.model.param_to_bucket_group.values()):
             group.start_grad_sync = self.marks.reduction(group.start_grad_sync)
@@ -193,7 +194,8 @@ def build() -> nn.Module:
         return tower.build_tower(layers=LAYERS)
     from bridge_cg_tools.benchmarks.models.small_tower import build_tower
 
-    return build_tower(layers=LAYERS, width=32, heads=2, out=24)
+    small: nn.Module = build_tower(layers=LAYERS, width=32, heads=2, out=24)
+    return small
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision.batch import VisionBatch
 from bridge_cg_plugin.vision.host_grids import as_grid
+from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.records.results import provenance
 
@@ -141,7 +142,7 @@ class Comparison:
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Make each wait for the device inside an error."""
-    if not tower.on_gpu():
+    if not on_gpu():
         yield
         return
     torch.cuda.synchronize()

@@ -66,9 +66,10 @@ def on_graphs(
         tower.step(model, batch)
     helper.create_cudagraphs()
     graphs = helper.graphs
+    assert graphs is not None
     run_all(model, batches, grads, graphs)
     first = graphs.statistics()
-    seen = {
+    seen: dict[str, Any] = {
         "eager_share": first.fallbacks.total() / len(batches),
         "fallbacks": dict(first.fallbacks),
         "padding_share": first.padding_share,

@@ -38,7 +38,7 @@ def run_groups(groups: Sequence[tuple[str, ...]], task: Task) -> None:
     workers = [start_worker(group) for group in groups]
     try:
         for process in workers:
-            process.stdout.readline()  # it has imported
+            wait_for_imports(process)
         for place, (process, group) in enumerate(zip(workers, groups, strict=True)):
             # The first group is the one that matters; the others share what it leaves.
             share = 1 if place == 0 else len(groups) - place
@@ -64,6 +64,12 @@ def start_worker(group: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
+def wait_for_imports(process: subprocess.Popen[str]) -> None:
+    """Wait for the line that says that a worker has imported."""
+    assert process.stdout is not None
+    process.stdout.readline()
+
+
 def run_group(process: subprocess.Popen[str], task: Task) -> None:
     """Let a worker measure; where it dies, note the case that it died of and let another go on."""
     deadline = time.monotonic() + task.seconds
@@ -72,7 +78,7 @@ def run_group(process: subprocess.Popen[str], task: Task) -> None:
     for attempt in range(1 + RESTARTS):
         if attempt:
             process = start_worker(task.modes)
-            process.stdout.readline()
+            wait_for_imports(process)
         status = hand_over(process, task)
         missing = missing_records(task)
         if not missing:

@@ -1,5 +1,7 @@
 """GLM-4.5V: Hugging Face's tower, whose position embeddings are sampled."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,8 +15,10 @@ def build_glm45v(layers: int) -> nn.Module:
     from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 
     torch.manual_seed(0)
-    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
-    config = Glm4vVisionConfig(depth=layers, **({"intermediate_size": 10944} if on_gpu() else small))
+    sizes: dict[str, Any] = {"intermediate_size": 10944}
+    if not on_gpu():
+        sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
+    config = Glm4vVisionConfig(depth=layers, **sizes)
     return peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",))
 
 

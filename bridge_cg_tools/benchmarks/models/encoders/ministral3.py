@@ -1,5 +1,7 @@
 """Ministral 3: Hugging Face's Pixtral, images padded to one size."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ def build_ministral3(layers: int) -> nn.Module:
     from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
 
     torch.manual_seed(0)
-    config = Mistral3Config().vision_config
+    config: Any = Mistral3Config().vision_config
     config.num_hidden_layers = layers
     if not on_gpu():
         config.hidden_size, config.num_attention_heads, config.head_dim, config.intermediate_size = 32, 2, 16, 48
@@ -25,7 +27,8 @@ def padded_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random images padded to one size; their sizes are announced to the plugin as Bridge's batch step does."""
     from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 
-    config, tokens = model.config, tokens_of(rows)
+    config: Any = model.config
+    tokens = tokens_of(rows)
     host = torch.tensor([row[1:] for row in rows]) * config.patch_size
     sizes = host.to(device(), copy=True)
     GRIDS.remember(sizes, host)

@@ -1,5 +1,7 @@
 """Nemotron VL: megatron-core's RADIO on tiles of 512 x 512 pixels. Positions are not drawn, to compare runs."""
 
+from typing import Any
+
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import GRANULARITY, round_up
@@ -18,13 +20,15 @@ def build_nemotron_vl(layers: int) -> nn.Module:
 
 def room_of(model: nn.Module) -> int:
     """Return what a tile counts: its tokens, class tokens among them, rounded up."""
-    return round_up(model.seq_length, GRANULARITY)
+    tokens: Any = model.seq_length
+    return round_up(tokens, GRANULARITY)
 
 
 def tiles_batch(model: nn.Module, tiles: int, seed: int) -> Batch:
     """Make so many random tiles."""
-    pixels = random((tiles, 3, model.img_h, model.img_w), seed)
-    gradient = random((tiles, model.seq_length, model.visual_hidden_size), seed + 1)
+    radio: Any = model
+    pixels = random((tiles, 3, radio.img_h, radio.img_w), seed)
+    gradient = random((tiles, radio.seq_length, radio.visual_hidden_size), seed + 1)
     return Batch({"x": pixels}, [gradient], tiles * room_of(model), tiles)
 
 

@@ -1,5 +1,7 @@
 """Qwen3-Omni: Hugging Face's tower, which computes what Qwen3-VL's does."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,10 +16,10 @@ def build_qwen3_omni(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     indexes = [8, 16, 24] if layers >= 25 else [0, layers // 2]
-    small = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
-    config = Qwen3OmniMoeVisionEncoderConfig(
-        depth=layers, deepstack_visual_indexes=indexes, **({"out_hidden_size": 2048} if on_gpu() else small)
-    )
+    sizes: dict[str, Any] = {"out_hidden_size": 2048}
+    if not on_gpu():
+        sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
+    config = Qwen3OmniMoeVisionEncoderConfig(depth=layers, deepstack_visual_indexes=indexes, **sizes)
     return peaked(Qwen3OmniMoeVisionEncoder._from_config(config), ("qkv.weight",))
 
 

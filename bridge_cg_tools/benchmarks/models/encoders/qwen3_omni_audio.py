@@ -1,6 +1,7 @@
 """Qwen3-Omni's audio: Hugging Face's tower, clips of any length in chunks and windows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,12 @@ def build_qwen3_omni_audio(layers: int) -> nn.Module:
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
     torch.manual_seed(0)
-    sizes = {"d_model": 1280, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120, "output_dim": 2048}
+    sizes: dict[str, Any] = {
+        "d_model": 1280,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "output_dim": 2048,
+    }
     if not on_gpu():
         sizes = {"d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "output_dim": 24}
         sizes |= {"downsample_hidden_size": 8, "num_mel_bins": 16}
@@ -29,13 +35,14 @@ def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
     from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import chunking_of
     from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
 
+    config: Any = model.config
     chunking, host = chunking_of(model), torch.tensor(lengths)
     lens = host.to(device(), copy=True)
     GRIDS.remember(lens, host)
     tokens = sum(map(chunking.clip_tokens, lengths))
     # Bridge's model cuts frames out of padded clips, and turns the result.
-    features = random((sum(lengths), model.config.num_mel_bins), seed).T
-    gradient = random((tokens, model.config.output_dim), seed + 1)
+    features = random((sum(lengths), config.num_mel_bins), seed).T
+    gradient = random((tokens, config.output_dim), seed + 1)
     room = sum(map(chunking.chunks, lengths)) * chunking.room
     return Batch({"input_features": features, "feature_lens": lens}, [gradient], room, len(lengths))
 

@@ -1,5 +1,7 @@
 """Gemma 3: Hugging Face's SigLIP, images of one size."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,22 +16,30 @@ def build_siglip(layers: int) -> nn.Module:
     from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 1152, "num_attention_heads": 16, "intermediate_size": 4304, "image_size": 896}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1152,
+        "num_attention_heads": 16,
+        "intermediate_size": 4304,
+        "image_size": 896,
+    }
     if not on_gpu():
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "image_size": 56}
-    config = SiglipVisionConfig(num_hidden_layers=layers, patch_size=14, vision_use_head=False, **sizes)
+    sizes["vision_use_head"] = False  # the model asks for it; configurations take any field
+    config = SiglipVisionConfig(num_hidden_layers=layers, patch_size=14, **sizes)
     return peaked(SiglipVisionModel._from_config(config), ("q_proj.weight", "k_proj.weight"))
 
 
 def patches_of(model: nn.Module) -> int:
     """Return the patches of an image."""
-    sides: int = model.config.image_size // model.config.patch_size
+    config: Any = model.config
+    sides: int = config.image_size // config.patch_size
     return sides**2
 
 
 def siglip_batch(model: nn.Module, images: int, seed: int) -> Batch:
     """Make so many random images."""
-    config, patches = model.config, patches_of(model)
+    config: Any = model.config
+    patches = patches_of(model)
     pixels = random((images, config.num_channels, config.image_size, config.image_size), seed)
     gradient = random((images, patches, config.hidden_size), seed + 1)
     return Batch({"pixel_values": pixels, "return_dict": True}, [gradient], images * patches, images)

@@ -1,0 +1,43 @@
+"""What the command lines of the encoders' benchmarks share: which encoders, how deep, and where records go."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
+from bridge_cg_tools.benchmarks.records.results import output_path
+
+NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
+
+
+def encoder_parser(description: str, records: str) -> argparse.ArgumentParser:
+    """Return a parser of the shared arguments; `records` is the file's name in docs/benchmarks."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--encoders", default=",".join(ENCODERS), help=f"comma-separated; all: {', '.join(ENCODERS)}")
+    parser.add_argument("--layers", type=int, help="of every encoder; the full size if left out")
+    parser.add_argument("--out", type=Path, help=f"file of records; docs/benchmarks/{records} on a GPU")
+    return parser
+
+
+def layers_of_encoders(args: argparse.Namespace, records: str, least: Mapping[str, int] = NO_NUMBERS) -> dict[str, int]:
+    """Check a command line, set where its records go, and return how many layers each of its encoders has.
+
+    Args:
+        args: What `encoder_parser` and the command's own arguments made.
+        records: The file's name in docs/benchmarks.
+        least: The smallest value of the command's own arguments, by name.
+
+    Raises:
+        ValueError: An encoder is unknown, a number too small, or the file cannot be written.
+    """
+    names = [name.strip() for name in args.encoders.split(",")]
+    for name in names:
+        if name not in ENCODERS:
+            raise ValueError(f"--encoders {name}: it must be any of {', '.join(ENCODERS)}; correct the name")
+    for flag, smallest in {"layers": 2, **least}.items():
+        value = getattr(args, flag)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{flag} {value}: it must be a whole number from {smallest} on; correct it")
+    args.out = output_path(args.out, records)
+    return {name: args.layers or ENCODERS[name].layers for name in names}

@@ -1,0 +1,124 @@
+"""`bridge-cg explain` for a GPU, nodes and a layout: time, memory and what does not fit."""
+
+import pytest
+
+from bridge_cg_tools.cli import main
+from bridge_cg_tools.explain import command
+from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
+
+from .explained import explain, found
+
+PRESET = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
+
+
+@pytest.fixture
+def mixture(bridge):
+    """A preset whose vision encoder is on one GPU, as it was measured."""
+    if not hasattr(bridge, PRESET):
+        pytest.skip("the preset derives from a recipe of a later megatron-bridge")
+    return PRESET
+
+
+def test_time_and_memory_of_a_preset(capsys, mixture):
+    default = "vision_cuda_graph_tuning.kernels=auto"
+    for words in ([], ["--gpu", "h200"], [default]):
+        answer = found(capsys, mixture, *words)
+        encoder, language_model = answer["table"]
+        cost, fit = (VISION, VISION_FIT) if default in words else (VISION_EXACT, VISION_EXACT_FIT)
+        ratios = [cost.graph_ms(n, [n], 1, n) / cost.eager_ms([n]) for n in (784, 16384)]
+        figures = f"{cost.memory_gb(16384):.1f} GiB", "-".join(f"{ratio:.2f}" for ratio in ratios)
+        assert (encoder["memory"], encoder["ratio"]) == figures
+        assert {language_model["memory"], language_model["ratio"]} == {"not measured"}
+        forecast = answer["forecast"]
+        assert forecast["encoder"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
+        assert forecast["source"] == {
+            "file": "docs/benchmarks/vision_bench.jsonl",
+            "date": "2026-11-22",
+            "gpu": "NVIDIA H200",
+        }
+        assert forecast["largest_bucket"] == 16384 and forecast["errors"]["graphs_ms"] == fit.graphs
+    text = explain(capsys, mixture)[1]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200"])
+def test_a_gpu_that_was_not_measured(capsys, mixture, gpu):
+    answer = found(capsys, mixture, "--gpu", gpu)
+    assert (answer["table"][0]["memory"], answer["table"][0]["ratio"]) == ("not measured", "not measured")
+    assert answer["forecast"]["not_measured"] == [f"--gpu {gpu}"]
+    assert answer["vision"]["max_seq_length"] == 16384  # the preset's own
+    assert bool(answer["notes"]) == (gpu == "h100")
+
+
+def test_graphs_of_a_gpu_name_the_gpu(capsys, bridge, mixture):
+    answer = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "b200")
+    assert answer["forecast"]["not_measured"] == ["--gpu b200"] and answer["vision"]["max_seq_length"] == 24576
+    status, out, err = explain(capsys, mixture, "--graphs", "h200", "--gpu", "h100")
+    assert (status, out) == (2, "") and "it must be what --graphs h200 says" in err
+
+
+def test_a_gpu_limits_graphs_without_limits(capsys, mixture):
+    words = ["qwen3_vl_30b_a3b_sft_config", "vision_cuda_graph_impl=transformer_engine", "--gpu", "h100"]
+    limited = found(capsys, *words)
+    assert (limited["vision"]["max_seq_length"], limited["vision"]["buckets_max_gb"]) == (8192, 14.0)
+    assert limited["notes"] == ["Limits are those of --gpu h100: training sets them with --graphs h100."]
+    same = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "h100")
+    assert limited["vision"] | {"kernels": "exact"} == same["vision"]
+    own = found(capsys, *words, "max_vision_cuda_graph_seq_length=4096")
+    assert (own["vision"]["max_seq_length"], own["notes"]) == (4096, [])
+    off = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--gpu", "h100")
+    assert (off["vision"]["impl"], off["vision"]["max_seq_length"], off["notes"]) == ("none", None, [])
+
+
+def test_nodes_and_layout(capsys, mixture):
+    words = [mixture, "--nodes", "2", "--gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
+    answer = found(capsys, *words)
+    layout = {"gpus": 16, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "replicas": 8}
+    assert answer["layout"] == layout
+    assert answer["forecast"]["not_measured"] == ["model.tensor_model_parallel_size=2"]
+    assert answer["notes"][-1] == (
+        "16 GPUs: model.tensor_model_parallel_size=2, model.expert_model_parallel_size=8, 8 data-parallel replicas."
+    )
+    assert found(capsys, mixture)["layout"] is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "3", "--gpus_per_node", "4"],
+        ["--nodes", "1"],
+        ["--nodes", "2", "--gpus_per_node", "8", "model.pipeline_model_parallel_size=3"],
+        ["--nodes", "3", "--gpus_per_node", "8"],
+    ],
+)
+def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixture, words, tmp_path):
+    from bridge_cg_tools.benchmarks.runs import train as run_recipe
+
+    status, out, err = explain(capsys, mixture, *words)
+    assert (status, out) == (2, "") and err.startswith("Cannot ")
+    if words == ["--nodes", "1"]:  # one process is what `train` starts without a launcher, of any layout
+        words = [*words, "--launcher", "torchrun"]
+    checkpoint = f"checkpoint.pretrained_checkpoint={tmp_path}"
+    assert run_recipe.main(["--recipe", mixture, *words, checkpoint, "--dry-run"]) == 2
+    assert capsys.readouterr().err == err
+
+
+@pytest.mark.parametrize("flag", [["--gpu", "h200"], ["--nodes", "2"], ["--gpus-per-node", "8"]])
+def test_a_place_needs_a_recipe(capsys, flag):
+    status, out, err = explain(capsys, *flag, "cuda_graph_impl=local")
+    assert (status, out) == (2, "") and "without a recipe" in err
+
+
+def test_flags_of_a_place_are_checked(capsys):
+    for words in (["--nodes", "0"], ["--gpus_per_node", "1e3"], ["--nodes", "-1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "some_config", *words])
+        assert ended.value.code == 2 and "whole number of at least 1" in capsys.readouterr().err
+    status, _, err = explain(capsys, "some_config", "--node", "2")
+    assert status == 2 and "Did you mean --nodes?" in err
+
+
+def test_without_a_recipe_figures_need_one(capsys):
+    answer = found(capsys, "vision_cuda_graph_impl=transformer_engine")
+    assert answer["forecast"] is None and answer["notes"] == [command._NO_FIGURES]
+    assert found(capsys, "cuda_graph_impl=none")["notes"] == []

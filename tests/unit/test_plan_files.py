@@ -1,0 +1,145 @@
+"""Files that a plan is made from: lengths of documents, costs, sizes of images."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from bridge_cg_tools.planner.cost import load_cost_model, save_cost_model
+from bridge_cg_tools.planner.defaults import DEFAULTS
+from bridge_cg_tools.planner.errors import PlanError
+from bridge_cg_tools.planner.images import Image, plan_images, read_images
+from bridge_cg_tools.planner.lengths import read_documents
+
+from .plan_inputs import COST, write
+
+
+def test_lengths_from_every_kind_of_file(tmp_path):
+    pyarrow, ipc, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
+    expected = (3, 5, 5)
+    table = pyarrow.table({"input_ids": [[1] * 3, [1] * 5, [1] * 5], "text": ["a", "b", "c"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    for name, opener in (("file.arrow", ipc.new_file), ("stream.arrow", ipc.new_stream)):
+        with opener(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parquet.write_table(table.slice(0, 1), folder / "0.parquet")
+    parquet.write_table(table.slice(1), folder / "1.parquet")
+    files = [
+        write(tmp_path / "h.json", '{"5": 2, "3": 1}'),
+        write(tmp_path / "l.json", "[3, 5, 5]"),
+        write(tmp_path / "a.jsonl", '{"length": 3}\n\n{"input_ids": [1, 2, 3, 4, 5]}\n5\n'),
+        *(tmp_path / name for name in ("a.parquet", "file.arrow", "stream.arrow", "folder")),
+    ]
+    for file in files:
+        assert read_documents(file).lengths == expected, file
+    assert read_documents(write(tmp_path / "b.jsonl", '{"n": 7}'), "n").lengths == (7,)
+
+
+def test_bridges_packed_files(tmp_path):
+    numpy, pyarrow, parquet = (pytest.importorskip(name) for name in ("numpy", "pyarrow", "pyarrow.parquet"))
+    rows = [{"input_ids": [1] * 9, "seq_start_id": [0, 4], "loss_mask": [1] * 9}]
+    numpy.save(tmp_path / "a.npy", numpy.array(rows, dtype=object), allow_pickle=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.npy", "a.parquet"):
+        assert read_documents(tmp_path / name).packs == ((3, 4),), name
+
+
+BAD_FILES = {
+    "missing.json": (None, "does not exist"),
+    "a.txt": ("3", r"it must be \.json"),
+    "broken.json": ("{", "cannot be read"),
+    "a.json": ('{"x": 3}', "whole numbers"),
+    "b.json": ('{"3": -1}', "below 0"),
+    "c.json": ("[]", "no documents"),
+    "d.json": ("7", "a histogram"),
+    "e.json": ("[3, 0]", "row 1: 0: it must be"),
+    "f.json": ("[true]", "row 0: True: it must be"),
+    "a.jsonl": ('{"words": 3}', "row 0: it must have a field of length.*found words; use --field"),
+    "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
+    "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "the starts must ascend"),
+    "bad.parquet": ("no parquet", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_cannot_be_planned_from(tmp_path, name):
+    text, message = BAD_FILES[name]
+    if text is not None:
+        write(tmp_path / name, text)
+    with pytest.raises(PlanError, match=message):
+        read_documents(tmp_path / name)
+
+
+def test_cost_models_are_kept_as_json(tmp_path):
+    path, changed = tmp_path / "cost.json", replace(COST, host_ms=12.5, origin="here")
+    save_cost_model(path, "packed", changed)
+    save_cost_model(path, "vision", DEFAULTS["vision"])
+    assert load_cost_model(path, "packed") == changed
+    assert load_cost_model(path, "vision") == DEFAULTS["vision"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "it must be a JSON file"),
+        ("[]", "has no 'packed'"),
+        ('{"packed": {"origin": "x"}}', "fixed_ms.* missing"),
+        ("bad", "it must be a JSON file"),
+    ],
+)
+def test_a_bad_cost_model(tmp_path, text, message):
+    path = tmp_path / "cost.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        load_cost_model(path, "packed")
+
+
+def test_a_cost_below_zero_is_refused(tmp_path):
+    path = tmp_path / "cost.json"
+    save_cost_model(path, "packed", replace(COST, host_ms=-1.0))
+    with pytest.raises(PlanError, match=r"host_ms=-1\.0: it must be a number of at least 0"):
+        load_cost_model(path, "packed")
+
+
+@given(st.integers(16, 5000), st.integers(16, 5000), st.integers(1, 9))
+def test_image_sizes_are_the_processors(width, height, frames):
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    assume(max(width, height) / min(width, height) <= 200)
+    resized = smart_resize(height, width, factor=32, min_pixels=65_536, max_pixels=16_777_216)
+    assert Image(width, height, frames).segments() == (resized[0] // 16 * (resized[1] // 16),) * -(-frames // 2)
+
+
+def test_vision_buckets_from_a_histogram(tmp_path):
+    images = read_images(write(tmp_path / "a.json", '{"448x448": 40, "2048x2048": 2, "640x480x8": 4}'))
+    assert len(images) == 46 and Image(640, 480, 8) in images
+    assert read_images(write(tmp_path / "a.jsonl", '{"width": 9, "height": 8}')) == [Image(9, 8)]
+    plan = plan_images(images, DEFAULTS["vision"], 2)
+    assert plan.microbatches == 23 and plan.on_graphs == 1 and plan.step_ms < plan.eager_ms
+    assert plan.buckets[-1] >= plan.tokens.max >= 784
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.json", '{"448": 2}', "WIDTHxHEIGHT"),
+        ("a.json", '{"4x4": "x"}', "a whole number"),
+        ("a.json", "[]", "a histogram"),
+        ("a.json", "{}", "no images"),
+        ("a.jsonl", '{"width": 3}', "row 0"),
+        ("a.jsonl", "3", "row 0"),
+        ("a.csv", "", r"\.json or \.jsonl"),
+    ],
+)
+def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):
+    with pytest.raises(PlanError, match=message):
+        read_images(write(tmp_path / name, text))
+
+
+def test_more_images_a_microbatch_than_there_are():
+    with pytest.raises(PlanError, match="it must be 1 to the dataset's 1"):
+        plan_images([Image(448, 448)], DEFAULTS["vision"], 2)

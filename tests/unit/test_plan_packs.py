@@ -1,0 +1,115 @@
+"""Packs that documents make, and the best choice of bounds and buckets for them."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
+from bridge_cg_tools.planner.errors import PlanError
+from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
+from bridge_cg_tools.planner.plan import expect, percentiles, plan_packs
+
+from .plan_inputs import COST, documents, packs
+
+
+@given(documents)
+def test_first_fit_is_bridges(lengths):
+    from megatron.bridge.data.packing import algorithms
+
+    assert first_fit(lengths, 500) == [tuple(pack) for pack in algorithms.first_fit(lengths, 500)]
+    assert first_fit_decreasing(lengths, 500) == [tuple(p) for p in algorithms.first_fit_decreasing(lengths, 500)]
+
+
+@given(documents, st.integers(500, 2000))
+def test_every_document_is_in_one_pack_that_has_room(lengths, size):
+    for found in (first_fit(lengths, size), first_fit_shuffle(lengths, size)):
+        assert Counter(n for pack in found for n in pack) == Counter(lengths)
+        assert all(0 < sum(pack) <= size for pack in found)
+
+
+@given(documents, st.integers(1, 9))
+def test_in_batch_packing_joins_a_microbatch(lengths, count):
+    found = in_batch(lengths, count)
+    assert len(found) == len(lengths) // count and all(len(pack) == count for pack in found)
+    assert not Counter(n for pack in found for n in pack) - Counter(lengths)
+
+
+def test_a_document_above_the_pack_is_refused():
+    with pytest.raises(PlanError, match="a document has 12 tokens, more than --pack-size 10"):
+        first_fit([3, 12], 10)
+
+
+@given(packs, st.integers(1, 128))
+def test_padding_is_a_document_of_its_own(found, multiple):
+    for pack, padded in zip(found, padded_packs(found, multiple), strict=True):
+        assert sum(padded) % multiple == 0 and 0 <= sum(padded) - sum(pack) < multiple
+        assert padded[: len(pack)] == pack and len(padded) - len(pack) in (0, 1)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=300))
+def test_percentiles_are_values_that_so_many_do_not_exceed(values):
+    found = percentiles(values)
+    for share, value in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99), (1.0, found.max)):
+        assert value in values
+        assert sum(v <= value for v in values) >= share * len(values)
+        assert sum(v < value for v in values) < share * len(values)
+
+
+@given(packs, st.integers(1, 50))
+def test_a_choice_accounts_for_every_pack(found, bound):
+    tokens = max(map(sum, found))
+    choice = expect(Counter(found), COST, bound, (tokens,))
+    eager = sum(count for _, count in choice.fallbacks)
+    assert choice.on_graphs == pytest.approx(1 - eager / len(found))
+    many = sum(len(pack) > bound for pack in found)
+    assert dict(choice.fallbacks).get("too_many_documents", 0) <= many <= eager
+    assert 0 <= choice.padding < 1
+
+
+@given(packs)
+def test_the_best_choice_is_the_best_of_all_that_were_looked_at(found):
+    plan = plan_packs(found, COST)
+    assert plan.best in plan.choices
+    assert plan.best.step_ms <= min(choice.step_ms for choice in plan.choices) * 1.001
+    assert [c.max_packed_seqs for c in plan.choices] == sorted({c.max_packed_seqs for c in plan.choices})
+    assert plan.documents.max == max(map(len, found)) and plan.packs == len(found)
+
+
+@given(packs)
+def test_packs_are_never_planned_slower_than_eager_where_graphs_cost_nothing_more(found):
+    free = replace(COST, replay_ms=0.0, per_token_ms=0.0, per_row_ms=0.0)
+    plan = plan_packs(found, free)
+    assert plan.best.step_ms <= plan.eager_ms + 1e-9
+
+
+@given(packs, st.integers(1, 20))
+def test_a_larger_bound_never_loses_packs(found, bound):
+    buckets = (max(map(sum, found)),)
+    less, more = (expect(Counter(found), COST, n, buckets) for n in (bound, bound + 7))
+    assert more.on_graphs >= less.on_graphs
+
+
+def test_scanning_speaks_against_a_bound_for_one_pack_in_a_thousand():
+    """999 packs of 8 documents, and one of 2000: graphs for that one would make all of them scan for more."""
+    usual = [(512,) * 8] * 999
+    plan = plan_packs([*usual, (2,) * 2000], replace(COST, per_row_ms=3000.0, host_per_segment_ms=0.4))
+    assert plan.best.max_packed_seqs < 2000 and dict(plan.best.fallbacks) == {"too_many_documents": 1}
+
+
+def test_small_packs_have_buckets_of_their_size():
+    plan = plan_packs([(100,), (101,), (3000,)], COST)
+    assert plan.best.on_graphs == 1 and {100, 101} <= set(plan.best.buckets) and EXACT_BELOW >= 101
+
+
+def test_memory_limits_the_buckets():
+    with pytest.raises(PlanError, match=r"--max-memory-gb 0\.1: it must be at least"):
+        plan_packs([(4000,)], COST, 0.1)
+    assert plan_packs([(4000,)], COST, 100.0).best.memory_gb <= 100
+
+
+def test_nothing_to_plan_from():
+    with pytest.raises(PlanError, match="no packs"):
+        plan_packs([], COST)
