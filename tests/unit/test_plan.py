@@ -324,9 +324,7 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
 from bridge_cg_tools.benchmarks.models.workloads import CASES
-from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records

@@ -43,4 +43,5 @@ class Bench:
         if self._tower is None:
             model = tower.build_tower()
             self._tower = model, tower.MainGrads(model)
-        return TowerReplays(name, grid, slots, *self._tower, self._repeats)
+        model, grads = self._tower
+        return TowerReplays(name, grid, slots, model, grads, self._repeats)
