@@ -1,12 +1,14 @@
 """What recording relies on in Transformer Engine's modules."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_accumulation
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_accumulation, refuse_host_copies
 
 
 class Linear(nn.Module):
@@ -57,3 +59,26 @@ def test_the_modules_read_what_is_set(name):
     source = inspect.getsource(module)
     for needed in ("self.fuse_wgrad_accumulation", "weight.main_grad", "grad_added_to_main_grad = True"):
         assert needed in source
+
+
+@pytest.mark.parametrize(
+    "version, refused", [(91500, True), (90100, True), (91501, False), (91900, False), (None, False)]
+)
+def test_attention_that_reads_host_memory_in_replays_is_refused(monkeypatch, version, refused):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+
+    def is_refused(tokens, is_cuda=True):
+        try:
+            refuse_host_copies(SimpleNamespace(shape=(tokens, 1, 8), is_cuda=is_cuda))
+        except CaptureError as error:
+            assert f"{tokens} tokens" in str(error)
+            return True
+        return False
+
+    assert is_refused(1040) is refused and is_refused(127) is refused
+    assert not is_refused(1024) and not is_refused(1040, is_cuda=False)
+    with torch.no_grad():
+        assert not is_refused(1040)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert not is_refused(1040)

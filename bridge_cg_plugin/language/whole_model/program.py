@@ -12,6 +12,8 @@ from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch
 
+# Called with `[sequence, batch, width]` before a forward is recorded.
+Check = Callable[[Tensor], None]
 # Called with the language model and the modules of the region; entered around recorded work.
 Recording = Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
 
@@ -30,6 +32,7 @@ class LanguageModel:
             may come later.
         deepstack: How many layers add features.
         recording: Makes upstream's block add dense features, and what else recording needs.
+        check: Raises `CaptureError` for what cannot be replayed.
     """
 
     name = "language_model"
@@ -41,10 +44,11 @@ class LanguageModel:
         examples: Mapping[Bucket, Microbatch],
         deepstack: int,
         recording: Recording,
+        check: Check,
     ) -> None:
         self.model = model
         self._forward = forward
-        self._recording = recording
+        self._recording, self._check = recording, check
         self._deepstack = tuple(f"{DEEPSTACK}.{index}" for index in range(deepstack))
         self._examples = examples
 
@@ -99,6 +103,7 @@ class LanguageModel:
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
+        self._check(buffers[DIFFERENTIABLE])
         sequence, batch, width = buffers[DIFFERENTIABLE].shape
         example = self._examples[bucket]
         order = dense_order(buffers[POSITIONS])

@@ -22,7 +22,7 @@ from ..attributes import overridden
 from ..decoder.attention_statistics import refuse_statistics
 from ..environment import check_process
 from ..exempt import EXEMPT
-from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation
+from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation, refuse_host_copies
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ..parallel.process_groups import sharing_groups, tensor_group
 from ..parallel.reduction_order import ReductionOrder
@@ -87,7 +87,7 @@ def make_graphs(
     language_model = model.language_model
     deepstack = len(model.vision_model.config.deepstack_visual_indexes)
     grows = not sharing_groups(model)
-    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps, grows)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, refuse_host_copies, warmup_steps, grows)
     graphs = GraphManager(
         language_model,
         workload,

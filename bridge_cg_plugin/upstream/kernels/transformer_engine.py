@@ -1,16 +1,42 @@
 """What recording needs of Transformer Engine's modules."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...graphs.errors import CaptureError
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry.engine import TE_ATTENTION
+
+# Up to this version, cuDNN's attention of unpacked sequences needs multiples of so many keys: for others,
+# cudnn-frontend copies lengths from host memory, which every replay reads again. Transformer Engine refuses this in its
+# own captures alone (`nvte_get_fused_attn_backend`).
+CUDNN_WITH_HOST_COPIES, KEYS = 91500, 128
+
+
+def refuse_host_copies(hidden_states: Tensor) -> None:
+    """Refuse to record a backward of attention whose replays would read host memory that is gone.
+
+    Args:
+        hidden_states: `[sequence, batch, width]`, unpacked.
+
+    Raises:
+        CaptureError: cuDNN is 9.15.0 or earlier, and the sequence is no multiple of 128 tokens.
+    """
+    tokens, version = hidden_states.shape[0], torch.backends.cudnn.version()
+    fused = hidden_states.is_cuda and torch.is_grad_enabled() and os.environ.get("NVTE_FUSED_ATTN") != "0"
+    if fused and tokens % KEYS and version is not None and version <= CUDNN_WITH_HOST_COPIES:
+        raise CaptureError(
+            f"cuDNN {version} cannot replay attention over {tokens} tokens: install cuDNN 9.16 or later, or pad "
+            f"sequences to a multiple of {KEYS} tokens"
+        )
 
 
 def forget_attention_selection() -> None:
