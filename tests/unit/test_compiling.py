@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.kernels import ahead
+from bridge_cg_plugin.upstream.kernels import precompile
 from bridge_cg_plugin.vision.compiling import KernelCompiler
 
 from .towers import tower
@@ -57,27 +57,27 @@ def compiled(monkeypatch):
 
     for module in (bias, layernorm, padding, reduction, rotary):
         monkeypatch.setattr(module, "launch", note)
-    monkeypatch.setattr(ahead, "kernels_available", lambda: True)
+    monkeypatch.setattr(precompile, "kernels_available", lambda: True)
     return found
 
 
 def test_a_towers_kernels_of_its_widths(compiled):
-    ahead.compile_kernels((tower(),), 48)
+    precompile.compile_kernels((tower(),), 48)
     assert sorted(name for name, *_ in compiled) == KERNELS, "layers that are alike are compiled for once"
     (settings,) = [s for name, _, s in compiled if name == "_rotate_qkv" and s["SIGN"] == -1.0]
     assert settings["COPY_V"] is False, "gradients come as cuDNN's attention leaves them"
 
 
 def test_layernorm_in_all_forms(compiled):
-    ahead._layernorm(64, 32, torch.bfloat16)
+    precompile._layernorm(64, 32, torch.bfloat16)
     norms = [settings["RESIDUAL"] for name, _, settings in compiled if name == "_layernorm_backward"]
     assert norms == [False, True]
     assert {"_bias_residual", "_column_partials"} <= {name for name, *_ in compiled}
 
 
 def test_nothing_without_a_gpu_or_parameters():
-    ahead.compile_kernels((tower(),), 48)
-    ahead.compile_kernels((torch.nn.GELU(),), 48)
+    precompile.compile_kernels((tower(),), 48)
+    precompile.compile_kernels((torch.nn.GELU(),), 48)
 
 
 def test_meta_tensors_compile_and_load_a_kernel():
