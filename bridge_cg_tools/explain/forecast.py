@@ -1,6 +1,6 @@
 """What a vision encoder gains from graphs, by what was measured, and where a configuration differs from that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,13 @@ class Forecast:
     @property
     def ratios(self) -> tuple[float, float] | None:
         """The least and the greatest time on graphs over time eager."""
-        found = [row.ratio for row in self.rows if row.ratio is not None]
-        return (min(found), max(found)) if found else None
+        return least_and_greatest(row.ratio for row in self.rows)
+
+
+def least_and_greatest(ratios: Iterable[float | None]) -> tuple[float, float] | None:
+    """Return the least and the greatest of the ratios that are known; None without one."""
+    found = [ratio for ratio in ratios if ratio is not None]
+    return (min(found), max(found)) if found else None
 
 
 def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forecast | None:

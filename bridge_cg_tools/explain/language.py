@@ -12,7 +12,7 @@ from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.rates import Errors, Rates, errors_of, language_model_rates, measured, scaled
 from bridge_cg_tools.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
 
-from .forecast import other_gpu, other_training
+from .forecast import least_and_greatest, other_gpu, other_training
 from .sizes import vocabulary_of
 
 # Packs of as many tokens, of as many documents, as most records have.
@@ -76,8 +76,7 @@ class LanguageForecast:
     @property
     def ratios(self) -> tuple[float, float] | None:
         """The least and the greatest time on graphs over time eager."""
-        found = [row.ratio for row in self.rows if row.ratio is not None]
-        return (min(found), max(found)) if found else None
+        return least_and_greatest(row.ratio for row in self.rows)
 
 
 def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> LanguageForecast | None:

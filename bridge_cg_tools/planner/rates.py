@@ -93,20 +93,25 @@ def _shared(ranks: Ranks) -> str:
 
 def products(model: LanguageModel, ranks: Ranks) -> float:
     """Return the floating-point operations of a forward's matrix products for a token."""
-    h, matrices = model.hidden, 3 if model.gated else 2
-    shared = model.attention * (2 * model.queries + 2 * model.keys) + model.mlps * matrices * model.mlp
-    shared += model.expert_layers * matrices * model.shared + model.mamba * (model.projected + model.inner)
-    routed = model.expert_layers * (matrices * model.top * model.expert + model.experts)
-    return 2 * h * ((shared + model.vocabulary) / ranks.tensor + routed)
+    routed = model.expert_layers * (_matrices(model) * model.top * model.expert + model.experts)
+    return 2 * model.hidden * ((_divided(model) + model.vocabulary) / ranks.tensor + routed)
 
 
 def parameters(model: LanguageModel, ranks: Ranks) -> float:
     """Return the parameters on a rank, embedding and output layer included."""
-    h, matrices = model.hidden, 3 if model.gated else 2
-    shared = model.attention * (2 * model.queries + 2 * model.keys) + model.mlps * matrices * model.mlp
-    shared += model.expert_layers * matrices * model.shared + model.mamba * (model.projected + model.inner)
-    routed = model.expert_layers * matrices * model.experts * model.expert / ranks.expert
-    return h * ((shared + 2 * model.vocabulary) / ranks.tensor + routed)
+    routed = model.expert_layers * _matrices(model) * model.experts * model.expert / ranks.expert
+    return model.hidden * ((_divided(model) + 2 * model.vocabulary) / ranks.tensor + routed)
+
+
+def _matrices(model: LanguageModel) -> int:
+    return 3 if model.gated else 2
+
+
+def _divided(model: LanguageModel) -> float:
+    """Return the widths of all matrices of layers that tensor-parallel ranks divide; each is by the hidden size."""
+    attention = model.attention * (2 * model.queries + 2 * model.keys)
+    dense = model.mlps * model.mlp + model.expert_layers * model.shared
+    return attention + _matrices(model) * dense + model.mamba * (model.projected + model.inner)
 
 
 def _touched(model: LanguageModel, ranks: Ranks) -> float:

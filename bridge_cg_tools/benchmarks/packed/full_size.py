@@ -10,7 +10,7 @@ from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_tools.benchmarks.models.language_model import split
 from bridge_cg_tools.benchmarks.packed.observations import observations
 from bridge_cg_tools.benchmarks.packed.rates import fit
-from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.benchmarks.records.results import measured_by_case
 from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
 from bridge_cg_tools.explain.sizes import sizes_of
 from bridge_cg_tools.planner.rates import Rates, cost_of
@@ -32,10 +32,7 @@ LANGUAGE_MODEL, VISION = "language model", "vision"
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """Return the measured steps of a folder's records, as plain values."""
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for record in read_records(folder / FILE):
-        if "error" not in record:
-            found.setdefault(record["case"], {})[record["mode"]] = record
+    found = measured_by_case(folder / FILE)
     rates = fit(observations(folder))
     return [step for case, modes in found.items() if case in MODELS for step in _of(case, modes, rates)]
 

@@ -17,7 +17,7 @@ from bridge_cg_tools.benchmarks.models.language_model import (
     split,
 )
 from bridge_cg_tools.benchmarks.packed.plans import COSTS, NAMES, PLAN, drawn
-from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.benchmarks.records.results import measured_by_case
 from bridge_cg_tools.planner.packing import Pack
 from bridge_cg_tools.planner.plan import place
 from bridge_cg_tools.planner.shapes import LanguageModel, Ranks
@@ -32,6 +32,8 @@ LAYOUTS = {
     "CP2_a2a": Ranks(context=2, exchange="a2a"),
     "EP2": Ranks(expert=2),
 }
+# Case -> mode -> record.
+type Cases = Mapping[str, Mapping[str, Mapping[str, Any]]]
 GRAPHS = {"moe": "plugin_whole"}
 _PACK = re.compile(r"([a-z]+)_(\d+)")
 _COSTS = re.compile(rf"{COSTS}([a-z]+)_(\d+)x(\d+)")
@@ -81,13 +83,12 @@ class Observation:
 
 def observations(folder: Path) -> list[Observation]:
     """Return what the records of a folder say, of one GPU first."""
-    alone = [record for record in read_records(folder / PACKED) if "error" not in record]
-    shared = [record for record in read_records(folder / PARALLEL) if "error" not in record]
+    alone, shared = measured_by_case(folder / PACKED), measured_by_case(folder / PARALLEL)
     return [*_of_packs(alone), *_of_plans(alone), *_of_ranks(shared)]
 
 
-def _of_packs(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
-    for case, modes in _by_case(records).items():
+def _of_packs(cases: Cases) -> Iterator[Observation]:
+    for case, modes in cases.items():
         found = _PACK.fullmatch(case) or _COSTS.fullmatch(case)
         if found is None or found[1] not in SHAPES or "eager" not in modes:
             continue
@@ -114,9 +115,9 @@ def _of_packs(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
         )
 
 
-def _of_plans(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
+def _of_plans(cases: Cases) -> Iterator[Observation]:
     """Yield the recommended choice of each distribution, whose packs all replay, and the bound at which none does."""
-    for case, modes in _by_case(records).items():
+    for case, modes in cases.items():
         if not case.startswith(PLAN):
             continue
         model, _, distribution = case.removeprefix(PLAN).rpartition("_")
@@ -152,8 +153,8 @@ def _ran(packs: Sequence[Pack], record: Mapping[str, Any] | None) -> tuple[Ran, 
     return ran if ran and len(ran) == len(found) else None
 
 
-def _of_ranks(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
-    for case, modes in _by_case(records).items():
+def _of_ranks(cases: Cases) -> Iterator[Observation]:
+    for case, modes in cases.items():
         layout, _, tokens = case.rpartition("_")
         if layout not in LAYOUTS or "plugin" not in modes or "eager" not in modes:
             continue
@@ -175,10 +176,3 @@ def _of_ranks(records: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
             eager_ms=modes["eager"]["ms"],
             records=(modes["plugin"], modes["eager"]),
         )
-
-
-def _by_case(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for record in records:
-        found.setdefault(record["case"], {})[record["mode"]] = record
-    return found

@@ -48,6 +48,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def measured_by_case(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return a file's records that measured something, by case and mode."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in read_records(path):
+        if "error" not in record:
+            found.setdefault(record["case"], {})[record["mode"]] = record
+    return found
+
+
 # Fields of a record and what their values are; docs/benchmarks/format.md says what they mean.
 NUMBER = (int, float)
 FIELDS: dict[str, type | tuple[type, ...]] = {
