@@ -1,5 +1,7 @@
 """Kernels on a GPU beside what they stand in for: PyTorch's and Transformer Engine's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -74,6 +76,26 @@ def test_rotation_rounds_as_hugging_faces(rounds):
             lambda q, k: rotation.apply(upstreams, q, k, **others),
             lambda q, k: upstreams(q, k, *rotation.upstreams, **others),
         )
+    )
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["bf16", "fp32"])
+def test_rotation_of_a_language_model_equals_bridges(packed, in_fp32):
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
+
+    from bridge_cg_plugin.upstream.kernels.rotary import _Rotation
+
+    config = SimpleNamespace(apply_rope_fusion=False, apply_rotary_pos_emb_in_fp32=in_fp32, rotary_interleaved=False)
+    rows, offsets = ((1024,), torch.tensor([0, 300, 1024], device="cuda")) if packed else ((512, 2), None)
+    half = torch.rand(*rows[:1], *(rows[1:] or (1,)), 1, 64, device="cuda") * 1000
+    angles, t, gradient = torch.cat((half, half), -1), draw(*rows, 16, 128), draw(*rows, 16, 128)
+    rotate = _Rotation(apply_rotary_pos_emb_absolute).rotated
+    ours, theirs = (
+        (f(t, angles, config, offsets), *backward(lambda t, f=f: f(t, angles, config, offsets), [t], gradient))
+        for f in (rotate, apply_rotary_pos_emb_absolute)
     )
     assert all(map(torch.equal, ours, theirs))
 

@@ -25,6 +25,11 @@ for case in cases:
     case.update(out=out.detach(), input_gradient=gradient, contiguous=out.is_contiguous())
     rounded = apply_rotary(x, *cos_and_sin(case["angles"]), rounds=True)
     case["rounded"] = rounded.detach(), *torch.autograd.grad(rounded, x, case["gradient"])
+    config = SimpleNamespace(apply_rotary_pos_emb_in_fp32=False, rotary_interleaved=False)
+    by_batch = lambda tensor: tensor.detach().reshape(-1, 2, *tensor.shape[-2:])
+    unpacked = _Rotation(None).rotated(by_batch(x), by_batch(case["angles"]), config)
+    packed = _Rotation(None).rotated(x.detach(), case["angles"], config, torch.tensor([0, len(x)]))
+    case["shimmed"] = packed, unpacked
 
 calls = []
 shim = _Rotation(lambda t, *unused: calls.append(1) or t).rotated
@@ -35,7 +40,6 @@ fused = not calls
 shim(t, angles, good)
 shim(t[:, None], angles, good, torch.tensor([0, 4]))
 shim(t, angles[..., :4], good, torch.tensor([0, 4]))
-shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=False, rotary_interleaved=False), torch.tensor([0, 4]))
 shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=True), torch.tensor([0, 4]))
 
 def projected(case, apart):
@@ -112,6 +116,10 @@ def as_stored(value, dtype):
     return (value.detach().view(torch.int32) & -65536).view(torch.float32).to(dtype)
 
 
+def by_batch(tensor):
+    return tensor.reshape(-1, 2, *tensor.shape[-2:])
+
+
 def taken_part(case):
     source = case["source"]
     return source[..., : source.shape[-1] // 3] if case["strided"] else source
@@ -157,11 +165,23 @@ def test_forward_equals_bridges_own_function_bit_for_bit(computed, index):
     offsets = torch.tensor([0, 4, TOKENS], dtype=torch.int32)
     expected = apply_rotary_pos_emb_absolute(taken_part(case), case["angles"], config, offsets)
     assert torch.equal(case["out"], expected)
+    unpacked, angles = (by_batch(tensor) for tensor in (taken_part(case), case["angles"]))
+    assert torch.equal(case["shimmed"][1], apply_rotary_pos_emb_absolute(unpacked, angles, config))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_packed_and_unpacked_rows_are_rounded_where_eager_computes_in_their_dtype(computed, index):
+    case = computed["cases"][index]
+    packed, unpacked = case["shimmed"]
+    half = case["angles"][:, 0, :, : WIDTH // 2]
+    tables = (table.to(packed.dtype).float() for table in (torch.cos(half), torch.sin(half)))
+    assert torch.equal(packed, turned(taken_part(case).float(), *tables, packed.dtype))
+    assert torch.equal(unpacked, by_batch(packed))
 
 
 def test_the_kernel_is_used_where_it_fits_only(computed):
     assert computed["fused"]
-    assert computed["originals"] == 5
+    assert computed["originals"] == 4
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])

@@ -22,6 +22,8 @@ from ..attributes import overridden
 from ..decoder.attention_statistics import refuse_statistics
 from ..environment import check_process
 from ..exempt import EXEMPT
+from ..kernels.layers import kernels_available
+from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation, refuse_host_copies
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ..parallel.process_groups import sharing_groups, tensor_group
@@ -122,6 +124,8 @@ def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(overridden(language_model.decoder, DEEPSTACK, _add_dense))
         stack.enter_context(fused_accumulation(modules))
+        if kernels_available():
+            stack.enter_context(fused_rotary(modules))
         yield
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
@@ -55,7 +56,7 @@ class _Rotation:
 
     def __init__(self, original: Callable[..., Tensor]) -> None:
         self._original = original
-        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, torch.dtype | None], tuple[Tensor, Tensor, Tensor]] = {}
         self._angles: Tensor | None = None
         self._done: int | None = None
 
@@ -86,25 +87,28 @@ class _Rotation:
         return tuple(part.unsqueeze(1) for part in parts)
 
     def rotated(self, t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Stand in for upstream's function."""
+        """Stand in for upstream's function, of packed `[tokens, ...]` or unpacked `[sequence, batch, ...]` tensors."""
         from ...vision.kernels.rotary import apply_rotary
 
         if self._done is not None and t.untyped_storage().data_ptr() == self._done:
             return t
-        fits = (
-            cu_seqlens is not None
-            and t.dim() == 3
-            and freqs.shape[-1] == t.shape[-1]
-            and config.apply_rotary_pos_emb_in_fp32
-            and not config.rotary_interleaved
-        )
-        return apply_rotary(t, *self._table(freqs)) if fits else self._original(t, freqs, config, cu_seqlens)
+        a_row_each = t.dim() == 3 if cu_seqlens is not None else t.dim() == 4 and freqs.shape[:2] == t.shape[:2]
+        if not a_row_each or freqs.shape[-1] != t.shape[-1] or config.rotary_interleaved:
+            return self._original(t, freqs, config, cu_seqlens)
+        rounded = None if config.apply_rotary_pos_emb_in_fp32 else t.dtype
+        rows = t if cu_seqlens is not None else t.flatten(0, 1)
+        return apply_rotary(rows, *self._table(freqs, rounded), rounded is not None).view(t.shape)
 
-    def _table(self, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def _table(self, angles: Tensor, rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines in fp32, with the values that they have in a dtype that eager rounds them to."""
         from ...vision.kernels.rotary import cos_and_sin
 
-        if id(angles) not in self._tables:
+        key = id(angles), rounded
+        if key not in self._tables:
+            found = cos_and_sin(angles)
+            if rounded is not None:
+                found = found[0].to(rounded).float(), found[1].to(rounded).float()
             # All layers read them: offloaded, they would come back at once.
-            cos, sin = map(never_offload, cos_and_sin(angles))
-            self._tables[id(angles)] = angles, cos, sin
-        return self._tables[id(angles)][1:]
+            cos, sin = map(never_offload, found)
+            self._tables[key] = angles, cos, sin
+        return self._tables[key][1:]

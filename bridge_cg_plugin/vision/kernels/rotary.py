@@ -245,6 +245,10 @@ def rotate_qkv(mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Ten
 
 
 def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `cos`, `sin` for `apply_rotary` from angles `[tokens, 1, 1, width]` whose halves are equal."""
-    half = angles.reshape(angles.shape[0], -1)[:, : angles.shape[-1] // 2].contiguous()
+    """Return `cos`, `sin` for `apply_rotary` from angles whose halves are equal.
+
+    Args:
+        angles: `[tokens, 1, 1, width]` or `[sequence, batch, 1, width]`.
+    """
+    half = angles.reshape(-1, angles.shape[-1])[:, : angles.shape[-1] // 2].contiguous()
     return torch.cos(half), torch.sin(half)
