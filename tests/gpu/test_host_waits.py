@@ -1,13 +1,17 @@
 """Fifty steps of pretrain() of a packed Qwen3-VL on graphs: where the host waits for the device."""
 
 import pytest
+import torch
+
+from bridge_cg_plugin.upstream.hooks.loss_checks import StepChecks
 
 from .trainings import Training
 from .waiting_training import BEFORE
 
 COUNTED = 50
-# A step reads its verdicts once, before the optimizer's step. Everything else waits behind the optimizer's step, for
-# what is logged: whether the step was made, gradient norm, loss scale, loss, counts of operations and times.
+# A step reads its verdicts once, before the optimizer's step, and waits for no backward then. Everything else waits
+# behind the optimizer's step, for what is logged: whether the step was made, gradient norm, loss scale, loss, counts of
+# operations and times.
 VERDICTS = "loss_checks.settle"
 BEHIND = {
     "clip_grads.get_grad_norm_fp32",
@@ -52,3 +56,12 @@ def test_upstreams_checks_wait_in_every_microbatch(trained):
     found = trained(run("--at-once"))
     assert_on_graphs(found)
     assert found["in_schedule"]["rerun_state_machine.validate_result"] >= 4 * COUNTED
+
+
+def test_verdicts_are_read_while_later_work_still_runs():
+    checks = StepChecks()
+    checks.add(lambda: None, torch.tensor(False, device="cuda"))
+    torch.cuda._sleep(1_000_000_000)
+    checks.settle()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()

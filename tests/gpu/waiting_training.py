@@ -5,7 +5,7 @@ import json
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Waits(Callback):
             warnings.simplefilter("always")
             warnings.showwarning = self._note
             torch.cuda.set_sync_debug_mode("warn")
+            torch.cuda.Event.synchronize = self._counting(torch.cuda.Event.synchronize)
         self._left -= 1
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -61,8 +62,19 @@ class Waits(Callback):
         torch.cuda.set_sync_debug_mode("default")
 
     def _note(self, message: Warning | str, *unused: Any, **more: Any) -> None:
-        if "synchronizing CUDA operation" not in str(message):
-            return
+        if "synchronizing CUDA operation" in str(message):
+            self._count()
+
+    def _counting(self, synchronize: Callable[[torch.cuda.Event], None]) -> Callable[[torch.cuda.Event], None]:
+        """Count waits for events, of which PyTorch does not warn."""
+
+        def counted(event: torch.cuda.Event) -> None:
+            self._count()
+            synchronize(event)
+
+        return counted
+
+    def _count(self) -> None:
         stack = traceback.extract_stack()
         named = [f"{Path(f.filename).stem}.{f.name}" for f in stack if any(f"/{p}/" in f.filename for p in PACKAGES)]
         inside = any(f.name == SCHEDULE for f in stack)

@@ -1,9 +1,10 @@
 """Checks of losses and gradients for NaN and Inf, read once for a step instead of in every microbatch.
 
 Upstream's host waits for the device at each check. Where reruns are disabled, a rejected value ends the run with an
-error. On graphs the verdicts stay on the device until the step's last backward has been launched, and upstream's own
-check of the first rejected value raises its error then, before the optimizer's step. Other ranks may have begun theirs:
-they wait for this rank in the reduction of the loss, before anything of the step is logged or saved.
+error. On graphs the host reads the verdicts once the step's last backward has been launched, and upstream's own check
+of the first rejected value raises its error then, before the optimizer's step. It waits for the last verdict alone, not
+for the backward behind it. Other ranks may have begun their optimizer's step: they wait for this rank in the reduction
+of the loss, before anything of the step is logged or saved.
 """
 
 import functools
@@ -21,17 +22,38 @@ from .graph_helper import any_on_graphs
 
 DISABLED = "disabled"
 REJECTED_BY_VALUE = (torch.isnan, torch.isinf)
-# A check as upstream makes it, and its verdict on the device.
-Check = tuple[Callable[[], None], Tensor]
-# Of each state machine whose step is under way: the checks that were not read yet.
-_pending: WeakKeyDictionary[Any, list[Check]] = WeakKeyDictionary()
 
 
-def settle(checks: list[Check]) -> None:
-    """Read the verdicts of a step at once; upstream's check of the first rejected value raises its error."""
-    if checks and bool(torch.stack([verdict for _, verdict in checks]).any()):
-        for check, _ in checks:
-            check()
+class StepChecks:
+    """The checks of one step that were not read yet."""
+
+    def __init__(self) -> None:
+        self._checks: list[tuple[Callable[[], None], Tensor]] = []
+        self._copied: torch.cuda.Event | None = None
+
+    def add(self, check: Callable[[], None], verdict: Tensor) -> None:
+        """Keep a check for later.
+
+        Args:
+            check: Makes it as upstream does.
+            verdict: A bool scalar on any device: whether the value is rejected.
+        """
+        self._checks.append((check, verdict.to("cpu", non_blocking=True)))
+        if verdict.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def settle(self) -> None:
+        """Read all verdicts; upstream's check of the first rejected value raises its error."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        for check, verdict in self._checks:
+            if verdict:
+                check()
+
+
+# Of each state machine whose step is under way.
+_pending: WeakKeyDictionary[Any, StepChecks] = WeakKeyDictionary()
 
 
 def _kept(old: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +70,7 @@ def _kept(old: Callable[..., None]) -> Callable[..., None]:
             return old(self, *args, **kwargs)
         value = result.detach().clone()  # schedules divide the loss in place
         call.arguments["result"] = value
-        checks.append((functools.partial(old, *call.args, **call.kwargs), rejects(value)))
+        checks.add(functools.partial(old, *call.args, **call.kwargs), rejects(value))
 
     return validate_result
 
@@ -62,10 +84,11 @@ def _read_between(old: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(old)
     def should_run_forward_backward(self: Any, *args: Any, **kwargs: Any) -> bool:
-        settle(_pending.pop(self, []))
+        if (checks := _pending.pop(self, None)) is not None:
+            checks.settle()
         runs = old(self, *args, **kwargs)
         if runs and self.mode == DISABLED and any_on_graphs():
-            _pending[self] = []
+            _pending[self] = StepChecks()
         return runs
 
     return should_run_forward_backward
