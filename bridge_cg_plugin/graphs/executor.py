@@ -17,7 +17,7 @@ from .slot import Making
 from .streams import ReplayStream
 
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
-# gradients flow: a second pass sees none of it.
+# gradients flow: a second pass, over one layer of each kind, sees none of it.
 WARMUP_PASSES, FURTHER_PASSES = 2, 1
 # Of streams, and so of the kernels recorded on them. Main work that has concurrent side work goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
@@ -200,8 +200,8 @@ class CudaGraphExecutor:
         """See `Executor`."""
         kind = body.name, body.has_backward
         with around(*self._hooks), self._aside(body):
-            for _ in range(FURTHER_PASSES if kind in self._warm else WARMUP_PASSES):
-                run_once(body, make_output_gradients, briefly)
+            for earlier in range(FURTHER_PASSES if kind in self._warm else WARMUP_PASSES):
+                run_once(body, make_output_gradients, briefly or earlier > 0)
         self._warm.add(kind)
 
     def observe(self, body: RegionBody, activations: Activations) -> None:

@@ -15,7 +15,13 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
-from bridge_cg_plugin.vision.kernels.cudnn_graphs import SegmentShape, backward_graph, forward_graph, unavailable
+from bridge_cg_plugin.vision.kernels.cudnn_graphs import (
+    SegmentShape,
+    backward_graph,
+    forward_graph,
+    load_frontend,
+    unavailable,
+)
 
 SHAPE = SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5)
 # A GPU as cuDNN describes an H200, so that it answers without one.
@@ -242,6 +248,14 @@ def test_cudnn_refuses_heads_that_no_kernel_is_made_for(cudnn):
     with pytest.raises(Exception, match="(?i)dim|support|multiple"):
         refusal = planned_or_refused(cudnn, forward_graph, SegmentShape(8, 1024, 6720, 16, 71, torch.bfloat16, 0.1))
         raise AssertionError(refusal)
+
+
+def test_a_graph_imports_nothing_once_the_frontend_is_loaded(cudnn):
+    load_frontend()
+    before = set(sys.modules)
+    for describe in (forward_graph, backward_graph):
+        describe(cudnn, SegmentShape(8, 784, 3136, 16, 72, torch.bfloat16, 72**-0.5), sm_version=90).validate()
+    assert sys.modules.keys() <= before
 
 
 def test_the_module_is_imported_when_asked_only():

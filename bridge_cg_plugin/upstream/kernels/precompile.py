@@ -89,7 +89,8 @@ def _bias(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """What comes before cuDNN's attention and after it."""
+    """What comes before cuDNN's attention and after it; its frontend."""
+    from ...vision.kernels.cudnn_graphs import load_frontend
     from ...vision.kernels.padding import clear_padding
     from ...vision.kernels.rotary import rotate_qkv
 
@@ -99,6 +100,7 @@ def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     gradients = _meta(tokens, heads, 3, width, dtype=dtype).unbind(2)  # as cuDNN's attention leaves them
     torch.autograd.grad(parts, mixed, gradients)
     clear_padding(mixed.detach(), _meta(2, dtype=torch.int32))
+    load_frontend()
 
 
 def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> None:

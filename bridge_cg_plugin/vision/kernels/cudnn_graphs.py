@@ -115,6 +115,14 @@ def backward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any
     return graph
 
 
+@cache
+def load_frontend() -> None:
+    """Import now what the frontend imports at its first graph, about a third of a second's work; any thread may."""
+    if unavailable() is None:
+        cudnn = importlib.import_module("cudnn")
+        forward_graph(cudnn, SegmentShape(1, 128, 128, 1, 64, torch.bfloat16, 1.0), sm_version=90).validate()
+
+
 class _Description:
     """A graph with what forward and backward have in common.
 
