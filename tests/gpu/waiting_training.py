@@ -54,27 +54,25 @@ class Waits(Callback):
             warnings.simplefilter("always")
             warnings.showwarning = self._note
             torch.cuda.set_sync_debug_mode("warn")
-            torch.cuda.Event.synchronize = self._counting(torch.cuda.Event.synchronize)
+            loss_checks.StepChecks.settle = self._counting(loss_checks.StepChecks.settle)
         self._left -= 1
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Stop."""
         torch.cuda.set_sync_debug_mode("default")
 
-    def _note(self, message: Warning | str, *unused: Any, **more: Any) -> None:
-        if "synchronizing CUDA operation" in str(message):
-            self._count()
+    def _counting(self, settle: Callable[[loss_checks.StepChecks], None]) -> Callable[[loss_checks.StepChecks], None]:
+        """Count waits for a step's verdicts, which are for an event: PyTorch does not warn of them."""
 
-    def _counting(self, synchronize: Callable[[torch.cuda.Event], None]) -> Callable[[torch.cuda.Event], None]:
-        """Count waits for events, of which PyTorch does not warn."""
-
-        def counted(event: torch.cuda.Event) -> None:
-            self._count()
-            synchronize(event)
+        def counted(checks: loss_checks.StepChecks) -> None:
+            self.others["loss_checks.settle"] += 1
+            settle(checks)
 
         return counted
 
-    def _count(self) -> None:
+    def _note(self, message: Warning | str, *unused: Any, **more: Any) -> None:
+        if "synchronizing CUDA operation" not in str(message):
+            return
         stack = traceback.extract_stack()
         named = [f"{Path(f.filename).stem}.{f.name}" for f in stack if any(f"/{p}/" in f.filename for p in PACKAGES)]
         inside = any(f.name == SCHEDULE for f in stack)
