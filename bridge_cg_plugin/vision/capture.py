@@ -10,6 +10,7 @@ from torch import nn
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.buckets import Bucket, BucketPlan
+from ..graphs.compiling import KernelCompiler
 from ..graphs.demand import BEGIN_WITH, Demand
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Growth, Piece
@@ -22,7 +23,6 @@ from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
-from .compiling import KernelCompiler
 from .on_demand import growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels

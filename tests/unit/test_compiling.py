@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.compiling import KernelCompiler
 from bridge_cg_plugin.upstream.kernels import precompile
-from bridge_cg_plugin.vision.compiling import KernelCompiler
 
-from .towers import tower
+from .towers import new_tower, tower
 
 KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding", "_rotate_qkv", "_rotate_qkv"]
 
@@ -66,6 +66,22 @@ def test_a_towers_kernels_of_its_widths(compiled):
     assert sorted(name for name, *_ in compiled) == KERNELS, "layers that are alike are compiled for once"
     (settings,) = [s for name, _, s in compiled if name == "_rotate_qkv" and s["SIGN"] == -1.0]
     assert settings["COPY_V"] is False, "gradients come as cuDNN's attention leaves them"
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_rotations_of_a_language_model(compiled, in_fp32):
+    """Queries and keys of as many heads are compiled for once, forward and backward."""
+    model = new_tower()
+    model.config.apply_rotary_pos_emb_in_fp32 = in_fp32
+    for module in model.modules():
+        if hasattr(module, "q_layernorm"):
+            module.q_layernorm = torch.nn.Identity()
+            module.num_query_groups_per_partition = 1
+    precompile.compile_kernels((model.decoder,), 48)
+    rotations = [(shapes[0][1:], s["SIGN"], s["ROUNDS"]) for name, shapes, s in compiled if name == "_rotate"]
+    heads = {shape[0] for shape, *_ in rotations}
+    assert len(rotations) == len(set(rotations)) == 2 * len(heads) and 1 in heads and len(heads) == 2
+    assert all(rounds is not in_fp32 for *_, rounds in rotations)
 
 
 def test_layernorm_in_all_forms(compiled):

@@ -72,6 +72,9 @@ class DecoderFamily(Protocol):
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""
 
+    def compile_kernels(self, tokens: int, /) -> None:
+        """Compile what recorded work calls for a number of tokens; any thread may call it."""
+
     def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""
 

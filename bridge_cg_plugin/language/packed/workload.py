@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...announce import announce
 from ...attention_bounds import replay_cost
 from ...graphs.buckets import EXACT_BELOW, BucketPlan, next_run_options
+from ...graphs.compiling import KernelCompiler
 from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
@@ -73,6 +74,7 @@ class PackedWorkload(Workload):
         self.strict = options.strict
         self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
+        self._compiler = KernelCompiler(family.compile_kernels)
         self.buckets: BucketPlan | None = None
         self._demand: Demand | None = None
         self._parts = 0
@@ -121,6 +123,7 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         if call.batch is not None:
             self.plan.observe(call.batch)
+            self._compiler.saw(call.batch.tokens)
 
     def capture(self) -> None:
         """See `Workload`. What can fail on one rank alone is inside an agreement."""
@@ -148,6 +151,7 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
+        self._compiler.wait()
         self.buckets = self.plan.capacities()
         if self.options.on_demand:
             self._demand = self._begin()

@@ -15,7 +15,7 @@ from .layers import (
     is_te_layernorm,
     kernels_available,
 )
-from .rotary import rotates_at_projection
+from .rotary import is_bridges_attention, rotates_at_projection
 
 
 def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> None:
@@ -55,6 +55,11 @@ def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
         if rotates_at_projection(module):
             heads, width = module.num_attention_heads_per_partition, module.hidden_size_per_attention_head
             yield _Widths(_attention, (heads, width, module.linear_qkv.weight.dtype))
+        elif is_bridges_attention(module):
+            rounds = not module.config.apply_rotary_pos_emb_in_fp32
+            for heads in (module.num_attention_heads_per_partition, module.num_query_groups_per_partition):
+                width, dtype = module.hidden_size_per_attention_head, module.linear_qkv.weight.dtype
+                yield _Widths(_rotation, (heads, width, dtype, rounds))
 
 
 def _meta(*shape: int, dtype: torch.dtype, leaf: bool = False) -> Tensor:
@@ -86,6 +91,13 @@ def _bias(rows: int, width: int, dtype: torch.dtype) -> None:
 
     x, bias = (_meta(*shape, dtype=dtype, leaf=True) for shape in ((rows, width), (width,)))
     _backward(bias_add(x, bias), (x, bias))
+
+
+def _rotation(tokens: int, heads: int, width: int, dtype: torch.dtype, rounds: bool) -> None:
+    from ...vision.kernels.rotary import apply_rotary
+
+    leaf, table = _meta(tokens, heads, width, dtype=dtype, leaf=True), _meta(tokens, width // 2, dtype=torch.float32)
+    _backward(apply_rotary(leaf, table, table, rounds), (leaf,))
 
 
 def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:

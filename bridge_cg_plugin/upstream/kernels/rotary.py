@@ -38,10 +38,15 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+def is_bridges_attention(module: UpstreamModule) -> bool:
+    """Whether a module is Bridge's attention, which rotates by `fused_rotary`'s kernels."""
+    attention = sys.modules.get(ATTENTION)
+    return attention is not None and type(module) is attention.Qwen3VLSelfAttention
+
+
 def rotates_at_projection(module: UpstreamModule) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    attention = sys.modules.get(ATTENTION)
-    if attention is None or type(module) is not attention.Qwen3VLSelfAttention:
+    if not is_bridges_attention(module):
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
