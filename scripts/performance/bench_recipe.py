@@ -5,8 +5,8 @@
 
 Weights are random and images are Bridge's mock ones, of one size. The model's configuration and a processor like its
 own are written to a temporary folder: nothing is read from a network or a checkpoint. Each run is a process on every
-GPU; all import at once and train one after the other. A last step is profiled and not timed. Other flags and overrides
-are those of `bridge-cg train`.
+GPU; all import at once and train one after the other. One of the last steps is profiled, none timed. Other flags and
+overrides are those of `bridge-cg train`.
 
 Records go to docs/benchmarks/whole_step.jsonl. Exit status: 1 where a run failed or did not begin in time; 2 for
 refused input.

@@ -100,6 +100,14 @@ def test_every_boundary_of_the_profiled_step_is_marked_in_order(marked, monkeypa
     assert sum(parts.record()["parts_ms"].values()) == len(parts._marks) - 1
 
 
+def test_a_step_with_a_recording_in_it_is_profiled_again(marked, monkeypatch):
+    seconds = iter((1.0, 2.0, 2.5, 2.5, 2.5))  # after each step
+    monkeypatch.setattr(step_parts, "graph_statistics", lambda: {"vision": {"capture_seconds": next(seconds)}})
+    parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS + 3)
+    assert len(marked) == 2 and without_repeats(parts._marks)[-1] == "end"
+    assert sum(parts.record()["parts_ms"].values()) == len(parts._marks) - 1
+
+
 def test_a_frozen_encoder_has_no_backward(marked, monkeypatch):
     model = Model()
     model.vision_model.requires_grad_(False)

@@ -1,6 +1,6 @@
 """Train a recipe as `bridge-cg train` does, from the weights that it is initialized with, and write a JSON record.
 
-The last step is profiled, and neither timed nor recorded otherwise.
+The last steps are profiled, and neither timed nor recorded otherwise.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
+from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
 from bridge_cg_tools.benchmarks.runs.recorded import is_first, leave_nothing
 from bridge_cg_tools.benchmarks.runs.recorder import Recorder
 from bridge_cg_tools.benchmarks.runs.step_parts import StepParts
@@ -34,7 +35,7 @@ def train_words(words: Sequence[str]) -> None:
     leave_nothing(run.config)
     print(f"{args.train}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
     keep_initial_weights()
-    steps = run.config.train.train_iters - 1
+    steps = run.config.train.train_iters - PROFILED
     recorder, parts = Recorder(steps), StepParts(steps)
     train(run, [recorder, parts])
     if is_first():

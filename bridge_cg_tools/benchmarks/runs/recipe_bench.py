@@ -15,6 +15,7 @@ from bridge_cg_tools.benchmarks.runs import first_look, recipe_arguments
 from bridge_cg_tools.benchmarks.runs.comparison import words_of
 from bridge_cg_tools.benchmarks.runs.outputs import error_in
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
 from bridge_cg_tools.report.kinds import KINDS
 from bridge_cg_tools.report.runs import GIB, WARM_UP
 from bridge_cg_tools.report.spread import compare_to_spread
@@ -27,7 +28,6 @@ GRAPHS = {
     "plugin_vision": ("--cuda_graphs=exact", "--cuda_graph_impl", "none"),
     "plugin_fastest": ("--cuda_graphs=fastest",),
 }
-PROFILED = 1  # steps behind the timed ones
 SEED = 1234
 # Nothing is evaluated; few mock images are drawn; all runs draw the same weights. Fused accumulation is Apex's, which
 # the registry has not.

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Steps behind the timed ones: a profile with a recording in it is made again.
+PROFILED = 3
+
 
 @dataclass(frozen=True, slots=True)
 class RecipeCase:

@@ -26,6 +26,7 @@ from bridge_cg_tools.benchmarks.models.arithmetic import (
     shape_of,
     step_flops,
 )
+from bridge_cg_tools.benchmarks.runs.recorder import graph_statistics
 
 Mark = Callable[[str], None]
 
@@ -83,12 +84,15 @@ def _tensors(output: Any) -> list[Tensor]:
 class StepParts(Callback):
     """Profiles the step after `steps` others; `record()` has its figures after training.
 
+    A step in which something was recorded for graphs is no usual one: the next step is profiled in its place.
+
     Args:
         steps: Steps before it.
     """
 
     def __init__(self, steps: int) -> None:
         self._left, self._active = steps, False
+        self._recordings_s = 0.0
         self._marks: list[str] = []
         self._profile: Profile | None = None
         self._found: dict[str, Any] = {}
@@ -127,20 +131,26 @@ class StepParts(Callback):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the profiler before the step that is profiled."""
-        if self._left == 0:
+        if self._left <= 0 and not self._found:
+            if self._profile is None:
+                _around(context.optimizer, "step", lambda: self._begin(OPTIMIZER), lambda: self._begin(BETWEEN))
+            self._marks, self._grids, self._documents = [], [], []
             self._profile = Profile()
             self._profile.start()
             self._active = True
             self._begin(BETWEEN)
-            _around(context.optimizer, "step", lambda: self._begin(OPTIMIZER), lambda: self._begin(BETWEEN))
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop it and read what it has."""
         self._left -= 1
+        before, self._recordings_s = self._recordings_s, _recordings_s()
         if not self._active or self._profile is None:
             return
         self._begin(END)
         self._active = False
+        if self._recordings_s != before:
+            self._profile.stop()
+            return
         try:
             self._found = {**parts_of(self._profile.stop(), self._marks), "parts_tflop": self._tflop(context)}
         except ValueError as error:  # the run's other figures are worth keeping
@@ -165,6 +175,11 @@ class StepParts(Callback):
     def record(self) -> dict[str, Any]:
         """Return the fields of a benchmark record (docs/benchmarks/format.md); none before the step."""
         return self._found
+
+
+def _recordings_s() -> float:
+    """Return the seconds that graphs took to record so far."""
+    return float(sum(each["capture_seconds"] for each in graph_statistics().values()))
 
 
 def trained(module: nn.Module, before: nn.Module | None = None) -> Trained:
