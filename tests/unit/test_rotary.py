@@ -40,6 +40,7 @@ fused = not calls
 shim(t, angles, good)
 shim(t[:, None], angles, good, torch.tensor([0, 4]))
 shim(t, angles[..., :4], good, torch.tensor([0, 4]))
+shim(t, angles[:3], good, torch.tensor([0, 4]))
 shim(t, angles, SimpleNamespace(apply_rotary_pos_emb_in_fp32=True, rotary_interleaved=True), torch.tensor([0, 4]))
 
 def projected(case, apart):
@@ -181,7 +182,7 @@ def test_packed_and_unpacked_rows_are_rounded_where_eager_computes_in_their_dtyp
 
 def test_the_kernel_is_used_where_it_fits_only(computed):
     assert computed["fused"]
-    assert computed["originals"] == 4
+    assert computed["originals"] == 5
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])

@@ -97,11 +97,13 @@ class _Rotation:
 
         if self._done is not None and t.untyped_storage().data_ptr() == self._done:
             return t
-        a_row_each = t.dim() == 3 if cu_seqlens is not None else t.dim() == 4 and freqs.shape[:2] == t.shape[:2]
-        if not a_row_each or freqs.shape[-1] != t.shape[-1] or config.rotary_interleaved:
+        packed = cu_seqlens is not None
+        tokens = (*t.shape[:1], 1) if packed else t.shape[:2]
+        a_row_each = t.dim() == (3 if packed else 4) and freqs.shape == (*tokens, 1, t.shape[-1])
+        if not a_row_each or config.rotary_interleaved:
             return self._original(t, freqs, config, cu_seqlens)
         rounded = None if config.apply_rotary_pos_emb_in_fp32 else t.dtype
-        rows = t if cu_seqlens is not None else t.flatten(0, 1)
+        rows = t if packed else t.flatten(0, 1)
         return apply_rotary(rows, *self._table(freqs, rounded), rounded is not None).view(t.shape)
 
     def _table(self, angles: Tensor, rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
