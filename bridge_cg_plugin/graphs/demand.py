@@ -125,7 +125,7 @@ class Demand:
         Args:
             share: A part of 1; 0 where nothing limits memory.
         """
-        if share > 0:
+        if share > 0 and self.buckets:
             self._expected = max(bucket.tokens for bucket in self.buckets) / share * BEYOND
 
     def refuses(self, bucket: Bucket) -> bool:

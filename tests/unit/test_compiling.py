@@ -77,7 +77,8 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
         if hasattr(module, "q_layernorm"):
             module.q_layernorm = torch.nn.Identity()
             module.num_query_groups_per_partition = 1
-    precompile.compile_kernels((model.decoder,), 48)
+    precompile.compile_rotations((model.decoder,), 48)
+    assert {name for name, *_ in compiled} == {"_rotate"}
     rotations = [(shapes[0][1:], s["SIGN"], s["ROUNDS"]) for name, shapes, s in compiled if name == "_rotate"]
     heads = {shape[0] for shape, *_ in rotations}
     assert len(rotations) == len(set(rotations)) == 2 * len(heads) and 1 in heads and len(heads) == 2

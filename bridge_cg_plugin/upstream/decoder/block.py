@@ -24,7 +24,7 @@ from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..kernels.layers import kernels_available
-from ..kernels.precompile import compile_kernels
+from ..kernels.precompile import compile_rotations
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
@@ -196,7 +196,7 @@ class TransformerBlockFamily:
 
     def compile_kernels(self, tokens: int) -> None:
         """See `DecoderFamily`."""
-        compile_kernels((self._decoder,), tokens)
+        compile_rotations((self._decoder,), tokens)
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)

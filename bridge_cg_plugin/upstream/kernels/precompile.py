@@ -27,12 +27,12 @@ def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> None:
         modules: Roots of the modules.
         tokens: Rows of the matrices.
     """
-    weight = next((p for module in modules for p in module.parameters()), None)
-    if weight is None or not kernels_available():
-        return
-    with torch.cuda.device_of(weight):
-        for compile_one in dict.fromkeys(_widths(modules)):
-            compile_one.kernel(tokens, *compile_one.sizes)
+    _compile(modules, tokens, _widths)
+
+
+def compile_rotations(modules: Sequence[nn.Module], tokens: int) -> None:
+    """Compile as `compile_kernels` does, for recordings that only rotate by the plugin's kernels."""
+    _compile(modules, tokens, _rotations)
 
 
 class _Widths(NamedTuple):
@@ -40,6 +40,17 @@ class _Widths(NamedTuple):
 
     kernel: Callable[..., None]
     sizes: tuple[Any, ...]
+
+
+def _compile(
+    modules: Sequence[nn.Module], tokens: int, widths: Callable[[Sequence[nn.Module]], Iterator[_Widths]]
+) -> None:
+    weight = next((p for module in modules for p in module.parameters()), None)
+    if weight is None or not kernels_available():
+        return
+    with torch.cuda.device_of(weight):
+        for compile_one in dict.fromkeys(widths(modules)):
+            compile_one.kernel(tokens, *compile_one.sizes)
 
 
 def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
@@ -54,12 +65,24 @@ def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
             yield _Widths(_gelu if adds_bias_before_gelu(module) else _bias, (weight.shape[0], weight.dtype))
         if rotates_at_projection(module):
             heads, width = module.num_attention_heads_per_partition, module.hidden_size_per_attention_head
-            yield _Widths(_attention, (heads, width, module.linear_qkv.weight.dtype))
-        elif is_bridges_attention(module):
+            yield _Widths(_attention, (heads, width, _dtype_of(module.linear_qkv)))
+    yield from _rotations(modules)
+
+
+def _rotations(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
+    """Yield the rotations of queries and of keys behind their projection."""
+    module: UpstreamModule
+    for module in every_module(modules):
+        if is_bridges_attention(module) and not rotates_at_projection(module):
+            width, dtype = module.hidden_size_per_attention_head, _dtype_of(module.linear_qkv)
             rounds = not module.config.apply_rotary_pos_emb_in_fp32
             for heads in (module.num_attention_heads_per_partition, module.num_query_groups_per_partition):
-                width, dtype = module.hidden_size_per_attention_head, module.linear_qkv.weight.dtype
                 yield _Widths(_rotation, (heads, width, dtype, rounds))
+
+
+def _dtype_of(projection: nn.Module) -> torch.dtype:
+    """Return the dtype of a projection, which an adapter may wrap."""
+    return next(projection.parameters()).dtype
 
 
 def _meta(*shape: int, dtype: torch.dtype, leaf: bool = False) -> Tensor:
