@@ -1,8 +1,8 @@
 """Measured times of microbatches, replayed and eager, and whether eager is the faster of the two.
 
 Both are timed during training, forward and backward, on their own stream. Errors favor the replay: a bucket's time is
-the smallest that was measured, eager's time is an upper bound that is never extrapolated, and eager must win by
-`MARGIN`.
+the smallest of several, because a replay may wait for its own recording or for the first copy of its graph to the
+device; eager's time is an upper bound that is never extrapolated, and eager must win by `MARGIN`.
 """
 
 import math
@@ -20,7 +20,7 @@ from .shape import Shape
 
 # Eager must be faster by this factor.
 MARGIN = 1.1
-# Replays of a bucket that are timed; the smallest time counts.
+# Replays of a bucket that are timed before any decision; the smallest time counts.
 TIMED_REPLAYS = 3
 # Shapes whose eager time is kept.
 KEPT_SHAPES = 512
@@ -87,10 +87,11 @@ class Timing:
 
 @dataclass(slots=True)
 class _Replays:
-    """Replays of one bucket: the smallest time in ms, and how many are timed."""
+    """Replays of one bucket: the smallest time in ms, how many are timed, and how many of these have ended."""
 
     best: float = math.inf
     timed: int = 0
+    ended: int = 0
 
 
 class MeasuredCosts:
@@ -138,9 +139,9 @@ class MeasuredCosts:
         return choice
 
     def replay_ms(self, bucket: Bucket) -> float:
-        """Return the smallest measured time of the bucket's replays in ms, 0 while there is none."""
+        """Return the smallest measured time of the bucket's replays in ms, 0 while too few are measured."""
         replays = self._replays.get(bucket)
-        return 0.0 if replays is None or math.isinf(replays.best) else replays.best
+        return 0.0 if replays is None or replays.ended < TIMED_REPLAYS else replays.best
 
     def eager_bound(self, shape: Shape) -> float:
         """Return the smallest eager time in ms of a shape that covers this one, infinity if none was measured."""
@@ -161,7 +162,8 @@ class MeasuredCosts:
             if ms is None:
                 waiting.append((timing, key))
             elif isinstance(key, Bucket):
-                self._replays[key].best = min(self._replays[key].best, ms)
+                replays = self._replays[key]
+                replays.best, replays.ended = min(replays.best, ms), replays.ended + 1
             else:
                 self._eager[key] = min(ms, self._eager.get(key, math.inf))
         if len(waiting) < len(self._pending):
