@@ -192,7 +192,12 @@ def test_slower_eager_or_a_faster_replay_never_turns_a_replay_into_eager(eager, 
     def chosen(eager_factor, replay_factor):
         clock = Stopwatch()
         costs = MeasuredCosts(clock)
-        measure(costs, clock, [(s, ms * eager_factor) for s, ms in eager], [(BUCKET, replay * replay_factor)] * TIMED_REPLAYS)
+        measure(
+            costs,
+            clock,
+            [(s, ms * eager_factor) for s, ms in eager],
+            [(BUCKET, replay * replay_factor)] * TIMED_REPLAYS,
+        )
         return costs.eager_is_faster(Shape(*eager[0][0]), BUCKET)
 
     if not chosen(1, 1):
