@@ -21,8 +21,6 @@ RECORDING, HORIZON, TIMES = 65_000.0, 4096, 12
 LADDER, OFTEN = 1.125, 3
 # Buckets that are recorded right after warm-up; each later step adds one at most.
 BEGIN_WITH = 3
-# A bucket is tried unless it would take this many times the allowed memory: its own is known once it is recorded.
-BEYOND = 1.25
 # Steps between two looks at what is padded, while nothing is worth recording: doubled each time, up to this.
 LONGEST_WAIT = 64
 
@@ -92,7 +90,6 @@ class Demand:
 
     def __init__(self, menu: Menu, limit: float = math.inf) -> None:
         self._menu, self._limit = menu, limit
-        self._expected = math.inf
         # The least tokens that memory was not enough for.
         self._too_many = math.inf
         self.buckets: list[Bucket] = []
@@ -118,15 +115,6 @@ class Demand:
         self.drop(bucket)  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._too_many = bucket.tokens
-
-    def takes(self, share: float) -> None:
-        """Note what the recordings take of the memory they may have: in proportion, larger buckets are not asked for.
-
-        Args:
-            share: A part of 1; 0 where nothing limits memory.
-        """
-        if share > 0 and self.buckets:
-            self._expected = max(bucket.tokens for bucket in self.buckets) / share * BEYOND
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether a bucket could not be recorded, or memory was not enough for less."""
@@ -207,10 +195,9 @@ class Demand:
 
     def _within_limit(self, capacity: int, size: int) -> int:
         """Return a capacity, or the largest one within the limit if that takes the size as well; else 0."""
-        limit = min(self._limit, self._expected)
-        if capacity <= limit:
+        if capacity <= self._limit:
             return capacity
-        largest = 0 if self._menu.capacities else int(limit) // self._menu.unit * self._menu.unit
+        largest = 0 if self._menu.capacities else int(self._limit) // self._menu.unit * self._menu.unit
         return largest if size <= largest else 0
 
 

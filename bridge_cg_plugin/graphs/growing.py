@@ -149,21 +149,20 @@ class Growing:
         if not self._room.limited:
             return
         with self._counted():
-            while (over := self._share() > 1) and bucket is not None and self._dropped(bucket):
+            while self._over() and bucket is not None and self._dropped(bucket):
                 pass
-            settled = self._share(settled=True)
-            if not over:
-                self.demand.takes(settled)
-            elif bucket is not None and settled > 1:
+            if not self._over():
+                return
+            if bucket is not None and self._over(settled=True):
                 self._room.drop(bucket)
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
             else:
                 self._room.drop_outdated()
 
-    def _share(self, settled: bool = False) -> float:
-        """Return what recordings take of the memory they may have, on the rank where it is most; see `Room`."""
-        return self._consensus.agree(partial(self._room.share, settled)).largest
+    def _over(self, settled: bool = False) -> bool:
+        """Whether recordings take more than they may on some rank."""
+        return self._consensus.agree(partial(self._room.excess, settled)).largest > 1
 
     def _fulfill(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> None:
         index, bucket, mode = first

@@ -10,12 +10,12 @@ _walked: dict[tuple[nn.Module, ...], list[nn.Module]] | None = None
 
 def every_module(roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
     """Return the roots and all modules below them, each once, in the order of `nn.Module.modules`."""
-    key = tuple(roots)
-    if _walked is None:
+    key, walked = tuple(roots), _walked  # another thread may end `walked_once` meanwhile
+    if walked is None:
         return _walk(key)
-    if key not in _walked:
-        _walked[key] = _walk(key)
-    return _walked[key]
+    if key not in walked:
+        walked[key] = _walk(key)
+    return walked[key]
 
 
 def _walk(roots: Sequence[nn.Module]) -> list[nn.Module]:

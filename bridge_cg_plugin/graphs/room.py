@@ -43,8 +43,8 @@ class Room:
         """Whether there is a limit to look at."""
         return self._limit.bytes_per_slot is not None
 
-    def share(self, settled: bool = False) -> float:
-        """Return the memory of the fullest slot as a part of the limit, 0 without one.
+    def excess(self, settled: bool = False) -> float:
+        """Return the memory of the fullest slot over the limit, 0 without one.
 
         Args:
             settled: Whether to leave out recordings that can move into the memory of the largest.

@@ -122,8 +122,8 @@ class VisionGraphOptions:
         positive_number,
         "GIB",
         "graph memory of one slot that automatic buckets may use",
-        "A bucket that takes more than the limit is dropped, and one that would clearly take more is not captured. "
-        "`at_once` measures the memory of a token before capture and leaves a fifth of the limit free",
+        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
+        "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
     )
     bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
     drop_unused_steps: int | None = option(

@@ -80,8 +80,6 @@ class EncoderCapture:
             excess = manager.consensus.agree(partial(self._record, manager, limit)).largest
             manager.consensus.agree(partial(self._check_tensor_ranks, manager))
             if excess <= 1:
-                if self.demand is not None:
-                    self.demand.takes(excess)
                 return
             limit = self._largest() / excess * MEMORY_MARGIN
         raise CaptureError(

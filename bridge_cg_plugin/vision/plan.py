@@ -116,8 +116,6 @@ class EncoderPlan:
     def capacity_limit(self, executor: Executor, program: Callable[[], RegionProgram], directly: bool) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it.
 
-        On demand, what the first buckets take shows how large others may be.
-
         Args:
             executor: Measures memory.
             program: Returns the whole encoder.
@@ -125,7 +123,7 @@ class EncoderPlan:
         """
         options, adapter = self._options, self._adapter
         limits = [adapter.deterministic_tokens] if deterministic() else []
-        if options.buckets_max_gb is not None and not options.on_demand and executor.device.type == "cuda":
+        if options.buckets_max_gb is not None and executor.device.type == "cuda":
             memory = measure_memory(
                 executor, program(), adapter.unit, lambda tokens: adapter.bounds(tokens, 1, directly)[0]
             )

@@ -14,7 +14,7 @@ from .encoders import Encoder, Measured, Row, encoder_of, measured_of
 
 # Patches of an image of 448 x 448 pixels, of one of 768 x 768, and of a large one.
 SIZES = (784, 2304, 8192)
-# Part of `vision_cuda_graph_buckets_max_gb` that buckets take which are captured at once.
+# Part of `vision_cuda_graph_buckets_max_gb` that buckets take.
 FILLED = 0.8
 # Fields of the model and options of vision graphs that figures depend on, by the values that were measured.
 _MODEL = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "freeze_vision_model": False}
@@ -130,7 +130,7 @@ def largest_bucket(options: VisionGraphOptions, cost: CostModel | None) -> int |
         return max(*options.buckets, options.max_seq_length or 0, 1)
     limits = [options.max_seq_length] if options.max_seq_length else []
     if options.buckets_max_gb is not None and cost is not None:
-        limits.append(cost.tokens_within(options.buckets_max_gb * (1.0 if options.on_demand else FILLED)))
+        limits.append(cost.tokens_within(options.buckets_max_gb * FILLED))
     return min(limits, default=None)
 
 

@@ -71,18 +71,6 @@ def test_the_option_is_the_limit(tower):
             assert capacities(graphs) == found
 
 
-def test_what_would_clearly_take_more_than_the_limit_is_not_tried(tower, caplog):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        small = slot_bytes(graphs)
-    graphs, stack = grown(tower, SMALL, buckets_max_gb=1.5 * small / GIB)
-    with stack, caplog.at_level(logging.WARNING):
-        recorded = graphs._regions[0].statistics.capture_seconds
-        steps(tower, graphs, LARGE, count=3)
-        assert graphs._regions[0].statistics.capture_seconds == recorded and not caplog.records
-        assert graphs.statistics().fallbacks == {"too_many_tokens": 3}
-
-
 def test_smaller_recordings_move_at_once_where_they_would_not_fit_beside_the_largest(tower):
     graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
     with stack:

@@ -29,7 +29,7 @@ class StepChecks:
 
     def __init__(self) -> None:
         self._checks: list[tuple[Callable[[], None], Tensor]] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # hooks of autograd may check on other streams
 
     def add(self, check: Callable[[], None], verdict: Tensor) -> None:
         """Keep a check for later.
@@ -40,13 +40,13 @@ class StepChecks:
         """
         self._checks.append((check, verdict.to("cpu", non_blocking=True)))
         if verdict.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            stream = torch.cuda.current_stream(verdict.device)
+            self._copied[stream] = stream.record_event()
 
     def settle(self) -> None:
         """Read all verdicts; upstream's check of the first rejected value raises its error."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for copied in self._copied.values():
+            copied.synchronize()
         for check, verdict in self._checks:
             if verdict:
                 check()
