@@ -101,7 +101,7 @@ def test_every_boundary_of_the_profiled_step_is_marked_in_order(marked, monkeypa
 
 
 def test_a_step_with_a_recording_in_it_is_profiled_again(marked, monkeypatch):
-    seconds = iter((1.0, 2.0, 2.5, 2.5, 2.5))  # after each step
+    seconds = iter((2.0, 2.5, 2.5, 2.5))  # before and after each profiled step
     monkeypatch.setattr(step_parts, "graph_statistics", lambda: {"vision": {"capture_seconds": next(seconds)}})
     parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS + 3)
     assert len(marked) == 2 and without_repeats(parts._marks)[-1] == "end"

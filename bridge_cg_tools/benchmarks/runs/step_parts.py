@@ -137,18 +137,17 @@ class StepParts(Callback):
             self._marks, self._grids, self._documents = [], [], []
             self._profile = Profile()
             self._profile.start()
-            self._active = True
+            self._active, self._recordings_s = True, _recordings_s()
             self._begin(BETWEEN)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop it and read what it has."""
         self._left -= 1
-        before, self._recordings_s = self._recordings_s, _recordings_s()
         if not self._active or self._profile is None:
             return
         self._begin(END)
         self._active = False
-        if self._recordings_s != before:
+        if _recordings_s() != self._recordings_s:
             self._profile.stop()
             return
         try:
