@@ -31,6 +31,8 @@ LONGEST = (
     "unit/test_bench_vision",
     "unit/test_packed_hybrid",
     "unit/test_packed",
+    "unit/test_packed_parts",
+    "unit/test_packed_routers",
     "unit/test_packed_experts",
     "unit/test_watchdog",
     "unit/test_stages",

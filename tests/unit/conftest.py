@@ -15,6 +15,8 @@ BOTH = (
     "test_packed_experts",
     "test_packed_hybrid",
     "test_packed_offload",
+    "test_packed_parts",
+    "test_packed_routers",
     "test_vision",
     "test_vision_gradients",
     "test_vision_lifecycle",

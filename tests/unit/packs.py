@@ -35,6 +35,16 @@ DEFAULTS = {
     "cuda_graph_packed_strict": True,
 }
 
+WARMUP = (100, 150, 50)
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_dtype": "fp64",  # other products of a router are Transformer Engine's, on a GPU
+    "moe_router_load_balancing_type": "none",
+}
+
 
 class _Gather(torch.autograd.Function):
     """All ranks' tensors, one behind the other; the gradient of each is the sum of what all ranks have for it."""
@@ -325,3 +335,12 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, *
                 chunk.graphs.detach()
                 chunk.graphs = None
         vars(model.config).update(before)
+
+
+def eager(model, graphs, arguments):
+    with graphs.paused():
+        return losses_and_gradients(model, arguments)
+
+
+def replayed(graphs):
+    return graphs.statistics().replays

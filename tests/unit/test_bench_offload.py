@@ -8,8 +8,7 @@ from bridge_cg_tools.benchmarks.offload import packs
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_offload
 
-from .packs import ON_CPU, new_model, pack
-from .test_packed import EXPERTS
+from .packs import EXPERTS, ON_CPU, new_model, pack
 
 
 def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):

@@ -29,8 +29,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
 from tests.ranks import run_ranks
 from tests.routers import take_statistics
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
-from .test_packed import EXPERTS
+from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
 from .towers import assert_close, poison
 
 EP2 = {"expert_model_parallel_size": 2}

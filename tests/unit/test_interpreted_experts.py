@@ -11,7 +11,7 @@ import torch
 from bridge_cg_plugin.language.experts import device, kernels
 from bridge_cg_plugin.offload.schedule import Fate
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
-from tests.unit.test_packed import EXPERTS
+from tests.unit.packs import EXPERTS
 from tests.unit.towers import assert_close, poison
 
 kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.Tiling(64, 32, 32, 4, 2)

@@ -17,7 +17,7 @@ from ..tape import Tape, TapeExecutor, TapeRecording
 from . import hugging_face_towers as hf
 from . import packs, towers
 from .mixes import IMAGES
-from .test_packed import EXPERTS
+from .packs import EXPERTS
 
 
 class Layer(nn.Module):

@@ -1,9 +1,5 @@
 """A GPT model's decoder on graphs of packed documents, against eager, through the reference executor."""
 
-import gc
-import weakref
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,17 +8,26 @@ from torch import Tensor
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.segments import write_offsets
-from bridge_cg_plugin.language.packed import program
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.planner.plan import place
 
-from .packs import ON_CPU, ends, graphs_on, losses_and_gradients, new_model, new_qwen, pack, unpacked, with_images
+from .packs import (
+    WARMUP,
+    eager,
+    ends,
+    graphs_on,
+    losses_and_gradients,
+    new_model,
+    new_qwen,
+    pack,
+    replayed,
+    unpacked,
+    with_images,
+)
 from .towers import assert_close, poison
 
-WARMUP = (100, 150, 50)
 PACKS = {
     "one document": pack((300,)),
     "two": pack((7, 290)),
@@ -35,7 +40,6 @@ PACKS = {
     "a bound above the longest": pack((120, 150), max_seqlen=400),
     "a bound of all tokens": pack((120, 150), max_seqlen=270),
 }
-OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "whole": [], "both": ["attn", "mlp"]}
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +71,6 @@ def test_the_planner_places_a_pack_where_the_runtime_replays_it(graphs, lengths)
     assert region.buckets == tuple(buckets)
 
 
-def eager(model, graphs, arguments):
-    with graphs.paused():
-        return losses_and_gradients(model, arguments)
-
-
-def replayed(graphs):
-    return graphs.statistics().replays
-
-
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     expected = eager(model, graphs, PACKS[name])
@@ -84,106 +79,6 @@ def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert replayed(graphs) == before + 1
     assert_close([found[0]], [expected[0]])
     assert_close(found[1], expected[1])
-
-
-@pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
-def test_parts_of_layers(bare, modules):
-    expected = losses_and_gradients(bare, pack((30, 180, 77)))
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        assert len(graphs._regions) == (2 if len(modules) == 1 else 1)
-        assert replayed(graphs) == len(graphs._regions)
-    assert_close([found[0]], [expected[0]])
-    assert_close(found[1], expected[1])
-    assert not any(
-        "_forward_attention" in vars(layer) or "_forward_mlp" in vars(layer) for layer in bare.decoder.layers
-    )
-
-
-def test_both_parts_of_every_layer_apart(bare):
-    expected = losses_and_gradients(bare, pack((30, 180, 77)))
-    with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
-        graphs.workload.family.parts = graphs.workload.family.layer_parts
-        graphs.capture()
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        assert replayed(graphs) == len(graphs._regions) == 4
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-
-
-def test_a_choice_holds_for_all_parts_of_layers(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_tuning={"slots": 1}) as graphs:
-        first = bare(**pack((300,)))
-        second = bare(**pack((280,)))
-        assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
-        del first, second
-        gc.collect()
-
-
-PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)
-
-
-def on_parts(model, modules, **options):
-    """Put graphs of parts of layers on a model, each a region of its own."""
-
-    @contextmanager
-    def made():
-        values = {"capture": False, "cuda_graph_modules": modules, **options}
-        with graphs_on(model, pack(WARMUP), **values) as graphs:
-            graphs.workload.family.parts = graphs.workload.family.layer_parts
-            graphs.capture()
-            yield graphs
-
-    return made()
-
-
-@PARTS
-def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch):
-    written = []
-    monkeypatch.setattr(program, "write_offsets", lambda buffer, *args: written.append(write_offsets(buffer, *args)))
-    with on_parts(bare, modules) as graphs:
-        del written[:]
-        for lengths in ((30, 180, 77), (200, 120)):
-            expected = eager(bare, graphs, pack(lengths))
-            found = losses_and_gradients(bare, pack(lengths))
-            assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-        assert len(written) == 2 * len(OFFSETS) and replayed(graphs) == 2 * len(graphs._regions)
-        for name in (*OFFSETS, "angles"):
-            addresses = {
-                buffers[name].data_ptr() for region in graphs._regions for buffers in region._slots[0].buffers.values()
-            }
-            assert len(addresses) == 1, name
-
-
-@PARTS
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
-    batches = [pack((30, 180, 77)), pack((250, 40), seed=1)]
-    wanted = [p for p in bare.parameters() if p.requires_grad]
-
-    def run():
-        losses = [bare(**batch).sum() for batch in batches]
-        return [torch.autograd.grad(losses[i], wanted) for i in order]
-
-    expected = run()
-    with on_parts(bare, modules, cuda_graph_packed_tuning={"slots": 2}) as graphs:
-        for _ in range(2):
-            for found, right in zip(run(), expected, strict=True):
-                assert_close(found, right)
-        assert not graphs.statistics().fallbacks and replayed(graphs) == 4 * len(graphs._regions)
-
-
-def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
-    """Where another microbatch still holds a slot in one part, no part uses it."""
-    with on_parts(bare, ["attn"], cuda_graph_packed_tuning={"slots": 2}) as graphs:
-        held = graphs._regions[1]._slots[0].take()
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        expected = eager(bare, graphs, pack((30, 180, 77)))
-        assert_close(found[1], expected[1])
-        other = graphs._regions[0]._slots[1].take()
-        losses_and_gradients(bare, pack((30, 180, 77)))
-        assert graphs.statistics().fallbacks == {"no_free_slot": 1} and replayed(graphs) == len(graphs._regions)
-        held.release()
-        other.release()
 
 
 @settings(max_examples=30)
@@ -394,17 +289,6 @@ def test_without_a_pack_in_warm_up_nothing_is_captured(bare):
         pass
 
 
-def test_regions_of_parts_are_given_back_without_a_collection(model):
-    with graphs_on(model, pack(WARMUP), cuda_graph_modules=["attn"]) as graphs:
-        regions = [weakref.ref(region) for region in graphs._regions]
-        gc.disable()
-        try:
-            graphs.reset()
-            assert [region for region in regions if region() is not None] == []
-        finally:
-            gc.enable()
-
-
 def test_detaching_leaves_the_decoder_as_it_was(model):
     fresh = new_model()
     before = dict(vars(fresh.decoder))
@@ -446,98 +330,6 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkey
             fresh(**pack(WARMUP))
         assert {*seen} == {(False, True)}
     assert products and not any(product.fuse_wgrad_accumulation for product in products)
-
-
-def test_mlp_is_a_part_of_dense_layers_alone():
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
-    model = new_model()
-    model.decoder.layers[0].is_moe_layer = True
-    family = TransformerBlockFamily(model.decoder)
-    assert [part.name for part in family.parts(("attn", "mlp"))] == [
-        "packed_attention_1",
-        "packed_attention_2",
-        "packed_mlp_2",
-    ]
-
-
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_router_dtype": "fp64",  # other products of a router are Transformer Engine's, on a GPU
-    "moe_router_load_balancing_type": "none",
-}
-ROUTERS = {
-    "no losses": {},
-    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-    "a loss of logits": {"moe_z_loss_coeff": 0.1},
-    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-    "dropped tokens": {"moe_expert_capacity_factor": 1.0},
-}
-
-
-@pytest.mark.parametrize("modules", [["moe_router"], ["attn", "moe_router"], ["attn"]], ids=",".join)
-@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
-def test_routers_of_experts(modules, changes):
-    model = new_model(**{**EXPERTS, **changes})
-    routers = [layer.mlp.router for layer in model.decoder.layers]
-    counted = [router.local_tokens_per_expert for router in routers]
-    expected, statistics = [], []
-    for arguments in (pack((30, 180, 77)), pack((300,), seed=1)):
-        expected.append(losses_and_gradients(model, arguments))
-        statistics.append([None if c is None else c.clone() for c in counted])
-        for count in counted:
-            _ = count is None or count.zero_()
-    with ON_CPU(), graphs_on(model, pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        assert len(graphs._regions) == 2
-        for count in counted:
-            _ = count is None or count.zero_()
-        for arguments, wanted, tokens in zip(
-            (pack((30, 180, 77)), pack((300,), seed=1)), expected, statistics, strict=True
-        ):
-            poison(graphs, float("nan"))
-            found = losses_and_gradients(model, arguments)
-            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
-            for count, number in zip(counted, tokens, strict=True):
-                assert count is None or torch.equal(count, number)
-                _ = count is None or count.zero_()
-        assert replayed(graphs) == 4 and not graphs.statistics().fallbacks
-    assert not any({"forward", "gating"} & set(vars(router)) for router in routers)
-
-
-def test_a_router_that_cannot_be_recorded_is_refused():
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
-    model = new_model(**EXPERTS, moe_input_jitter_eps=0.1)
-    with pytest.raises(OptionError, match="moe_input_jitter_eps=0.1"):
-        TransformerBlockFamily(model.decoder).parts(("attn", "moe_router"))
-    model = new_model(**EXPERTS)
-    model.decoder.layers[0].mlp.router = torch.nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="one is Linear"):
-        TransformerBlockFamily(model.decoder).parts(("moe_router",))
-
-
-def test_parts_that_no_layer_has_are_refused():
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
-    family = TransformerBlockFamily(new_model(**EXPERTS).decoder)
-    with pytest.raises(OptionError, match="'mlp': it must be parts that this model's layers have"):
-        family.parts(("mlp",))
-
-
-def test_an_eager_microbatch_between_replays_routes_for_itself():
-    """What a replay left for the calls behind it never answers another microbatch."""
-    model = new_model(**EXPERTS)
-    packs = [pack((100, 180)), pack((60, 40)), pack((290,))]
-    expected = [losses_and_gradients(model, arguments) for arguments in packs]
-    with ON_CPU(), graphs_on(model, pack(WARMUP), cuda_graph_modules=["attn", "moe_router"]) as graphs:
-        for arguments, wanted in zip(packs, expected, strict=True):
-            found = losses_and_gradients(model, arguments)
-            assert_close([found[0], *found[1]], [wanted[0], *wanted[1]])
-        assert graphs.statistics().fallbacks == {"too_few_tokens": 1}
-        assert all(follower.outputs is None for follower in graphs._parts.followers)
 
 
 def test_attention_of_another_kind_is_refused(model):

@@ -10,8 +10,7 @@ from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED
 from tests.routers import take_statistics
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
-from .test_packed import EXPERTS
+from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .towers import assert_close, poison
 
 WARMUP = (100, 150, 50)

@@ -16,8 +16,7 @@ from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.offload.store import ActivationStore
 from bridge_cg_plugin.options.activations import OFFLOAD_MODULES, RECOMPUTE
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
-from .test_packed import EXPERTS
+from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .towers import poison
 
 WARMUP, PACKS = (100, 150, 50), ((30, 180, 77), (300,))

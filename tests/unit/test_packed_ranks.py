@@ -16,8 +16,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import without_collective
 from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images
-from .test_packed import EXPERTS
+from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}

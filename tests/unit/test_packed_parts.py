@@ -1,0 +1,155 @@
+"""Parts of a decoder's layers on graphs of packed documents, against eager."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.segments import write_offsets
+from bridge_cg_plugin.language.packed import program
+from bridge_cg_plugin.language.packed.batch import OFFSETS
+
+from .packs import (
+    WARMUP,
+    eager,
+    graphs_on,
+    losses_and_gradients,
+    new_model,
+    pack,
+    replayed,
+)
+from .towers import assert_close
+
+OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "whole": [], "both": ["attn", "mlp"]}
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """A model that tests put graphs of their own on."""
+    return new_model()
+
+
+@pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
+def test_parts_of_layers(bare, modules):
+    expected = losses_and_gradients(bare, pack((30, 180, 77)))
+    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=modules) as graphs:
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        assert len(graphs._regions) == (2 if len(modules) == 1 else 1)
+        assert replayed(graphs) == len(graphs._regions)
+    assert_close([found[0]], [expected[0]])
+    assert_close(found[1], expected[1])
+    assert not any(
+        "_forward_attention" in vars(layer) or "_forward_mlp" in vars(layer) for layer in bare.decoder.layers
+    )
+
+
+def test_both_parts_of_every_layer_apart(bare):
+    expected = losses_and_gradients(bare, pack((30, 180, 77)))
+    with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
+        graphs.workload.family.parts = graphs.workload.family.layer_parts
+        graphs.capture()
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        assert replayed(graphs) == len(graphs._regions) == 4
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def test_a_choice_holds_for_all_parts_of_layers(bare):
+    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_tuning={"slots": 1}) as graphs:
+        first = bare(**pack((300,)))
+        second = bare(**pack((280,)))
+        assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
+        del first, second
+        gc.collect()
+
+
+PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)
+
+
+def on_parts(model, modules, **options):
+    """Put graphs of parts of layers on a model, each a region of its own."""
+
+    @contextmanager
+    def made():
+        values = {"capture": False, "cuda_graph_modules": modules, **options}
+        with graphs_on(model, pack(WARMUP), **values) as graphs:
+            graphs.workload.family.parts = graphs.workload.family.layer_parts
+            graphs.capture()
+            yield graphs
+
+    return made()
+
+
+@PARTS
+def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch):
+    written = []
+    monkeypatch.setattr(program, "write_offsets", lambda buffer, *args: written.append(write_offsets(buffer, *args)))
+    with on_parts(bare, modules) as graphs:
+        del written[:]
+        for lengths in ((30, 180, 77), (200, 120)):
+            expected = eager(bare, graphs, pack(lengths))
+            found = losses_and_gradients(bare, pack(lengths))
+            assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert len(written) == 2 * len(OFFSETS) and replayed(graphs) == 2 * len(graphs._regions)
+        for name in (*OFFSETS, "angles"):
+            addresses = {
+                buffers[name].data_ptr() for region in graphs._regions for buffers in region._slots[0].buffers.values()
+            }
+            assert len(addresses) == 1, name
+
+
+@PARTS
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
+    batches = [pack((30, 180, 77)), pack((250, 40), seed=1)]
+    wanted = [p for p in bare.parameters() if p.requires_grad]
+
+    def run():
+        losses = [bare(**batch).sum() for batch in batches]
+        return [torch.autograd.grad(losses[i], wanted) for i in order]
+
+    expected = run()
+    with on_parts(bare, modules, cuda_graph_packed_tuning={"slots": 2}) as graphs:
+        for _ in range(2):
+            for found, right in zip(run(), expected, strict=True):
+                assert_close(found, right)
+        assert not graphs.statistics().fallbacks and replayed(graphs) == 4 * len(graphs._regions)
+
+
+def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
+    """Where another microbatch still holds a slot in one part, no part uses it."""
+    with on_parts(bare, ["attn"], cuda_graph_packed_tuning={"slots": 2}) as graphs:
+        held = graphs._regions[1]._slots[0].take()
+        found = losses_and_gradients(bare, pack((30, 180, 77)))
+        expected = eager(bare, graphs, pack((30, 180, 77)))
+        assert_close(found[1], expected[1])
+        other = graphs._regions[0]._slots[1].take()
+        losses_and_gradients(bare, pack((30, 180, 77)))
+        assert graphs.statistics().fallbacks == {"no_free_slot": 1} and replayed(graphs) == len(graphs._regions)
+        held.release()
+        other.release()
+
+
+def test_regions_of_parts_are_given_back_without_a_collection(bare):
+    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"]) as graphs:
+        regions = [weakref.ref(region) for region in graphs._regions]
+        gc.disable()
+        try:
+            graphs.reset()
+            assert [region for region in regions if region() is not None] == []
+        finally:
+            gc.enable()
+
+
+def test_mlp_is_a_part_of_dense_layers_alone():
+    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
+
+    model = new_model()
+    model.decoder.layers[0].is_moe_layer = True
+    family = TransformerBlockFamily(model.decoder)
+    assert [part.name for part in family.parts(("attn", "mlp"))] == [
+        "packed_attention_1",
+        "packed_attention_2",
+        "packed_mlp_2",
+    ]
