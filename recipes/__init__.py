@@ -8,7 +8,7 @@ While the plugin is active the presets' names are attributes of `megatron.bridge
 recipes up. Imports neither torch nor Megatron; Bridge's recipe is looked up when a preset is called.
 """
 
-from .gpus import GPUS, Gpu
+from .gpus import GPUS
 from .graphs import with_graphs
 from .presets import DERIVED_RECIPES, PRESETS, RECIPES, Preset
 from .small import SMALL_RECIPES
@@ -20,7 +20,6 @@ __all__ = [
     "PRESETS",
     "RECIPES",
     "SMALL_RECIPES",
-    "Gpu",
     "Preset",
     "with_graphs",
     *RECIPES,

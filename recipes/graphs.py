@@ -15,7 +15,7 @@ from ..options.normalization import as_fields, warn_once
 from ..options.precedence import settle
 from ..options.sources import collect
 from ..options.values import parse_choice
-from .gpus import GPUS, Gpu
+from .gpus import GPUS
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"
 SINCE = "0.6"
@@ -127,12 +127,12 @@ def require_plugin(name: str, instead: str = "") -> None:
         raise RuntimeError(f"{name} needs the plugin: {how} {instead}".rstrip())
 
 
-def _prepare(config: Any, gpu: Gpu, encoder: bool) -> None:
+def _prepare(config: Any, max_seq_length: int, encoder: bool) -> None:
     """Set what graphs need and `cuda_graphs` does not choose.
 
     Args:
         config: A Bridge `ConfigContainer`.
-        gpu: The GPU.
+        max_seq_length: Tokens of the largest bucket of vision graphs, if the recipe does not say.
         encoder: Whether the vision encoder may be on graphs, if the model has one that can.
     """
     model = config.model
@@ -140,23 +140,20 @@ def _prepare(config: Any, gpu: Gpu, encoder: bool) -> None:
     if not (encoder and hasattr(model, PROVIDER_FIELDS["impl"])):
         return
     facts = facts_of(collect(config))
-    _limit_vision_graphs(config, gpu, facts)
+    _limit_vision_graphs(config, max_seq_length, facts)
     if model.recompute_granularity == "full" and not facts.other_tower:
         _spare_the_encoder(model)
 
 
-def _limit_vision_graphs(config: Any, gpu: Gpu, facts: Facts) -> None:
-    """Set a GPU's limits of vision graphs where there are none.
+def _limit_vision_graphs(config: Any, max_seq_length: int, facts: Facts) -> None:
+    """Limit the largest bucket where the recipe does not.
 
-    Buckets of the recipe beyond the limit are dropped, with a warning that names them. The first pipeline stage holds a
-    microbatch per stage between forward and backward, each in a slot of its own, so they share the memory.
+    Buckets of the recipe beyond the limit are dropped, with a warning that names them.
     """
     model = config.model
-    limits = {
-        "max_seq_length": gpu.max_seq_length,
-        "buckets_max_gb": round(gpu.memory_gb / (model.pipeline_model_parallel_size or 1), 2),
-    }
-    values = {name: value for name, value in limits.items() if getattr(model, PROVIDER_FIELDS[name]) is None}
+    values: dict[str, Any] = {}
+    if getattr(model, PROVIDER_FIELDS["max_seq_length"]) is None:
+        values["max_seq_length"] = max_seq_length
     if splits_deepstack(facts):
         values["deepstack_gradient_allreduce"] = True
     said = {PROVIDER_FIELDS[name]: value for name, value in values.items()}

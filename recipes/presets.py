@@ -31,7 +31,6 @@ class Preset:
 # Offloading holds twice as many tokens as an H100 does without it. Its slot was planned for 8192 tokens' memory.
 _OFFLOAD = {
     PROVIDER_FIELDS["max_seq_length"]: 16384,
-    PROVIDER_FIELDS["buckets_max_gb"]: None,
     PROVIDER_FIELDS["offload_above_gb"]: 14.0,
 }
 PRESETS = (

@@ -34,7 +34,7 @@ from bridge_cg_plugin.options.sources import (
     is_word,
 )
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.recipes import GPUS, RECIPES, Gpu, with_graphs
+from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
@@ -270,10 +270,10 @@ def _is_unlimited(options: VisionGraphOptions) -> bool:
     return options.buckets == "auto" and set(limits) == {None}
 
 
-def _is_too_large(options: VisionGraphOptions, gpu: Gpu) -> bool:
-    """Return whether buckets have more tokens than a GPU is meant for, with all activations on the device."""
+def _is_too_large(options: VisionGraphOptions, max_seq_length: int) -> bool:
+    """Return whether buckets have more tokens than a GPU allows, with all activations on the device."""
     stays = not (options.offload or options.recompute) and options.offload_above_gb is None
-    return stays and (largest_bucket(options, None) or 0) > gpu.max_seq_length
+    return stays and (largest_bucket(options, None) or 0) > max_seq_length
 
 
 def _of_the_model(word: str) -> str:
