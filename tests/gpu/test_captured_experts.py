@@ -1,6 +1,7 @@
 """Experts inside the graph of all layers: their products, and whole models, beside eager's and fp32."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_sums_by_token_and_accumulated_gradients(tower_module):
     """The second linear layer, whose weight gradients are added to fp32 sums."""
     rows = routing(613)
     used = int(rows.bounds[-1])
-    weights = [torch.nn.Parameter(drawn(WIDTH, INNER, seed=expert) / 32) for expert in range(EXPERTS)]
+    weights: list[Any] = [torch.nn.Parameter(drawn(WIDTH, INNER, seed=expert) / 32) for expert in range(EXPERTS)]
     for weight in weights:
         weight.main_grad = torch.ones(WIDTH, INNER, device="cuda")
     inner = drawn(TOKENS * TOP_K, INNER, seed=99)

@@ -57,8 +57,9 @@ def by_transformer_engine(parts, gradient, offsets, largest):
 def directly(parts, gradient, offsets, largest):
     from bridge_cg_plugin.vision.kernels.segment_attention import locate_segments, plans_for, segment_attention
 
-    plans = plans_for(parts[0], offsets.shape[0] - 1, largest, WIDTH**-0.5)
-    out = segment_attention(*parts, locate_segments(offsets, HEADS, WIDTH), plans)
+    query, key, value = parts
+    plans = plans_for(query, offsets.shape[0] - 1, largest, WIDTH**-0.5)
+    out = segment_attention(query, key, value, locate_segments(offsets, HEADS, WIDTH), plans)
     return out.detach(), torch.autograd.grad(out, parts, gradient)
 
 

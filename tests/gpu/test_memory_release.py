@@ -45,7 +45,6 @@ def alive(bird: torch.Tensor) -> bool:
 def pools():
     owner = Owner()
     made = ReleasablePools(torch.device("cuda", 0), owner)
-    made.kept_alive = owner
     yield made
     gc.collect()
     torch.cuda.empty_cache()

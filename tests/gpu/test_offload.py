@@ -43,12 +43,10 @@ def steps(tower_module, model, grads, batches):
 
 
 @pytest.fixture
-def deterministic():
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+def deterministic(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     yield
-    torch.utils.deterministic.fill_uninitialized_memory = fills
     torch.use_deterministic_algorithms(False)
 
 

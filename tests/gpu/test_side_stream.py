@@ -126,18 +126,18 @@ def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
 ):
     from bridge_cg_plugin.graphs.side_stream import SideStream
 
-    turn = SideStream._turn
+    wait = SideStream._wait_for_previous_group
 
     def fails(side):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("made to fail")
-        turn(side)
+        wait(side)
 
     helper = graphs_of(buckets=(1024,), streams=2, strict=False, capture=False)
-    monkeypatch.setattr(SideStream, "_turn", fails)
+    monkeypatch.setattr(SideStream, "_wait_for_previous_group", fails)
     helper.create_cudagraphs()
     assert not helper.graphs_created() and "made to fail" in helper.graphs.failure
-    monkeypatch.setattr(SideStream, "_turn", turn)
+    monkeypatch.setattr(SideStream, "_wait_for_previous_group", wait)
     batch = tower_module.make_batch(ONE, model)
     expected, first = run(tower_module, model, grads, batch)
     helper.create_cudagraphs()

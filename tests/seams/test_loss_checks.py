@@ -1,5 +1,7 @@
 """Checks of losses and gradients of megatron-core's state machine: read once, with upstream's own error."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import loss_checks
+from bridge_cg_plugin.upstream.hooks import loss_checks, train_loop
 from tests.unit.waits import HostWait, no_host_waits
 
 CHECKS = {torch.isnan: "found NaN in {}", torch.isinf: "found Inf in {}"}
@@ -29,12 +31,23 @@ def check_all(machine, values):
         value /= 2
 
 
+def optimizer():
+    """Return an optimizer with a parameter to change."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter], lr=1.0)
+
+
 def step(machine, numbers):
-    """Run a step of Bridge's loop up to the optimizer; returns the error."""
+    """Run a step of Bridge's loop; returns the error, which must leave the parameter as it was."""
+    optimizes = optimizer()
+    parameter = optimizes.param_groups[0]["params"][0]
     try:
         while machine.should_run_forward_backward(None):
             check_all(machine, [torch.tensor(number) for number in numbers])
+        optimizes.step()
     except RuntimeError as error:
+        assert parameter == 1.0
         return str(error)
     return None
 
@@ -48,15 +61,52 @@ def upstreams(numbers):
         bridge_cg_plugin.activate()
 
 
-def test_a_step_without_rejected_values_waits_once_and_not_before_its_end(on_graphs):
+def launched(machine, number):
+    """Run forwards and backwards of a step whose losses are a number; nothing may wait."""
+    with no_host_waits():
+        assert machine.should_run_forward_backward(None)
+        check_all(machine, [torch.tensor(number), torch.tensor(2.0)])
+        assert not machine.should_run_forward_backward(None)
+
+
+def test_a_step_without_rejected_values_waits_at_its_optimizer_alone(on_graphs):
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
     for _ in range(3):
-        assert machine.should_run_forward_backward(None)
-        with no_host_waits():
-            check_all(machine, [torch.tensor(1.0), torch.tensor(2.0)])
+        launched(machine, 1.0)
         with pytest.raises(HostWait), no_host_waits():
-            machine.should_run_forward_backward(None)
-        machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
+            optimizer().step()
+
+
+def next_step(machine):
+    machine.should_run_forward_backward(None)
+
+
+@pytest.mark.parametrize("settles", [lambda machine: loss_checks.settle_checks(), next_step], ids=["end", "next"])
+def test_a_step_without_an_optimizer_is_settled_at_its_end_or_before_the_next_one(on_graphs, settles):
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    launched(machine, float("nan"))
+    with pytest.raises(RuntimeError, match="found NaN in 0"):
+        settles(machine)
+
+
+def test_a_training_step_settles_its_checks(on_graphs, monkeypatch):
+    settled = []
+    monkeypatch.setattr(train_loop, "settle_checks", lambda: settled.append(True))
+    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *unused: None)
+    train_step = train_loop._with_steps(lambda forward_step_func, data_iterator, model, global_state: "result")
+    state = SimpleNamespace(cfg=SimpleNamespace(model=None), train_state=SimpleNamespace(step=0))
+    assert train_step(None, None, [], state) == "result" and settled
+
+
+def test_a_captured_optimizer_step_leaves_checks_to_the_end_of_the_step(on_graphs, monkeypatch):
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    launched(machine, float("nan"))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        optimizer().step()
+    with pytest.raises(RuntimeError, match="found NaN in 0"):
+        loss_checks.settle_checks()
 
 
 numbers = st.lists(st.sampled_from((1.0, float("nan"), float("inf"), -float("inf"))), max_size=6)

@@ -1,10 +1,11 @@
 """Checks of losses and gradients for NaN and Inf, read once for a step instead of in every microbatch.
 
 Upstream's host waits for the device at each check. Where reruns are disabled, a rejected value ends the run with an
-error. On graphs the host reads the verdicts once the step's last backward has been launched, and upstream's own check
-of the first rejected value raises its error then, before the optimizer's step. It waits for the last verdict alone, not
-for the backward behind it. Other ranks may have begun their optimizer's step: they wait for this rank in the reduction
-of the loss, before anything of the step is logged or saved.
+error. On graphs the host reads the verdicts right before an optimizer changes a parameter, and upstream's own check of
+the first rejected value raises its error then. By that time Megatron's optimizer has read the norm of the gradients, so
+the host waits once. Where no optimizer of PyTorch's steps, or a graph replays its step, the end of the training step
+reads them. Other ranks may have begun their optimizer's step: they wait for this rank in the reduction of the loss,
+before anything of the step is logged or saved.
 """
 
 import functools
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..seams.patches import Patch
 from ..seams.registry import seam
@@ -52,8 +54,30 @@ class StepChecks:
                 check()
 
 
-# Of each state machine whose step is under way.
+# Of each state machine whose forwards and backwards are under way, and of those that have launched their last.
 _pending: WeakKeyDictionary[Any, StepChecks] = WeakKeyDictionary()
+_unread: list[StepChecks] = []
+
+
+def settle_checks() -> None:
+    """Read the verdicts of steps whose last backward was launched.
+
+    Raises:
+        RuntimeError: Upstream's error of the first rejected value.
+    """
+    while _unread:
+        _unread.pop(0).settle()
+
+
+@functools.cache
+def _settle_before_optimizers() -> None:
+    """From now on, settle checks before any optimizer of PyTorch's steps."""
+
+    def settle(*unused: Any) -> None:
+        if _unread and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            settle_checks()
+
+    register_optimizer_step_pre_hook(settle)
 
 
 def _kept(old: Callable[..., None]) -> Callable[..., None]:
@@ -80,12 +104,14 @@ def _is_one(result: Any) -> bool:
 
 
 def _read_between(old: Callable[..., bool]) -> Callable[..., bool]:
-    """Read a step's verdicts when the loop asks whether to run it again: before the optimizer's step."""
+    """Leave a step's verdicts to its optimizer when the loop asks whether to run it again."""
 
     @functools.wraps(old)
     def should_run_forward_backward(self: Any, *args: Any, **kwargs: Any) -> bool:
+        settle_checks()
         if (checks := _pending.pop(self, None)) is not None:
-            checks.settle()
+            _unread.append(checks)
+            _settle_before_optimizers()
         runs = old(self, *args, **kwargs)
         if runs and self.mode == DISABLED and any_on_graphs():
             _pending[self] = StepChecks()

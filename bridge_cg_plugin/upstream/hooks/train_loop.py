@@ -18,6 +18,7 @@ from ..wrappers import unwrapped
 from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
+from .loss_checks import settle_checks
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
 from .step_driver import StepDriver
 from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
@@ -48,7 +49,9 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             stack.enter_context(joint_step(active_graphs()))
-            return old(*args, **kwargs)
+            result = old(*args, **kwargs)
+            settle_checks()
+            return result
 
     return train_step
 

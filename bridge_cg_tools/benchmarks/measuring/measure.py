@@ -182,7 +182,7 @@ class Profile:
 
     def stop(self) -> list[Span]:
         """End; returns what `spans` does."""
-        from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
+        from torch.autograd import DeviceType
 
         synchronize()
         self._profiler.stop()
