@@ -1,5 +1,6 @@
 """What recording relies on in Transformer Engine's modules."""
 
+import importlib
 import inspect
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_accumulation, refuse_host_copies
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
 
 
 class Linear(nn.Module):
@@ -61,11 +63,17 @@ def test_the_modules_read_what_is_set(name):
         assert needed in source
 
 
+def unknown():
+    raise RuntimeError("cuDNN version incompatibility")
+
+
 @pytest.mark.parametrize(
-    "version, refused", [(91500, True), (90100, True), (91501, False), (91900, False), (None, False)]
+    "version, refused", [((9, 15, 0), True), ((9, 1, 0), True), ((9, 15, 1), False), ((9, 19, 0), False)]
 )
 def test_attention_that_reads_host_memory_in_replays_is_refused(monkeypatch, version, refused):
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
+    # As where PyTorch was built for another cuDNN than the one that Transformer Engine has loaded.
+    monkeypatch.setattr(torch.backends.cudnn, "version", unknown)
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
 
     def is_refused(tokens, is_cuda=True):

@@ -1,5 +1,6 @@
 """What recording needs of Transformer Engine's modules."""
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,12 @@ from ...graphs.errors import CaptureError
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
-from ..seams.registry.engine import TE_ATTENTION
+from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS
 
 # Up to this version, cuDNN's attention of unpacked sequences needs multiples of so many keys: for others,
 # cudnn-frontend copies lengths from host memory, which every replay reads again. Transformer Engine refuses this in its
 # own captures alone (`nvte_get_fused_attn_backend`).
-CUDNN_WITH_HOST_COPIES, KEYS = 91500, 128
+CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
 
 
 def refuse_host_copies(hidden_states: Tensor) -> None:
@@ -30,12 +31,16 @@ def refuse_host_copies(hidden_states: Tensor) -> None:
     Raises:
         CaptureError: cuDNN is 9.15.0 or earlier, and the sequence is no multiple of 128 tokens.
     """
-    tokens, version = hidden_states.shape[0], torch.backends.cudnn.version()
+    tokens = hidden_states.shape[0]
     fused = hidden_states.is_cuda and torch.is_grad_enabled() and os.environ.get("NVTE_FUSED_ATTN") != "0"
-    if fused and tokens % KEYS and version is not None and version <= CUDNN_WITH_HOST_COPIES:
+    if not fused or tokens % KEYS == 0:
+        return
+    # Transformer Engine's cuDNN: PyTorch may have another one, and then refuses to tell any version.
+    version = importlib.import_module(TE_ATTENTION_UTILS).get_cudnn_version()
+    if version <= CUDNN_WITH_HOST_COPIES:
         raise CaptureError(
-            f"cuDNN {version} cannot replay attention over {tokens} tokens: install cuDNN 9.16 or later, or pad "
-            f"sequences to a multiple of {KEYS} tokens"
+            f"cuDNN {'.'.join(map(str, version))} cannot replay attention over {tokens} tokens: install cuDNN 9.16 or "
+            f"later, or pad sequences to a multiple of {KEYS} tokens"
         )
 
 

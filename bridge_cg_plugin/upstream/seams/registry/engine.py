@@ -307,6 +307,15 @@ SEAMS = (
         attributes=("is_installed",),
     ),
     Seam(
+        name="engine_cudnn_version",
+        module=TE_ATTENTION_UTILS,
+        target="get_cudnn_version",
+        kind="function",
+        touch="read",
+        purpose="attention that a replay cannot repeat is refused",
+        features=(Feature.FULL_ITERATION,),
+    ),
+    Seam(
         name="attention_backend",
         module=f"{CORE}.models.common.language_module.language_module",
         target="LanguageModule._set_attention_backend",
