@@ -1,7 +1,9 @@
-"""Compiling kernels in a thread of its own while warm-up steps run."""
+"""Compiling kernels ahead, in a thread of its own while steps run; recordings go first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Condition
 
 from ..announce import LOGGER
 
@@ -9,38 +11,81 @@ from ..announce import LOGGER
 FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0)
 
 
+class Turns:
+    """Keeps recordings of a process and kernels that are compiled ahead apart in time."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._recordings = self._kernels = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside, behind the kernel that is being compiled; the next ones wait."""
+        with self._changed:
+            self._recordings += 1
+            self._changed.wait_for(lambda: not self._kernels)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._recordings -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile one kernel inside, behind all recordings."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._recordings)
+            self._kernels += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._kernels -= 1
+                self._changed.notify_all()
+
+
+TURNS = Turns()
+
+
 class KernelCompiler:
     """Compiles for sizes like those seen; a recording that comes later finds its kernels ready.
 
-    What cannot be compiled here is left to the recording, which raises the error.
+    A recording compiles itself what is not ready yet. What cannot be compiled here is left to it, too; it raises the
+    error.
 
     Args:
-        compile_for: Compiles what recordings call for a number of tokens.
+        compile_for: Compiles what recordings call for a number of tokens, one kernel with each step of the iterator.
     """
 
-    def __init__(self, compile_for: Callable[[int], None]) -> None:
+    def __init__(self, compile_for: Callable[[int], Iterator[None]]) -> None:
         self._compile_for = compile_for
         self._started: set[int] = set()
-        self._pool: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge-cg compiles")
 
     def saw(self, tokens: int) -> None:
         """Compile for a microbatch's size and those around it, unless sizes of its magnitude came before."""
         magnitude = tokens.bit_length()
-        if magnitude in self._started:
-            return
-        self._started.add(magnitude)
-        self._pool = self._pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge-cg compiles")
-        self._pool.submit(self._compile, tokens)
+        if magnitude not in self._started:
+            self._started.add(magnitude)
+            self._go_on(self._kernels(tokens))
 
-    def _compile(self, tokens: int) -> None:
+    def _kernels(self, tokens: int) -> Iterator[None]:
+        for factor in FACTORS:
+            yield from self._compile_for(max(int(tokens * factor), 1))
+
+    def _go_on(self, kernels: Iterator[None]) -> None:
+        with suppress(RuntimeError):  # the process ends
+            self._thread.submit(self._compile, kernels)
+
+    def _compile(self, kernels: Iterator[None]) -> None:
+        """Compile one kernel; the others are the thread's next task, so that a process that ends waits for one."""
         try:
-            for factor in FACTORS:
-                self._compile_for(max(int(tokens * factor), 1))
+            with TURNS.compiling():
+                next(kernels)
+        except StopIteration:
+            return
         except Exception:
             LOGGER.debug("kernels were not compiled ahead", exc_info=True)
-
-    def wait(self) -> None:
-        """Wait for what was started."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+            return
+        self._go_on(kernels)

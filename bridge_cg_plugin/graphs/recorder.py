@@ -12,6 +12,7 @@ from .buckets import Bucket
 from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
 from .changes.tables import Entry
+from .compiling import TURNS
 from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
 from .generators import put_back
@@ -119,6 +120,7 @@ class Recorder:
 
         before = self.executor.pool_bytes(slot.pool)
         with (
+            TURNS.recording(),
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone

@@ -1,6 +1,6 @@
 """What the manager of vision graphs asks of an encoder: how it is called, what it returns, what is recorded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -168,7 +168,8 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        compile_kernels: Called with the modules and a number of tokens in any thread: compiles these kernels ahead.
+        compile_kernels: Called with the modules and a number of tokens: compiles these kernels ahead, one with each
+            step of the iterator, which any thread may take.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
@@ -186,7 +187,7 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    compile_kernels: Callable[[Sequence[nn.Module], int], None] | None = None
+    compile_kernels: Callable[[Sequence[nn.Module], int], Iterator[None]] | None = None
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext

@@ -88,8 +88,6 @@ class EncoderCapture:
 
     def _prepare(self, manager: Manager) -> float:
         """Choose attention; returns the most tokens that a bucket may have on this rank."""
-        if self._compiler is not None:
-            self._compiler.wait()
         self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         self.kernels.choose_attention()
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)

@@ -271,7 +271,7 @@ def test_recordings_find_their_kernels_compiled(tower_module, model, grads, grap
                 kernel.device_caches.clear()
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]))
-    compile_kernels((model,), 784)
+    list(compile_kernels((model,), 784))
     ahead = len(compiled)
     assert ahead >= 8
     helper = graphs_of(buckets=(784,), slots=1)

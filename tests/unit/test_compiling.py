@@ -1,11 +1,14 @@
 """Kernels compiled ahead: for which sizes, in which thread, and what happens where that fails."""
 
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.compiling import KernelCompiler
+from bridge_cg_plugin.graphs.compiling import TURNS, KernelCompiler
 from bridge_cg_plugin.upstream.kernels import precompile
 
 from .towers import new_tower, tower
@@ -13,20 +16,73 @@ from .towers import new_tower, tower
 KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding", "_rotate_qkv", "_rotate_qkv"]
 
 
-def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training():
-    sizes, threads = [], set()
+WAIT_S = 30
 
-    def compile_for(tokens):
-        sizes.append(tokens)
-        threads.add(threading.get_ident())
 
-    compiler = KernelCompiler(compile_for)
+class Kernels:
+    """Compiles two kernels for each size, the second one when `hold` lets it."""
+
+    def __init__(self):
+        self.begun, self.done, self.threads = [], [], set()
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def compile_for(self, tokens):
+        for kernel in range(2):
+            self.begun.append((tokens, kernel))
+            assert kernel == 0 or self.hold.wait(WAIT_S)
+            self.done.append((tokens, kernel))
+            self.threads.add(threading.get_ident())
+            yield
+
+
+def wait_for(condition):
+    ends = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def kernels():
+    return Kernels()
+
+
+def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels):
+    compiler = KernelCompiler(kernels.compile_for)
     for tokens in (784, 800, 700, 3000):
         compiler.saw(tokens)
-    compiler.wait()
-    assert sizes == [784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
-    assert threading.get_ident() not in threads and len(threads) == 1
-    compiler.wait()
+    sizes = [784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
+    wait_for(lambda: len(kernels.done) == 2 * len(sizes))
+    assert sorted(kernels.done) == sorted((tokens, kernel) for tokens in sizes for kernel in range(2))
+    assert threading.get_ident() not in kernels.threads and len(kernels.threads) == 1
+
+
+def test_a_microbatchs_own_size_comes_first(kernels):
+    KernelCompiler(kernels.compile_for).saw(784)
+    wait_for(lambda: len(kernels.done) == 12)
+    assert [tokens for tokens, _ in kernels.done[::2]] == [784, 1568, 392, 3136, 196, 6272]
+
+
+def test_a_recording_waits_for_one_kernel_and_the_next_ones_for_it(kernels):
+    kernels.hold.clear()
+    KernelCompiler(kernels.compile_for).saw(784)
+    wait_for(lambda: len(kernels.begun) == 2)
+    threading.Timer(0.05, kernels.hold.set).start()
+    with TURNS.recording():
+        assert len(kernels.done) == 2, "a recording began beside a kernel that was being compiled"
+        with TURNS.recording():  # of a part, inside
+            time.sleep(0.05)
+        time.sleep(0.05)
+        assert len(kernels.begun) == 2
+    wait_for(lambda: len(kernels.done) == 12)
+
+
+def test_a_recording_that_fails_lets_others_go_on(kernels):
+    with pytest.raises(KeyError), TURNS.recording():
+        raise KeyError
+    KernelCompiler(kernels.compile_for).saw(784)
+    wait_for(lambda: len(kernels.done) == 12)
 
 
 def test_an_error_is_left_to_the_recording():
@@ -34,12 +90,32 @@ def test_an_error_is_left_to_the_recording():
 
     def compile_for(tokens):
         tried.append(tokens)
+        yield
         raise RuntimeError("no compiler")
 
     compiler = KernelCompiler(compile_for)
     compiler.saw(4)
-    compiler.wait()
-    assert tried == [4]
+    compiler.saw(100)
+    wait_for(lambda: len(tried) == 2)
+    with TURNS.recording():
+        pass
+    assert tried == [4, 100]
+
+
+def test_a_process_that_ends_waits_for_no_more_than_a_kernel():
+    script = """
+import time
+from bridge_cg_plugin.graphs.compiling import KernelCompiler
+
+def compile_for(tokens):
+    while True:
+        time.sleep(0.01)
+        yield
+
+KernelCompiler(compile_for).saw(4)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 @pytest.fixture
@@ -62,7 +138,7 @@ def compiled(monkeypatch):
 
 
 def test_a_towers_kernels_of_its_widths(compiled):
-    precompile.compile_kernels((tower(),), 48)
+    list(precompile.compile_kernels((tower(),), 48))
     assert sorted(name for name, *_ in compiled) == KERNELS, "layers that are alike are compiled for once"
     (settings,) = [s for name, _, s in compiled if name == "_rotate_qkv" and s["SIGN"] == -1.0]
     assert settings["COPY_V"] is False, "gradients come as cuDNN's attention leaves them"
@@ -77,7 +153,7 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
         if hasattr(module, "q_layernorm"):
             module.q_layernorm = torch.nn.Identity()
             module.num_query_groups_per_partition = 1
-    precompile.compile_rotations((model.decoder,), 48)
+    list(precompile.compile_rotations((model.decoder,), 48))
     assert {name for name, *_ in compiled} == {"_rotate"}
     rotations = [(shapes[0][1:], s["SIGN"], s["ROUNDS"]) for name, shapes, s in compiled if name == "_rotate"]
     heads = {shape[0] for shape, *_ in rotations}
@@ -93,8 +169,8 @@ def test_layernorm_in_all_forms(compiled):
 
 
 def test_nothing_without_a_gpu_or_parameters():
-    precompile.compile_kernels((tower(),), 48)
-    precompile.compile_kernels((torch.nn.GELU(),), 48)
+    assert not list(precompile.compile_kernels((tower(),), 48))
+    assert not list(precompile.compile_kernels((torch.nn.GELU(),), 48))
 
 
 def test_meta_tensors_compile_and_load_a_kernel():

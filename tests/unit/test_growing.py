@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import threading
 import time
 import weakref
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.compiling import TURNS
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
@@ -104,16 +106,17 @@ def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, modules, monkey
 
 
 def test_seconds_of_capture_are_all_that_training_waits_for(tower):
-    class Compiler:
-        def saw(self, tokens):
-            pass
+    begun = threading.Event()
 
-        def wait(self):
-            time.sleep(0.3)
+    def compile_one():
+        with TURNS.compiling():
+            begun.set()
+            time.sleep(0.4)
 
     with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
-        graphs.workload.planned._compiler = Compiler()
         tower(*_drawn(SMALL))
+        threading.Thread(target=compile_one).start()
+        assert begun.wait(10)
         began = time.perf_counter()
         assert graphs.capture()
         assert 0.3 < graphs.statistics().capture_seconds <= time.perf_counter() - began

@@ -1,6 +1,6 @@
 """What a decoder is to its packed-sequence graphs: its calls, its pieces, its upstream side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,8 +72,8 @@ class DecoderFamily(Protocol):
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""
 
-    def compile_kernels(self, tokens: int, /) -> None:
-        """Compile what recorded work calls for a number of tokens; any thread may call it."""
+    def compile_kernels(self, tokens: int, /) -> Iterator[None]:
+        """Compile what recorded work calls for a number of tokens, one kernel with each step, in any thread."""
 
     def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""

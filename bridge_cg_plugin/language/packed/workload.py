@@ -151,7 +151,6 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        self._compiler.wait()
         self.buckets = self.plan.capacities()
         if self.options.on_demand:
             self._demand = self._begin()

@@ -194,9 +194,9 @@ class TransformerBlockFamily:
             )
         return (output,)
 
-    def compile_kernels(self, tokens: int) -> None:
+    def compile_kernels(self, tokens: int) -> Iterator[None]:
         """See `DecoderFamily`."""
-        compile_rotations((self._decoder,), tokens)
+        return compile_rotations((self._decoder,), tokens)
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)

@@ -18,21 +18,24 @@ from .layers import (
 from .rotary import is_bridges_attention, rotates_at_projection
 
 
-def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> None:
+def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> Iterator[None]:
     """Compile what recordings of these modules call for a number of tokens; nothing without Triton or a GPU.
 
-    Kernels that are compiled already cost nothing. Any thread may call it.
+    Kernels that are compiled already cost nothing. Any thread may take the steps.
 
     Args:
         modules: Roots of the modules.
         tokens: Rows of the matrices.
+
+    Yields:
+        None, after the kernels of each layer's kind.
     """
-    _compile(modules, tokens, _widths)
+    return _compile(modules, tokens, _widths)
 
 
-def compile_rotations(modules: Sequence[nn.Module], tokens: int) -> None:
+def compile_rotations(modules: Sequence[nn.Module], tokens: int) -> Iterator[None]:
     """Compile as `compile_kernels` does, for recordings that only rotate by the plugin's kernels."""
-    _compile(modules, tokens, _rotations)
+    return _compile(modules, tokens, _rotations)
 
 
 class _Widths(NamedTuple):
@@ -44,13 +47,14 @@ class _Widths(NamedTuple):
 
 def _compile(
     modules: Sequence[nn.Module], tokens: int, widths: Callable[[Sequence[nn.Module]], Iterator[_Widths]]
-) -> None:
+) -> Iterator[None]:
     weight = next((p for module in modules for p in module.parameters()), None)
     if weight is None or not kernels_available():
         return
-    with torch.cuda.device_of(weight):
-        for compile_one in dict.fromkeys(widths(modules)):
+    for compile_one in dict.fromkeys(widths(modules)):
+        with torch.cuda.device_of(weight):
             compile_one.kernel(tokens, *compile_one.sizes)
+        yield
 
 
 def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
