@@ -189,7 +189,7 @@ accumulated into fp32 `main_grad`. Each bucket has exactly the size of its case.
 
 {speed(bench)}
 
-Mixes of images and video, replayed from one set of captures. {origin(mixes)}
+Mixes of images and video, from one set of captures or, `on_demand`, buckets that mixes ask for. {origin(mixes)}
 
 {parity(mixes)}
 
