@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Condition
 
+import torch
+
 from ..announce import LOGGER
 
 # How far from a microbatch's size, as factors, those of buckets may lie: the kernels of a size differ by its magnitude.
@@ -12,19 +14,20 @@ FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0)
 
 
 class Turns:
-    """Keeps recordings of a process and kernels that are compiled ahead apart in time."""
+    """Keeps recordings of a process and each kernel that is compiled ahead apart in time."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._recordings = self._kernels = 0
+        self._recordings, self._compiling = 0, False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record inside, behind the kernel that is being compiled; the next ones wait."""
         with self._changed:
             self._recordings += 1
-            self._changed.wait_for(lambda: not self._kernels)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._compiling)
             yield
         finally:
             with self._changed:
@@ -35,13 +38,13 @@ class Turns:
     def compiling(self) -> Iterator[None]:
         """Compile one kernel inside, behind all recordings."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._recordings)
-            self._kernels += 1
+            self._changed.wait_for(lambda: not self._recordings and not self._compiling)
+            self._compiling = True
         try:
             yield
         finally:
             with self._changed:
-                self._kernels -= 1
+                self._compiling = False
                 self._changed.notify_all()
 
 
@@ -61,6 +64,7 @@ class KernelCompiler:
     def __init__(self, compile_for: Callable[[int], Iterator[None]]) -> None:
         self._compile_for = compile_for
         self._started: set[int] = set()
+        self._device = -1  # no device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge-cg compiles")
 
     def saw(self, tokens: int) -> None:
@@ -68,6 +72,8 @@ class KernelCompiler:
         magnitude = tokens.bit_length()
         if magnitude not in self._started:
             self._started.add(magnitude)
+            if torch.cuda.is_available():
+                self._device = torch.cuda.current_device()
             self._go_on(self._kernels(tokens))
 
     def _kernels(self, tokens: int) -> Iterator[None]:
@@ -81,7 +87,7 @@ class KernelCompiler:
     def _compile(self, kernels: Iterator[None]) -> None:
         """Compile one kernel; the others are the thread's next task, so that a process that ends waits for one."""
         try:
-            with TURNS.compiling():
+            with TURNS.compiling(), torch.cuda.device(self._device):
                 next(kernels)
         except StopIteration:
             return

@@ -14,6 +14,7 @@ from torch import nn
 from ..announce import warn
 from . import ranges
 from .changes.model_watch import ModelWatch
+from .compiling import TURNS
 from .demand import Demand
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, release_frames
 from .executor import Executor
@@ -215,7 +216,7 @@ class GraphManager:
         self._note_pause()
         self.reset()
         try:
-            with self._counted():
+            with self._counted(), TURNS.recording():
                 self.workload.capture()
                 self.workload.captured()
         except BaseException as error:

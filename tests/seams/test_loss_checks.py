@@ -1,5 +1,6 @@
 """Checks of losses and gradients of megatron-core's state machine: read once, with upstream's own error."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.compiling import KernelCompiler
 from bridge_cg_plugin.upstream.hooks import loss_checks, train_loop
 from tests.unit.waits import HostWait, no_host_waits
 
@@ -43,9 +45,10 @@ def step(machine, numbers):
     optimizes = optimizer()
     parameter = optimizes.param_groups[0]["params"][0]
     try:
-        while machine.should_run_forward_backward(None):
-            check_all(machine, [torch.tensor(number) for number in numbers])
-        optimizes.step()
+        with loss_checks.left_to_optimizer():
+            while machine.should_run_forward_backward(None):
+                check_all(machine, [torch.tensor(number) for number in numbers])
+            optimizes.step()
     except RuntimeError as error:
         assert parameter == 1.0
         return str(error)
@@ -69,44 +72,84 @@ def launched(machine, number):
         assert not machine.should_run_forward_backward(None)
 
 
-def test_a_step_without_rejected_values_waits_at_its_optimizer_alone(on_graphs):
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+def new_machine():
+    return RerunStateMachine(mode=RerunMode.DISABLED)
+
+
+def test_a_loop_of_its_own_waits_before_its_optimizer(on_graphs):
+    machine = new_machine()
     for _ in range(3):
-        launched(machine, 1.0)
+        assert machine.should_run_forward_backward(None)
+        with no_host_waits():
+            check_all(machine, [torch.tensor(1.0), torch.tensor(2.0)])
         with pytest.raises(HostWait), no_host_waits():
-            optimizer().step()
+            machine.should_run_forward_backward(None)
+        machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
 
 
-def next_step(machine):
-    machine.should_run_forward_backward(None)
+def test_a_training_step_waits_at_its_optimizer_alone(on_graphs):
+    machine = new_machine()
+    for _ in range(3):
+        with loss_checks.left_to_optimizer():
+            launched(machine, 1.0)
+            with pytest.raises(HostWait), no_host_waits():
+                optimizer().step()
 
 
-@pytest.mark.parametrize("settles", [lambda machine: loss_checks.settle_checks(), next_step], ids=["end", "next"])
-def test_a_step_without_an_optimizer_is_settled_at_its_end_or_before_the_next_one(on_graphs, settles):
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
-    launched(machine, float("nan"))
-    with pytest.raises(RuntimeError, match="found NaN in 0"):
-        settles(machine)
+def test_a_training_step_without_an_optimizer_is_settled_at_its_end(on_graphs):
+    with pytest.raises(RuntimeError, match="found NaN in 0"), loss_checks.left_to_optimizer():
+        launched(new_machine(), float("nan"))
 
 
-def test_a_training_step_settles_its_checks(on_graphs, monkeypatch):
-    settled = []
-    monkeypatch.setattr(train_loop, "settle_checks", lambda: settled.append(True))
-    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *unused: None)
-    train_step = train_loop._with_steps(lambda forward_step_func, data_iterator, model, global_state: "result")
-    state = SimpleNamespace(cfg=SimpleNamespace(model=None), train_state=SimpleNamespace(step=0))
-    assert train_step(None, None, [], state) == "result" and settled
-
-
-def test_a_captured_optimizer_step_leaves_checks_to_the_end_of_the_step(on_graphs, monkeypatch):
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
-    launched(machine, float("nan"))
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+def test_a_training_step_that_fails_leaves_no_checks_to_others(on_graphs):
+    with pytest.raises(KeyError), loss_checks.left_to_optimizer():
+        launched(new_machine(), float("nan"))
+        raise KeyError
+    optimizer().step()
+    with loss_checks.left_to_optimizer():
+        launched(new_machine(), 1.0)
         optimizer().step()
-    with pytest.raises(RuntimeError, match="found NaN in 0"):
-        loss_checks.settle_checks()
+
+
+@pytest.fixture
+def step_of(monkeypatch):
+    """Return a function that makes Bridge's training step out of what it does, with or without captured optimizer."""
+    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *unused: None)
+
+    def make(work, captures):
+        step = train_loop._with_steps(lambda model, global_state: work())
+        optimizer = SimpleNamespace(optimizer_cuda_graph=captures)
+        config = SimpleNamespace(model=None, optimizer=optimizer)
+        state = SimpleNamespace(cfg=config, train_state=SimpleNamespace(step=0))
+        return lambda: step([], state)
+
+    return make
+
+
+def test_bridges_step_leaves_checks_to_its_optimizer(on_graphs, step_of):
+    def work():
+        launched(new_machine(), float("nan"))
+        with pytest.raises(RuntimeError, match="found NaN in 0"):
+            optimizer().step()
+        return "result"
+
+    assert step_of(work, captures=False)() == "result"
+
+
+def test_before_a_captured_optimizer_checks_are_settled_and_nothing_is_compiled(on_graphs, step_of):
+    def work():
+        compiler.saw(4)
+        time.sleep(0.05)
+        assert not compiled
+        return launched(new_machine(), 1.0)
+
+    def compile_for(tokens):
+        compiled.append(tokens)
+        yield
+
+    compiled, compiler = [], KernelCompiler(compile_for)
+    with pytest.raises(HostWait):
+        step_of(work, captures=True)()
 
 
 numbers = st.lists(st.sampled_from((1.0, float("nan"), float("inf"), -float("inf"))), max_size=6)

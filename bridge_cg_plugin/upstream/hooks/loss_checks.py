@@ -1,16 +1,17 @@
 """Checks of losses and gradients for NaN and Inf, read once for a step instead of in every microbatch.
 
 Upstream's host waits for the device at each check. Where reruns are disabled, a rejected value ends the run with an
-error. On graphs the host reads the verdicts right before an optimizer changes a parameter, and upstream's own check of
-the first rejected value raises its error then. By that time Megatron's optimizer has read the norm of the gradients, so
-the host waits once. Where no optimizer of PyTorch's steps, or a graph replays its step, the end of the training step
-reads them. Other ranks may have begun their optimizer's step: they wait for this rank in the reduction of the loss,
-before anything of the step is logged or saved.
+error. On graphs the host reads the verdicts once the step's last backward has been launched, and upstream's own check
+of the first rejected value raises its error then, before the optimizer's step. In Bridge's training step the host reads
+them later, right before the optimizer changes a parameter: Megatron's optimizer has waited for the gradients' norm by
+then. A rank whose optimizer changes nothing reads them at the end of the step. Other ranks may have finished their
+optimizer's step: they wait for this rank in their next communication.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,30 +55,38 @@ class StepChecks:
                 check()
 
 
-# Of each state machine whose forwards and backwards are under way, and of those that have launched their last.
+# Of each state machine whose forwards and backwards are under way.
 _pending: WeakKeyDictionary[Any, StepChecks] = WeakKeyDictionary()
-_unread: list[StepChecks] = []
+# Those of a training step that have launched their last backward; None outside of `left_to_optimizer`.
+_unread: list[StepChecks] | None = None
 
 
-def settle_checks() -> None:
-    """Read the verdicts of steps whose last backward was launched.
+@contextmanager
+def left_to_optimizer() -> Iterator[None]:
+    """Leave checks to the optimizer of the training step inside.
 
     Raises:
         RuntimeError: Upstream's error of the first rejected value.
     """
+    global _unread
+    _settle_before_optimizers()
+    _unread = []
+    try:
+        yield
+        _settle_unread()
+    finally:
+        _unread = None
+
+
+def _settle_unread(*unused: Any) -> None:
     while _unread:
         _unread.pop(0).settle()
 
 
 @functools.cache
 def _settle_before_optimizers() -> None:
-    """From now on, settle checks before any optimizer of PyTorch's steps."""
-
-    def settle(*unused: Any) -> None:
-        if _unread and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            settle_checks()
-
-    register_optimizer_step_pre_hook(settle)
+    """From now on, settle checks that were left to it before any optimizer of PyTorch's steps."""
+    register_optimizer_step_pre_hook(_settle_unread)
 
 
 def _kept(old: Callable[..., None]) -> Callable[..., None]:
@@ -104,14 +113,15 @@ def _is_one(result: Any) -> bool:
 
 
 def _read_between(old: Callable[..., bool]) -> Callable[..., bool]:
-    """Leave a step's verdicts to its optimizer when the loop asks whether to run it again."""
+    """Read a step's verdicts, or leave them to its optimizer, when the loop asks whether to run it again."""
 
     @functools.wraps(old)
     def should_run_forward_backward(self: Any, *args: Any, **kwargs: Any) -> bool:
-        settle_checks()
         if (checks := _pending.pop(self, None)) is not None:
-            _unread.append(checks)
-            _settle_before_optimizers()
+            if _unread is None:
+                checks.settle()
+            else:
+                _unread.append(checks)
         runs = old(self, *args, **kwargs)
         if runs and self.mode == DISABLED and any_on_graphs():
             _pending[self] = StepChecks()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ...graphs.compiling import TURNS
 from ...graphs.joint_step import joint_step
 from ...graphs.report import metrics_of_ranks, pause_metrics
 from ..parallel.failures import named_failure, several_ranks
@@ -18,7 +19,7 @@ from ..wrappers import unwrapped
 from .any_loop import LOOPS
 from .full_iteration import CURRENT
 from .graph_helper import active_graphs, active_helpers, asks_for_graphs
-from .loss_checks import settle_checks
+from .loss_checks import left_to_optimizer
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
 from .step_driver import StepDriver
 from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
@@ -49,11 +50,16 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             stack.enter_context(joint_step(active_graphs()))
-            result = old(*args, **kwargs)
-            settle_checks()
-            return result
+            # Kernels that are compiled ahead and checks must not meet a capture of the optimizer.
+            stack.enter_context(TURNS.recording() if _captures_optimizer(state) else left_to_optimizer())
+            return old(*args, **kwargs)
 
     return train_step
+
+
+def _captures_optimizer(state: Any) -> bool:
+    optimizer = getattr(getattr(state, "cfg", None), "optimizer", None)
+    return bool(getattr(optimizer, "optimizer_cuda_graph", False))
 
 
 def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from .rotary import is_bridges_attention, rotates_at_projection
 def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> Iterator[None]:
     """Compile what recordings of these modules call for a number of tokens; nothing without Triton or a GPU.
 
-    Kernels that are compiled already cost nothing. Any thread may take the steps.
+    Kernels that are compiled already cost nothing. Any thread may take the steps, on the device of the recordings.
 
     Args:
         modules: Roots of the modules.
@@ -48,13 +48,10 @@ class _Widths(NamedTuple):
 def _compile(
     modules: Sequence[nn.Module], tokens: int, widths: Callable[[Sequence[nn.Module]], Iterator[_Widths]]
 ) -> Iterator[None]:
-    weight = next((p for module in modules for p in module.parameters()), None)
-    if weight is None or not kernels_available():
-        return
-    for compile_one in dict.fromkeys(widths(modules)):
-        with torch.cuda.device_of(weight):
+    if kernels_available():
+        for compile_one in dict.fromkeys(widths(modules)):
             compile_one.kernel(tokens, *compile_one.sizes)
-        yield
+            yield
 
 
 def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
