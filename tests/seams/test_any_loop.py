@@ -8,101 +8,29 @@ import time
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.core import tensor_parallel
-from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.hooks import emptied_cache, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-from tests.leaving import LeavingExecutor
-from tests.unit.towers import assert_close, draw, loss_of, new_tower
+from tests.unit.towers import assert_close
 
-SIZES = ([[1, 4, 6]], [[1, 8, 8], [1, 4, 4]], [[2, 4, 4]])
-ZEROS = torch.zeros
-FIELDS = {
-    "vision_cuda_graph_impl": "transformer_engine",
-    "vision_cuda_graph_buckets": [32, 64, 128],
-    "vision_cuda_graph_strict": True,
-    "vision_cuda_graph_tuning": {"exact_below": 0},
-    "cuda_graph_warmup_steps": 1,
-}
-
-
-class Policy(nn.Module):
-    """A vision-language model as far as its encoder."""
-
-    model_type = ModelType.encoder_or_decoder
-
-    def __init__(self, seed=0, **fields):
-        super().__init__()
-        self.vision_model = new_tower(seed)
-        self.config = copy.copy(self.vision_model.config)
-        vars(self.config).update({**FIELDS, **fields}, timers=None, calculate_per_token_loss=False)
-
-    def set_input_tensor(self, tensor): ...
-
-    def forward(self, rows, seed):
-        hidden, deepstack = self.vision_model(*draw(rows, seed))
-        return loss_of([hidden, *deepstack])
-
-
-def on_cpu(*args, device=None, **kwargs):
-    return ZEROS(*args, **kwargs)
-
-
-def call(model, microbatches, forward_only=False, seed=0):
-    """Run one schedule call as a loop does; returns the losses and, after training, the gradients."""
-    data = iter([(SIZES[i % len(SIZES)], seed + i) for i in range(microbatches)])
-
-    def step(iterator, chunk):
-        loss = chunk(*next(iterator))
-        return loss, lambda output: (output, {"loss": output.detach().clone()})
-
-    model.zero_grad(set_to_none=True)
-    with mock.patch.object(torch, "zeros", on_cpu):
-        found = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=data,
-            model=[model],
-            num_microbatches=microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [each["loss"] for each in found], gradients
+from .loops import FIELDS, Policy, assert_equal, call, in_one_process
 
 
 @pytest.fixture(autouse=True)
 def loop(active, monkeypatch):
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "pp", "embd", "pos_embd", "dp_cp"), alone))
-    if hasattr(schedules, "_build_default_pg_collection"):
-        monkeypatch.setattr(schedules, "_build_default_pg_collection", lambda: groups)
-    monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
-    LOOPS.forget()
-    yield
-    bridge_cg_plugin.deactivate()
-    bridge_cg_plugin.activate()
-
-
-def assert_equal(actual, expected):
-    assert_close(actual[0], expected[0])
-    assert_close(actual[1], expected[1])
+    yield from in_one_process(monkeypatch)
 
 
 def test_a_loop_of_its_own_trains_on_graphs_after_warm_up():
@@ -439,130 +367,3 @@ def test_a_schedule_call_without_graphs_costs_under_ten_microseconds_more():
     arguments = {"model": [wrapper], "num_microbatches": 2}
     assert wrapped(**arguments) == [wrapper] and not active_graphs()
     assert median_us(wrapped, arguments) - median_us(stub, arguments) < 10  # 5 on an idle machine
-
-
-@pytest.fixture
-def asked_for(monkeypatch):
-    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
-
-
-@pytest.fixture
-def leaving(monkeypatch, asked_for):
-    """Give models executors whose memory leaves; returns these, and for which memory may."""
-    made = []
-
-    def executor(*args, releasable=False, **kwargs):
-        made.append(LeavingExecutor() if releasable else ReferenceExecutor())
-        return made[-1]
-
-    monkeypatch.setattr(vision_helper, "default_executor", executor)
-    return made
-
-
-def leave_the_device(model):
-    """Free parameters as loops do before they generate; returns what puts them back elsewhere."""
-    before = [(parameter, parameter.data.clone()) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.data.untyped_storage().resize_(0)
-
-    def back():
-        for parameter, kept in before:
-            parameter.data = kept
-
-    return back
-
-
-@pytest.fixture
-def parameters_count_as_on_the_device(monkeypatch):
-    monkeypatch.setattr(emptied_cache, "is_on_device", lambda parameter: True)
-
-
-@pytest.mark.parametrize("calls", [0, 3], ids=["before capture", "on graphs"])
-def test_a_reference_pass_before_any_weight_is_loaded_is_an_error_and_later_ones_are_right(calls):
-    eager, reference = Policy(vision_cuda_graph_impl="none").eval(), Policy().eval()
-    with torch.no_grad():
-        for seed in range(calls):
-            call(reference, 2, forward_only=True, seed=seed)
-        back = leave_the_device(reference.vision_model)
-        with pytest.raises(RuntimeError):
-            call(reference, 2, forward_only=True)
-        back()
-        for seed in range(4):
-            actual = call(reference, 2, forward_only=True, seed=seed)
-            assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
-    assert active_graphs()[0].statistics().replays >= 4
-
-
-def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, parameters_count_as_on_the_device):
-    eager, model, other = Policy(vision_cuda_graph_impl="none"), Policy(), Policy(1)
-    for _ in range(3):
-        call(model, 2)
-        call(other, 2)
-    torch.cuda.empty_cache()
-    policy, reference = leaving
-    assert not policy.away and not reference.away
-    for seed in range(3):
-        back = leave_the_device(model.vision_model)
-        torch.cuda.empty_cache()
-        assert policy.away and not reference.away
-        torch.cuda.empty_cache()
-        back()
-        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
-        assert policy.returned == policy.left == seed + 1
-    assert not active_graphs()[0].statistics().fallbacks["memory_released"]
-
-
-def test_memory_of_every_model_leaves_when_the_loop_says_so(leaving):
-    eager, models = Policy(vision_cuda_graph_impl="none"), [Policy(), Policy()]
-    assert bridge_cg_plugin.release_memory() == 0
-    for model in models:
-        for _ in range(3):
-            call(model, 2)
-    assert bridge_cg_plugin.release_memory() == 200
-    assert_equal(call(models[0], 2, seed=5), call(eager, 2, seed=5))
-    assert [executor.away for executor in leaving] == [False, True]
-
-
-def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, parameters_count_as_on_the_device):
-    model = Policy()
-    for _ in range(3):
-        call(model, 2)
-    (driver,) = LOOPS._drivers
-    with driver.step():
-        back = leave_the_device(model.vision_model)
-        torch.cuda.empty_cache()
-        back()
-    assert not leaving[0].left
-
-
-def test_memory_of_graphs_stays_unless_the_environment_says_that_it_may_leave(leaving, monkeypatch):
-    monkeypatch.delenv("BRIDGE_CG_RELEASE_MEMORY")
-    before, model = torch.cuda.empty_cache, Policy()
-    for _ in range(3):
-        call(model, 2)
-    assert torch.cuda.empty_cache is before and bridge_cg_plugin.release_memory() == 0
-    assert isinstance(leaving[0], ReferenceExecutor)
-
-
-def test_another_value_of_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
-    with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0 or 1"):
-        call(Policy(), 1)
-
-
-def test_the_function_that_empties_the_cache_is_put_back(asked_for):
-    before = torch.cuda.empty_cache
-    call(Policy(), 1)
-    assert torch.cuda.empty_cache is not before
-    bridge_cg_plugin.deactivate()
-    assert torch.cuda.empty_cache is before
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_model_has_left_once_all_of_it_has(left, parameters_count_as_on_the_device):
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for layer in model[:left]:
-        layer.weight.data.untyped_storage().resize_(0)
-    assert emptied_cache.has_left(model) == (left == 2)
-    assert not emptied_cache.has_left(nn.Identity())

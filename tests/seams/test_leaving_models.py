@@ -1,0 +1,147 @@
+"""Models of other loops whose parameters leave the device and return, with the memory of their graphs."""
+
+import pytest
+import torch
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.hooks import emptied_cache, vision_helper
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from tests.leaving import LeavingExecutor
+
+from .loops import Policy, assert_equal, call, in_one_process
+
+
+@pytest.fixture(autouse=True)
+def loop(active, monkeypatch):
+    yield from in_one_process(monkeypatch)
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
+
+
+@pytest.fixture
+def leaving(monkeypatch, asked_for):
+    """Give models executors whose memory leaves; returns these, and for which memory may."""
+    made = []
+
+    def executor(*args, releasable=False, **kwargs):
+        made.append(LeavingExecutor() if releasable else ReferenceExecutor())
+        return made[-1]
+
+    monkeypatch.setattr(vision_helper, "default_executor", executor)
+    return made
+
+
+def leave_the_device(model):
+    """Free parameters as loops do before they generate; returns what puts them back elsewhere."""
+    before = [(parameter, parameter.data.clone()) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.data.untyped_storage().resize_(0)
+
+    def back():
+        for parameter, kept in before:
+            parameter.data = kept
+
+    return back
+
+
+@pytest.fixture
+def parameters_count_as_on_the_device(monkeypatch):
+    monkeypatch.setattr(emptied_cache, "is_on_device", lambda parameter: True)
+
+
+@pytest.mark.parametrize("calls", [0, 3], ids=["before capture", "on graphs"])
+def test_a_reference_pass_before_any_weight_is_loaded_is_an_error_and_later_ones_are_right(calls):
+    eager, reference = Policy(vision_cuda_graph_impl="none").eval(), Policy().eval()
+    with torch.no_grad():
+        for seed in range(calls):
+            call(reference, 2, forward_only=True, seed=seed)
+        back = leave_the_device(reference.vision_model)
+        with pytest.raises(RuntimeError):
+            call(reference, 2, forward_only=True)
+        back()
+        for seed in range(4):
+            actual = call(reference, 2, forward_only=True, seed=seed)
+            assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
+    assert active_graphs()[0].statistics().replays >= 4
+
+
+def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, parameters_count_as_on_the_device):
+    eager, model, other = Policy(vision_cuda_graph_impl="none"), Policy(), Policy(1)
+    for _ in range(3):
+        call(model, 2)
+        call(other, 2)
+    torch.cuda.empty_cache()
+    policy, reference = leaving
+    assert not policy.away and not reference.away
+    for seed in range(3):
+        back = leave_the_device(model.vision_model)
+        torch.cuda.empty_cache()
+        assert policy.away and not reference.away
+        torch.cuda.empty_cache()
+        back()
+        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+        assert policy.returned == policy.left == seed + 1
+    assert not active_graphs()[0].statistics().fallbacks["memory_released"]
+
+
+def test_memory_of_every_model_leaves_when_the_loop_says_so(leaving):
+    eager, models = Policy(vision_cuda_graph_impl="none"), [Policy(), Policy()]
+    assert bridge_cg_plugin.release_memory() == 0
+    for model in models:
+        for _ in range(3):
+            call(model, 2)
+    assert bridge_cg_plugin.release_memory() == 200
+    assert_equal(call(models[0], 2, seed=5), call(eager, 2, seed=5))
+    assert [executor.away for executor in leaving] == [False, True]
+
+
+def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, parameters_count_as_on_the_device):
+    model = Policy()
+    for _ in range(3):
+        call(model, 2)
+    (driver,) = LOOPS._drivers
+    with driver.step():
+        back = leave_the_device(model.vision_model)
+        torch.cuda.empty_cache()
+        back()
+    assert not leaving[0].left
+
+
+def test_memory_of_graphs_stays_unless_the_environment_says_that_it_may_leave(leaving, monkeypatch):
+    monkeypatch.delenv("BRIDGE_CG_RELEASE_MEMORY")
+    before, model = torch.cuda.empty_cache, Policy()
+    for _ in range(3):
+        call(model, 2)
+    assert torch.cuda.empty_cache is before and bridge_cg_plugin.release_memory() == 0
+    assert isinstance(leaving[0], ReferenceExecutor)
+
+
+def test_another_value_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
+    with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0 or 1"):
+        call(Policy(), 1)
+
+
+def test_the_function_that_empties_the_cache_is_put_back(asked_for):
+    before = torch.cuda.empty_cache
+    call(Policy(), 1)
+    assert torch.cuda.empty_cache is not before
+    bridge_cg_plugin.deactivate()
+    assert torch.cuda.empty_cache is before
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_model_has_left_once_all_of_it_has(left, parameters_count_as_on_the_device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for layer in model[:left]:
+        layer.weight.data.untyped_storage().resize_(0)
+    assert emptied_cache.has_left(model) == (left == 2)
+    assert not emptied_cache.has_left(nn.Identity())
