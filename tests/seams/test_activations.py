@@ -1,8 +1,7 @@
-"""What is known of the saved tensors of upstream's layers, and regions of them whose activations leave."""
+"""What is known of the saved tensors of upstream's layers."""
 
 import importlib
 import inspect
-import json
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ import torch
 from bridge_cg_plugin.offload.registry import Registry, registering
 from bridge_cg_plugin.upstream.kernels import saved_tensors as activations
 from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
-from tests.scripts import interpreted
-from tests.seams.test_layer_kernels import STREAM_SCRIPT
 from tests.unit.towers import draw, new_tower
 
 SOURCE = importlib.import_module(activations.TE_LAYERNORM_LINEAR)
@@ -82,88 +79,3 @@ def test_a_plain_norm_and_product_are_noted_and_others_are_not():
         assert noted(registry, product(matrix, normed, ub=object())[0]) is None
         assert noted(registry, norm(x, torch.empty_like(x), weight, bias, 1e-6)[0]) is None
     assert torch.equal(product(matrix, x)[0], x @ matrix.t())
-
-
-REGION = """
-from contextlib import contextmanager
-
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
-from tests.regions import new_region
-from tests.rows_program import RowsProgram
-from tests.unit.test_offload_store import LateTransfers, stores
-
-
-class Program(RowsProgram):
-    @contextmanager
-    def recording(self):
-        with layer_kernels.fused_layer_kernels([self.model]), layer_kernels.fused_layernorm_backward([self.model]):
-            yield
-
-
-torch.manual_seed(0)
-counts = {}
-for case in ("plain", "shared norm", "frozen"):
-    tower, x = Tower(case), torch.randn(18, 1, WIDTH, requires_grad=True)
-    found = []
-    for offloaded in (False, True):
-        policy = Policy(Allowed(frozenset({"other"}), frozenset()), least_bytes=1)
-        offloading = RegionOffloading(policy, 1, torch.device("cpu")) if offloaded else None
-        if offloaded:
-            offloading._transfers = LateTransfers()
-        program = Program(tower, (1, WIDTH), outputs=2)
-        region = new_region(program, ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
-        region.capture()
-        for repeat in range(2):
-            outputs = region.run(x)
-            wanted = [p for p in [x, *tower.parameters()] if p.requires_grad]
-            loss = sum((o * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
-            found.append([*(o.detach() for o in outputs), *torch.autograd.grad(loss, wanted)])
-        counts[case] = 0 if not offloaded else offloading._transfers.loads
-        assert not region.statistics.fallbacks
-    assert all(map(torch.equal, found[0], found[1]))
-    for other in found[2:]:
-        assert all(map(torch.equal, found[0], other))
-print(json.dumps(counts))
-"""
-
-
-def test_the_residual_streams_gradient_finds_a_norms_input_that_came_back_elsewhere():
-    script = STREAM_SCRIPT[: STREAM_SCRIPT.index("summed = []")] + REGION
-    written = interpreted(script)
-    counts = json.loads(written.splitlines()[-1])
-    assert all(counts.values())
-
-
-TOWER = """
-import torch
-
-from bridge_cg_plugin.upstream.encoders import qwen3_vl
-from tests.interpreted import prepare
-
-prepare()
-qwen3_vl.kernels_available = lambda: True
-from tests.unit.towers import graphs_on, new_tower, results
-
-tower, rows = new_tower(), [[1, 4, 6], [1, 2, 2]]
-common = {"buckets": (32,), "exact_below": 0, "evaluation": False, "kernels": "exact"}
-with graphs_on(tower, **common) as graphs:
-    expected = [t.clone() for part in results(tower, rows) for t in part]
-moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 1}
-for options in (moved, {**moved, "recompute": ("layernorm", "gelu", "linear")}):
-    with graphs_on(tower, **common, **options) as graphs:
-        found = [t.clone() for part in results(tower, rows) for t in part]
-        again = [t.clone() for part in results(tower, rows) for t in part]
-        planned = next(iter(graphs._regions[0]._offloading._plans.values()))
-        kinds = [s.kind for s, f in zip(planned.inventory.seen, planned.plan.fates) if f.value == "rebuild"]
-        assert graphs.statistics().pinned_bytes > 0 and not graphs.statistics().fallbacks
-    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, again, expected))
-print(kinds.count("gelu"))
-"""
-
-
-def test_a_tower_whose_activations_leave_gives_the_same_to_the_bit():
-    written = interpreted(TOWER)
-    assert written.strip().splitlines()[-1] == "3"
