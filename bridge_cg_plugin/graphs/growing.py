@@ -7,7 +7,6 @@ from functools import partial
 
 from ..announce import announce, warn
 from .buckets import Bucket
-from .compiling import TURNS
 from .demand import Demand
 from .errors import CaptureError, OtherRankFailed, named, release_frames
 from .late_recordings import Wish
@@ -96,7 +95,7 @@ class Growing:
             return False
         self._tried, started = True, time.perf_counter()
         try:
-            with self._counted(), TURNS.recording():
+            with self._counted():
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
             if undo():

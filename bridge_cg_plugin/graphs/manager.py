@@ -216,7 +216,7 @@ class GraphManager:
         self._note_pause()
         self.reset()
         try:
-            with self._counted(), TURNS.recording():
+            with self._counted():
                 self.workload.capture()
                 self.workload.captured()
         except BaseException as error:
@@ -230,10 +230,11 @@ class GraphManager:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count all the time inside as that of recordings: what waits for other ranks and for compilers, too."""
+        """Count all the time inside as that of recordings, with waits for other ranks and compilers; these wait."""
         before, started = self._seconds(), time.perf_counter()
         try:
-            yield
+            with TURNS.recording():
+                yield
         finally:
             counted = self._seconds() - before
             self._own.capture_seconds += time.perf_counter() - started - counted

@@ -25,6 +25,10 @@ def on_graphs(active, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
+def new_machine():
+    return RerunStateMachine(mode=RerunMode.DISABLED)
+
+
 def check_all(machine, values):
     """Check values as a step's losses and gradient norms are, then change them in place, as schedules do."""
     for index, value in enumerate(values):
@@ -59,7 +63,7 @@ def upstreams(numbers):
     """Return the error of the same step without the plugin."""
     bridge_cg_plugin.deactivate()
     try:
-        return step(RerunStateMachine(mode=RerunMode.DISABLED), numbers)
+        return step(new_machine(), numbers)
     finally:
         bridge_cg_plugin.activate()
 
@@ -70,10 +74,6 @@ def launched(machine, number):
         assert machine.should_run_forward_backward(None)
         check_all(machine, [torch.tensor(number), torch.tensor(2.0)])
         assert not machine.should_run_forward_backward(None)
-
-
-def new_machine():
-    return RerunStateMachine(mode=RerunMode.DISABLED)
 
 
 def test_a_loop_of_its_own_waits_before_its_optimizer(on_graphs):
@@ -162,12 +162,12 @@ def test_the_error_is_upstreams_of_the_first_rejected_value(numbers):
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         expected = upstreams(numbers)
         patch.setattr(loss_checks, "any_on_graphs", lambda: True)
-        assert step(RerunStateMachine(mode=RerunMode.DISABLED), numbers) == expected
+        assert step(new_machine(), numbers) == expected
     assert (expected is None) == all(number == 1.0 for number in numbers)
 
 
 def test_a_step_after_a_rejected_one_begins_anew(on_graphs):
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    machine = new_machine()
     assert "found NaN in 0" in step(machine, [float("nan")])
     machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
     assert step(machine, [1.0]) is None
@@ -180,14 +180,14 @@ def rejecting_at_once(machine):
 
 def test_without_graphs_a_check_is_read_at_once(active, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    machine = new_machine()
     assert machine.should_run_forward_backward(None)
     rejecting_at_once(machine)
 
 
 def test_outside_of_a_step_a_check_is_read_at_once(on_graphs):
     """Evaluation and other loops do not ask the state machine whether to run."""
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    machine = new_machine()
     rejecting_at_once(machine)
     assert step(machine, [1.0]) is None
     rejecting_at_once(machine)
@@ -197,7 +197,7 @@ def test_outside_of_a_step_a_check_is_read_at_once(on_graphs):
     "change", [{"fatal": False}, {"rejection_func": lambda value: value > 0}], ids=["warns", "other"]
 )
 def test_checks_of_other_kinds_are_read_at_once(on_graphs, change):
-    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    machine = new_machine()
     assert machine.should_run_forward_backward(None)
     call = {"result": torch.tensor(float("nan")), "rejection_func": torch.isnan, "message": "m", **change}
     with pytest.raises(HostWait), no_host_waits():
