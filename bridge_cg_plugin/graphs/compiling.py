@@ -1,6 +1,7 @@
-"""Compiling kernels ahead, in a thread of its own while steps run; recordings go first."""
+"""Compiling kernels ahead, in a thread of its own while steps run; recordings go first and compile what is missing."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from threading import Condition
@@ -8,6 +9,13 @@ from threading import Condition
 import torch
 
 from ..announce import LOGGER
+
+# Compiles one kernel in any thread when called; equal ones compile the same.
+Compilation = Callable[[], None]
+# Tokens whose kernels are compiled before a microbatch was seen: most kernels are those of all sizes.
+BEGIN_WITH = 1024
+# Kernels that a recording lets be compiled at once: most of it is done by processes and C++.
+MOST_AT_ONCE = 8
 
 # How far from a microbatch's size, as factors, those of buckets may lie: the kernels of a size differ by its magnitude.
 FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0)
@@ -54,44 +62,76 @@ TURNS = Turns()
 class KernelCompiler:
     """Compiles for sizes like those seen; a recording that comes later finds its kernels ready.
 
-    A recording compiles itself what is not ready yet. What cannot be compiled here is left to it, too; it raises the
-    error.
+    What cannot be compiled here is left to the recording, which raises the error.
 
     Args:
-        compile_for: Compiles what recordings call for a number of tokens, one kernel with each step of the iterator.
+        compilations: Yields what compiles all that recordings call for a number of tokens.
     """
 
-    def __init__(self, compile_for: Callable[[int], Iterator[None]]) -> None:
-        self._compile_for = compile_for
+    def __init__(self, compilations: Callable[[int], Iterator[Compilation]]) -> None:
+        self._compilations = compilations
         self._started: set[int] = set()
+        self._done: set[Compilation] = set()
         self._device = -1  # no device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge-cg compiles")
+
+    def begin(self, device: torch.device) -> None:
+        """Compile for a size that may come, on a GPU: the first kernel of a process loads the compiler, too."""
+        if device.type == "cuda":
+            self._device = device.index
+            self._go_on(self._missing((BEGIN_WITH,)))
 
     def saw(self, tokens: int) -> None:
         """Compile for a microbatch's size and those around it, unless sizes of its magnitude came before."""
         magnitude = tokens.bit_length()
         if magnitude not in self._started:
             self._started.add(magnitude)
-            if torch.cuda.is_available():
-                self._device = torch.cuda.current_device()
-            self._go_on(self._kernels(tokens))
+            self._find_device()
+            self._go_on(self._missing(max(int(tokens * factor), 1) for factor in FACTORS))
 
-    def _kernels(self, tokens: int) -> Iterator[None]:
-        for factor in FACTORS:
-            yield from self._compile_for(max(int(tokens * factor), 1))
+    def finish(self, tokens: int) -> None:
+        """Compile now what is still missing for a size, several kernels at once; called inside `TURNS.recording`."""
+        self._find_device()
+        with suppress(Exception):  # the recording raises it again
+            missing = list(dict.fromkeys(self._missing((tokens,))))
+            if missing:
+                with ThreadPoolExecutor(min(len(missing), _at_once())) as pool:
+                    list(pool.map(self._compile, missing))
 
-    def _go_on(self, kernels: Iterator[None]) -> None:
+    def _find_device(self) -> None:
+        if torch.cuda.is_available():
+            self._device = torch.cuda.current_device()
+
+    def _missing(self, sizes: Iterable[int]) -> Iterator[Compilation]:
+        for tokens in sizes:
+            yield from (each for each in self._compilations(tokens) if each not in self._done)
+
+    def _compile(self, kernel: Compilation) -> None:
+        try:
+            with torch.cuda.device(self._device):
+                kernel()
+        except Exception:
+            LOGGER.debug("a kernel was not compiled ahead", exc_info=True)
+        self._done.add(kernel)
+
+    def _go_on(self, missing: Iterator[Compilation]) -> None:
         with suppress(RuntimeError):  # the process ends
-            self._thread.submit(self._compile, kernels)
+            self._thread.submit(self._compile_next, missing)
 
-    def _compile(self, kernels: Iterator[None]) -> None:
+    def _compile_next(self, missing: Iterator[Compilation]) -> None:
         """Compile one kernel; the others are the thread's next task, so that a process that ends waits for one."""
         try:
-            with TURNS.compiling(), torch.cuda.device(self._device):
-                next(kernels)
+            with TURNS.compiling():
+                self._compile(next(missing))
         except StopIteration:
             return
         except Exception:
             LOGGER.debug("kernels were not compiled ahead", exc_info=True)
             return
-        self._go_on(kernels)
+        self._go_on(missing)
+
+
+def _at_once() -> int:
+    """Return how many kernels this rank's share of the processors compiles at once."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) // ranks))

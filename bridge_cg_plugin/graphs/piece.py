@@ -116,6 +116,7 @@ class Piece:
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward.
         has_side_stream: Whether a bucket's recordings have a side stream.
+        compile: Called with a bucket's tokens before it is recorded: compiles the kernels that are still missing.
         around: Entered around everything that is recorded.
         growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
     """
@@ -127,5 +128,6 @@ class Piece:
     shared: SharedInputs | None = None
     offloading: Offloading | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
+    compile: Callable[[int], None] = lambda tokens: None
     around: Around = nullcontext
     growth: Growth | None = None

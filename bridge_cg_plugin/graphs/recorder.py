@@ -125,6 +125,7 @@ class Recorder:
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
         ):
+            self._piece.compile(bucket.tokens)
             self._program.load_example(slot.buffers[bucket], bucket)
             self.executor.warm_up(body, output_gradients, briefly)
             if self.offloading is not None and mode.gradients:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from ..graphs.compiling import Compilation
 from ..graphs.fallback import Fallback
 from ..graphs.inputs import want_gradients
 from ..graphs.piece import CallSite
@@ -168,8 +169,7 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        compile_kernels: Called with the modules and a number of tokens: compiles these kernels ahead, one with each
-            step of the iterator, which any thread may take.
+        compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
@@ -187,7 +187,7 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    compile_kernels: Callable[[Sequence[nn.Module], int], Iterator[None]] | None = None
+    compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext

@@ -55,16 +55,18 @@ class EncoderCapture:
         self.plan = EncoderPlan(options, adapter)
         self.kernels = RecordedKernels(options, family)
         self.buckets: BucketPlan | None = None
-        compile_kernels = family.compile_kernels
-        self._compiler = None if compile_kernels is None else KernelCompiler(partial(compile_kernels, (model,)))
+        self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
         self._warmup_peak = 0
+
+    def begin(self, device: torch.device) -> None:
+        """Prepare for captures on a device, in a thread of its own."""
+        self._compiler.begin(device)
 
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.plan.observe(batch)
-        if self._compiler is not None:
-            self._compiler.saw(batch.tokens)
+        self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
         """Capture; what takes more memory than allowed is recaptured with a smaller largest bucket.
@@ -238,6 +240,7 @@ class EncoderCapture:
             evaluation=self._options.evaluation,
             offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
+            compile=self._compiler.finish,
             growth=growth,
         )
 

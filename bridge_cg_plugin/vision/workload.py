@@ -71,6 +71,7 @@ class VisionWorkload(Workload):
     def attach(self, manager: Manager) -> None:
         """See `Workload`."""
         super().attach(manager)
+        self.planned.begin(manager.executor.device)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
         if self.options.frozen_outputs_gb is not None:
             self.frozen = FrozenOutputs(manager, self.options, self.runs.replay)

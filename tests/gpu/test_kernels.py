@@ -262,7 +262,8 @@ def test_sums_that_wait_equal_those_that_do_not(rows):
 def test_recordings_find_their_kernels_compiled(tower_module, model, grads, graphs_of, monkeypatch):
     from triton import knobs
 
-    from bridge_cg_plugin.upstream.kernels.precompile import compile_kernels
+    from bridge_cg_plugin.graphs.compiling import BEGIN_WITH
+    from bridge_cg_plugin.upstream.kernels.precompile import compilations
     from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 
     for module in (bias, layernorm, padding, reduction, rotary):
@@ -271,7 +272,9 @@ def test_recordings_find_their_kernels_compiled(tower_module, model, grads, grap
                 kernel.device_caches.clear()
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]))
-    list(compile_kernels((model,), 784))
+    for tokens in (784, BEGIN_WITH):
+        for compile_one in compilations((model,), tokens):
+            compile_one()
     ahead = len(compiled)
     assert ahead >= 8
     helper = graphs_of(buckets=(784,), slots=1)

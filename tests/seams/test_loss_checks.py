@@ -1,6 +1,7 @@
 """Checks of losses and gradients of megatron-core's state machine: read once, with upstream's own error."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -143,11 +144,10 @@ def test_before_a_captured_optimizer_checks_are_settled_and_nothing_is_compiled(
         assert not compiled
         return launched(new_machine(), 1.0)
 
-    def compile_for(tokens):
-        compiled.append(tokens)
-        yield
+    def compilations(tokens):
+        yield partial(compiled.append, tokens)
 
-    compiled, compiler = [], KernelCompiler(compile_for)
+    compiled, compiler = [], KernelCompiler(compilations)
     with pytest.raises(HostWait):
         step_of(work, captures=True)()
 

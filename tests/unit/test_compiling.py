@@ -4,11 +4,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.compiling import TURNS, KernelCompiler
+from bridge_cg_plugin.graphs.compiling import BEGIN_WITH, TURNS, KernelCompiler
 from bridge_cg_plugin.upstream.kernels import precompile
 
 from .towers import new_tower, tower
@@ -19,6 +21,18 @@ KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding
 WAIT_S = 30
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One of a size's kernels."""
+
+    tokens: int
+    number: int
+    kernels: "Kernels" = field(compare=False)
+
+    def __call__(self):
+        self.kernels.compile_one(self.tokens, self.number)
+
+
 class Kernels:
     """Compiles two kernels for each size, the second one when `hold` lets it."""
 
@@ -27,13 +41,14 @@ class Kernels:
         self.hold = threading.Event()
         self.hold.set()
 
-    def compile_for(self, tokens):
-        for kernel in range(2):
-            self.begun.append((tokens, kernel))
-            assert kernel == 0 or self.hold.wait(WAIT_S)
-            self.done.append((tokens, kernel))
-            self.threads.add(threading.get_ident())
-            yield
+    def compilations(self, tokens):
+        return (Kernel(tokens, number, self) for number in range(2))
+
+    def compile_one(self, tokens, number):
+        self.begun.append((tokens, number))
+        assert number == 0 or self.hold.wait(WAIT_S)
+        self.done.append((tokens, number))
+        self.threads.add(threading.get_ident())
 
 
 def wait_for(condition):
@@ -49,7 +64,7 @@ def kernels():
 
 
 def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels):
-    compiler = KernelCompiler(kernels.compile_for)
+    compiler = KernelCompiler(kernels.compilations)
     for tokens in (784, 800, 700, 3000):
         compiler.saw(tokens)
     sizes = [784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
@@ -59,14 +74,14 @@ def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels)
 
 
 def test_a_microbatchs_own_size_comes_first(kernels):
-    KernelCompiler(kernels.compile_for).saw(784)
+    KernelCompiler(kernels.compilations).saw(784)
     wait_for(lambda: len(kernels.done) == 12)
     assert [tokens for tokens, _ in kernels.done[::2]] == [784, 1568, 392, 3136, 196, 6272]
 
 
 def test_a_recording_waits_for_one_kernel_and_the_next_ones_for_it(kernels):
     kernels.hold.clear()
-    KernelCompiler(kernels.compile_for).saw(784)
+    KernelCompiler(kernels.compilations).saw(784)
     wait_for(lambda: len(kernels.begun) == 2)
     threading.Timer(0.05, kernels.hold.set).start()
     with TURNS.recording():
@@ -81,13 +96,13 @@ def test_a_recording_waits_for_one_kernel_and_the_next_ones_for_it(kernels):
 def test_a_recording_that_fails_lets_others_go_on(kernels):
     with pytest.raises(KeyError), TURNS.recording():
         raise KeyError
-    KernelCompiler(kernels.compile_for).saw(784)
+    KernelCompiler(kernels.compilations).saw(784)
     wait_for(lambda: len(kernels.done) == 12)
 
 
 def test_an_interrupt_while_a_recording_waits_lets_others_go_on(kernels, monkeypatch):
     kernels.hold.clear()
-    KernelCompiler(kernels.compile_for).saw(784)
+    KernelCompiler(kernels.compilations).saw(784)
     wait_for(lambda: len(kernels.begun) == 2)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(TURNS._changed, "wait_for", interrupt)
@@ -104,43 +119,88 @@ def interrupt(condition):
 def test_two_compilers_compile_one_at_a_time(kernels):
     others = Kernels()
     kernels.hold.clear()
-    KernelCompiler(kernels.compile_for).saw(784)
+    KernelCompiler(kernels.compilations).saw(784)
     wait_for(lambda: len(kernels.begun) == 2)
-    KernelCompiler(others.compile_for).saw(784)
+    KernelCompiler(others.compilations).saw(784)
     time.sleep(0.05)
     assert not others.begun
     kernels.hold.set()
     wait_for(lambda: len(kernels.done) == len(others.done) == 12)
 
 
-def test_an_error_is_left_to_the_recording():
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let a compiler begin on this machine as for a GPU; entering a device needs none."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    return torch.device("cuda", 0)
+
+
+def test_the_first_kernels_are_compiled_before_a_microbatch_is_seen(kernels, on_a_gpu):
+    KernelCompiler(kernels.compilations).begin(on_a_gpu)
+    wait_for(lambda: len(kernels.done) == 2)
+    assert kernels.done == [(BEGIN_WITH, 0), (BEGIN_WITH, 1)]
+
+
+def test_nothing_is_begun_without_a_gpu(kernels):
+    KernelCompiler(kernels.compilations).begin(torch.device("cpu"))
+    time.sleep(0.05)
+    assert not kernels.begun
+
+
+def test_a_recording_compiles_what_is_missing_all_at_once(kernels):
+    """Each kernel waits for the others, so one after the other would never end."""
+    together = threading.Barrier(2, timeout=WAIT_S)
+    kernels.compile_one = lambda tokens, number: (together.wait(), kernels.done.append((tokens, number)))
+    compiler = KernelCompiler(kernels.compilations)
+    with TURNS.recording():
+        compiler.finish(784)
+        assert sorted(kernels.done) == [(784, 0), (784, 1)]
+        compiler.finish(784)
+        assert len(kernels.done) == 2, "compiled twice"
+
+
+def test_a_recording_leaves_out_what_was_compiled_ahead(kernels):
+    compiler = KernelCompiler(kernels.compilations)
+    compiler.saw(784)
+    wait_for(lambda: len(kernels.done) == 12)
+    with TURNS.recording():
+        compiler.finish(1568)
+    assert len(kernels.done) == 12
+
+
+@pytest.mark.parametrize("when", ["while it is found", "while it is compiled"])
+def test_an_error_is_left_to_the_recording(when):
     tried = []
 
-    def compile_for(tokens):
-        tried.append(tokens)
-        yield
+    def compile_one():
         raise RuntimeError("no compiler")
 
-    compiler = KernelCompiler(compile_for)
+    def compilations(tokens):
+        tried.append(tokens)
+        if when == "while it is found":
+            raise RuntimeError("no such width")
+        yield compile_one
+
+    compiler = KernelCompiler(compilations)
     compiler.saw(4)
     compiler.saw(100)
-    wait_for(lambda: len(tried) == 2)
+    wait_for(lambda: 100 in tried)
     with TURNS.recording():
-        pass
-    assert tried == [4, 100]
+        compiler.finish(1000)
+    assert 1000 in tried
 
 
 def test_a_process_that_ends_waits_for_no_more_than_a_kernel():
     script = """
 import time
+from functools import partial
 from bridge_cg_plugin.graphs.compiling import KernelCompiler
 
-def compile_for(tokens):
+def compilations(tokens):
     while True:
-        time.sleep(0.01)
-        yield
+        yield partial(time.sleep, 0.01)
 
-KernelCompiler(compile_for).saw(4)
+KernelCompiler(compilations).saw(4)
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
@@ -166,7 +226,7 @@ def compiled(monkeypatch):
 
 
 def test_a_towers_kernels_of_its_widths(compiled):
-    list(precompile.compile_kernels((tower(),), 48))
+    list(precompile.compilations((tower(),), 48))
     assert sorted(name for name, *_ in compiled) == KERNELS, "layers that are alike are compiled for once"
     (settings,) = [s for name, _, s in compiled if name == "_rotate_qkv" and s["SIGN"] == -1.0]
     assert settings["COPY_V"] is False, "gradients come as cuDNN's attention leaves them"
@@ -181,7 +241,7 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
         if hasattr(module, "q_layernorm"):
             module.q_layernorm = torch.nn.Identity()
             module.num_query_groups_per_partition = 1
-    list(precompile.compile_rotations((model.decoder,), 48))
+    list(precompile.rotations((model.decoder,), 48))
     assert {name for name, *_ in compiled} == {"_rotate"}
     rotations = [(shapes[0][1:], s["SIGN"], s["ROUNDS"]) for name, shapes, s in compiled if name == "_rotate"]
     heads = {shape[0] for shape, *_ in rotations}
@@ -197,13 +257,21 @@ def test_layernorm_in_all_forms(compiled):
 
 
 def test_nothing_without_a_gpu_or_parameters():
-    assert not list(precompile.compile_kernels((tower(),), 48))
-    assert not list(precompile.compile_kernels((torch.nn.GELU(),), 48))
+    assert not list(precompile.compilations((tower(),), 48))
+    assert not list(precompile.compilations((torch.nn.GELU(),), 48))
+
+
+def test_what_a_tower_compiles_is_named_once_for_each_kernel(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(precompile, "kernels_available", lambda: True)
+    found, again = (list(precompile.compilations((tower(),), 48)) for _ in range(2))
+    assert found == again and len(set(found)) == len(KERNELS) + 1, "and cuDNN's frontend"
+    assert set(precompile.compilations((tower(),), 4096)) - set(found), "what depends on tokens is compiled for others"
 
 
 def test_meta_tensors_compile_and_load_a_kernel():
     pytest.importorskip("triton")
-    from bridge_cg_plugin.vision.kernels.launch import launch
+    from bridge_cg_plugin.vision.kernels.launch import deferred, launch
 
     calls = []
 
@@ -222,6 +290,10 @@ def test_meta_tensors_compile_and_load_a_kernel():
 
     x = torch.empty(4, device="meta")
     launch(Kernel(), (2,), x, 4, ROWS=8)
-    assert calls == [((x, 4), (2,), {"ROWS": 8}), "loaded"]
-    launch(Kernel(), (2,), torch.empty(4), 4, ROWS=8)
+    assert calls == [((x, 4), (1,), {"ROWS": 8}), "loaded"]
+    with deferred() as found:
+        launch(Kernel(), (2,), torch.empty(4), 4, ROWS=8)
+        launch(Kernel(), (2,), x, 4, ROWS=8)
     assert calls[2:] == ["launched"]
+    found.pop()()
+    assert calls[3:] == calls[:2] and not found

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ...graphs.compiling import Compilation
 from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
 from ..experts.exchange import ExpertExchange
@@ -72,8 +73,8 @@ class DecoderFamily(Protocol):
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""
 
-    def compile_kernels(self, tokens: int, /) -> Iterator[None]:
-        """Compile what recorded work calls for a number of tokens, one kernel with each step, in any thread."""
+    def compilations(self, tokens: int, /) -> Iterator[Compilation]:
+        """Yield what compiles the kernels that recorded work calls for a number of tokens, in any thread."""
 
     def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""

@@ -21,7 +21,7 @@ from ...graphs.inputs import want_gradients
 from ...graphs.piece import Growth, Piece
 from ...graphs.rank_consensus import digest
 from ...graphs.slot import SharedInputs
-from ...graphs.workload import Call, Workload
+from ...graphs.workload import Call, Manager, Workload
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import PackedBatch, pack_batch
@@ -74,10 +74,15 @@ class PackedWorkload(Workload):
         self.strict = options.strict
         self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
-        self._compiler = KernelCompiler(family.compile_kernels)
+        self._compiler = KernelCompiler(family.compilations)
         self.buckets: BucketPlan | None = None
         self._demand: Demand | None = None
         self._parts = 0
+
+    def attach(self, manager: Manager) -> None:
+        """See `Workload`."""
+        super().attach(manager)
+        self._compiler.begin(manager.executor.device)
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`.
@@ -189,6 +194,7 @@ class PackedWorkload(Workload):
                     evaluation=self.options.evaluation,
                     shared=None if part.site is None else shared,
                     offloading=offloading_of(self.options, PACKED_FIELDS, self.manager),
+                    compile=self._compiler.finish,
                     around=self.family.statistics_kept,
                     growth=growth,
                 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graphs.compiling import Compilation
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...language.experts.exchange import ExpertExchange
@@ -24,7 +25,7 @@ from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..kernels.layers import kernels_available
-from ..kernels.precompile import compile_rotations
+from ..kernels.precompile import rotations
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
@@ -194,9 +195,9 @@ class TransformerBlockFamily:
             )
         return (output,)
 
-    def compile_kernels(self, tokens: int) -> Iterator[None]:
+    def compilations(self, tokens: int) -> Iterator[Compilation]:
         """See `DecoderFamily`."""
-        return compile_rotations((self._decoder,), tokens)
+        return rotations((self._decoder,), tokens)
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)

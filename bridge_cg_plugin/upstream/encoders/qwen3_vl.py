@@ -23,7 +23,7 @@ from ...vision.encoders.position_embedding import embeddings, learned, scatter
 from ...vision.guard import images, poisoned
 from ...vision.host_grids import HostGrids
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.precompile import compile_kernels
+from ..kernels.precompile import compilations
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
@@ -230,7 +230,7 @@ QWEN3_VL = EncoderFamily(
     adapt=Qwen3VLAdapter,
     kernels=fused_kernels,
     reordering_kernels=reordering_kernels,
-    compile_kernels=compile_kernels,
+    compilations=compilations,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
     fused_accumulation=accumulating_products,

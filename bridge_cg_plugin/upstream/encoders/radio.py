@@ -29,7 +29,7 @@ from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.host_grids import HostGrids
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.precompile import compile_kernels
+from ..kernels.precompile import compilations
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
@@ -372,7 +372,7 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any]) -> 
         adapt=adapt,
         kernels=recording_kernels,
         reordering_kernels=reordering_kernels,
-        compile_kernels=compile_kernels,
+        compilations=compilations,
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,

@@ -1,4 +1,4 @@
-"""Compiling the kernels of `layers` and `rotary` for a module's widths before anything is recorded."""
+"""What to compile of the kernels of `layers` and `rotary` for a module's widths before anything is recorded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...graphs.compiling import Compilation
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from .layers import (
@@ -18,40 +19,38 @@ from .layers import (
 from .rotary import is_bridges_attention, rotates_at_projection
 
 
-def compile_kernels(modules: Sequence[nn.Module], tokens: int) -> Iterator[None]:
-    """Compile what recordings of these modules call for a number of tokens; nothing without Triton or a GPU.
-
-    Kernels that are compiled already cost nothing. Any thread may take the steps, on the device of the recordings.
+def compilations(modules: Sequence[nn.Module], tokens: int) -> Iterator[Compilation]:
+    """Yield what compiles all that recordings of these modules call; nothing without Triton or a GPU.
 
     Args:
         modules: Roots of the modules.
         tokens: Rows of the matrices.
-
-    Yields:
-        None, after the kernels of each layer's kind.
     """
-    return _compile(modules, tokens, _widths)
+    return _compilations(modules, tokens, _widths)
 
 
-def compile_rotations(modules: Sequence[nn.Module], tokens: int) -> Iterator[None]:
-    """Compile as `compile_kernels` does, for recordings that only rotate by the plugin's kernels."""
-    return _compile(modules, tokens, _rotations)
+def rotations(modules: Sequence[nn.Module], tokens: int) -> Iterator[Compilation]:
+    """Yield likewise for recordings that only rotate by the plugin's kernels."""
+    return _compilations(modules, tokens, _rotations)
 
 
 class _Widths(NamedTuple):
-    """What a kernel is compiled for, besides rows."""
+    """What kernels are compiled for, besides rows."""
 
-    kernel: Callable[..., None]
+    launches: Callable[..., None]
     sizes: tuple[Any, ...]
 
 
-def _compile(
+def _compilations(
     modules: Sequence[nn.Module], tokens: int, widths: Callable[[Sequence[nn.Module]], Iterator[_Widths]]
-) -> Iterator[None]:
+) -> Iterator[Compilation]:
     if kernels_available():
-        for compile_one in dict.fromkeys(widths(modules)):
-            compile_one.kernel(tokens, *compile_one.sizes)
-            yield
+        from ...vision.kernels.launch import deferred
+
+        for each in dict.fromkeys(widths(modules)):
+            with deferred() as found:
+                each.launches(tokens, *each.sizes)
+            yield from found
 
 
 def _widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
@@ -127,6 +126,7 @@ def _rotation(tokens: int, heads: int, width: int, dtype: torch.dtype, rounds: b
 def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     """What comes before cuDNN's attention and after it; its frontend."""
     from ...vision.kernels.cudnn_graphs import load_frontend
+    from ...vision.kernels.launch import defer
     from ...vision.kernels.padding import clear_padding
     from ...vision.kernels.rotary import rotate_qkv
 
@@ -136,7 +136,7 @@ def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     gradients = _meta(tokens, heads, 3, width, dtype=dtype).unbind(2)  # as cuDNN's attention leaves them
     torch.autograd.grad(parts, mixed, gradients)
     clear_padding(mixed.detach(), _meta(2, dtype=torch.int32))
-    load_frontend()
+    defer(load_frontend)
 
 
 def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> None:
