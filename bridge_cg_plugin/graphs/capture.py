@@ -12,6 +12,18 @@ from .generators import CapturedStates, default_generator
 
 
 @contextmanager
+def collected_later() -> Iterator[None]:
+    """Collect no garbage inside: one collection in a training process takes up to half a second."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
 def capture_graph(
     graph: torch.cuda.CUDAGraph,
     pool: Any,
@@ -31,12 +43,10 @@ def capture_graph(
     stream.wait_stream(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
     states = CapturedStates((default_generator(device), *generators), stream)
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         for generator in generators:
             graph.register_generator_state(generator)
-        with torch.cuda.stream(stream):
+        with collected_later(), torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield
@@ -53,9 +63,6 @@ def capture_graph(
         if not isinstance(error, Exception):
             raise
         raise CaptureError(f"{type(error).__name__}: {error}") from error
-    finally:
-        if collecting:
-            gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..announce import warn
 from . import ranges
+from .capture import collected_later
 from .changes.model_watch import ModelWatch
 from .compiling import TURNS
 from .demand import Demand
@@ -233,7 +234,7 @@ class GraphManager:
         """Count all the time inside as that of recordings, with waits for other ranks and compilers; these wait."""
         before, started = self._seconds(), time.perf_counter()
         try:
-            with TURNS.recording():
+            with TURNS.recording(), collected_later():
                 yield
         finally:
             counted = self._seconds() - before

@@ -14,6 +14,7 @@ import torch
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.compiling import TURNS
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.late_recordings import LateRecordings
@@ -136,6 +137,28 @@ def test_seconds_of_a_capture_that_failed_count(tower, monkeypatch):
         monkeypatch.setattr(type(graphs.executor), "record", fail)
         assert not graphs.capture()
         assert graphs.statistics().capture_seconds > 0.2 and not graphs.statistics().pauses
+
+
+def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):
+    collecting = []
+
+    def noted(*args):
+        collecting.append(gc.isenabled())
+        warm_up(*args)
+
+    warm_up = ReferenceExecutor.warm_up
+    monkeypatch.setattr(ReferenceExecutor, "warm_up", noted)
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        assert collecting == [False] and gc.isenabled()
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        assert collecting == [False, False] and gc.isenabled()
+        monkeypatch.setattr(ReferenceExecutor, "warm_up", lambda *args: 1 / 0)
+        with pytest.raises(CaptureError):
+            graphs.capture()
+        assert gc.isenabled()
 
 
 def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
