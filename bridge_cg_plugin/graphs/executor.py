@@ -1,5 +1,6 @@
 """How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -139,6 +140,12 @@ def refuse_other_allocators() -> None:
         )
 
 
+@functools.cache
+def _recording_stream(device: torch.device, priority: int, use: str) -> torch.cuda.Stream:
+    """Return the stream of all recordings with such a use: PyTorch keeps workspaces for each stream for good."""
+    return torch.cuda.Stream(device, priority=priority)
+
+
 class CudaGraphExecutor:
     """Records CUDA graphs on a stream of its own.
 
@@ -175,8 +182,8 @@ class CudaGraphExecutor:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._launched = launched
-        self._stream = torch.cuda.Stream(self.device, priority=MAIN_PRIORITY if side_stream else PRIORITY)
-        self._side_stream = torch.cuda.Stream(self.device, priority=PRIORITY)
+        self._stream = _recording_stream(self.device, MAIN_PRIORITY if side_stream else PRIORITY, "main")
+        self._side_stream = _recording_stream(self.device, PRIORITY, "side")
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook

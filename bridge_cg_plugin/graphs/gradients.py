@@ -204,7 +204,9 @@ class GradientSinks:
         )
         self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
         self._added_to = frozenset(self._accumulated)
-        self._placeholders = Placeholders(self._accumulated, self._hooks.zeros)
+        self._zeros = self._hooks.zeros
+        self._zeros.reserve(self._accumulated, scalars=reduction is not None)
+        self._placeholders = [] if reduction is not None else list(map(self._zeros.shaped, self._accumulated))
         self._nodes: list[Node] = []
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
@@ -244,7 +246,7 @@ class GradientSinks:
             alias: MegatronParameter = aliases[parameter]
             alias.grad_added_to_main_grad = False
             if main_grad is not None:
-                receive = _adder(alias, main_grad, self._placeholders.scalar(alias), small)
+                receive = _adder(alias, main_grad, self._zeros.scalar(alias), small)
             elif parameter in self._static:
                 receive = _keeper(self._static[parameter], small)
             else:
@@ -283,7 +285,7 @@ class GradientSinks:
             kept = map(gradients.__getitem__, self._returned_places)
             return None, *(None if g is None else g.clone() for g in kept)
         torch.autograd.Variable._execution_engine.queue_callback(self.clear)
-        placeholders = self._placeholders.fresh()
+        placeholders = map(Tensor.detach, self._placeholders)  # nobody else holds these, so autograd steals them
         return tuple(
             next(placeholders) if main_grad is not None else None if g is None else g.clone()
             for g, main_grad in zip(gradients, self.main_grads, strict=True)
@@ -379,35 +381,25 @@ class Zeros:
         self._flat: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self.addresses: set[int] = set()
 
-    def reserve(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make room for the largest of these parameters."""
+    def reserve(self, parameters: Sequence[nn.Parameter], scalars: bool = False) -> None:
+        """Make room for the largest of these parameters, or for scalars of their dtypes."""
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         for parameter in parameters:
             key = (parameter.dtype, parameter.device)
-            sizes[key] = max(sizes.get(key, 0), parameter.numel())
+            sizes[key] = 1 if scalars else max(sizes.get(key, 0), parameter.numel())
         for (dtype, device), size in sizes.items():
             kept = self._flat.setdefault((dtype, device), [])
             if not kept or kept[-1].numel() < size:
                 kept.append(torch.zeros(size, dtype=dtype, device=device))
                 self.addresses.add(kept[-1].data_ptr())
 
-    def like(self, parameter: nn.Parameter) -> Tensor:
-        """Return the storage for a parameter, of at least its size."""
-        return self._flat[parameter.dtype, parameter.device][-1]
-
-
-class Placeholders:
-    """Zero tensors of any parameter's shape over `Zeros`; autograd steals them."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], zeros: Zeros) -> None:
-        zeros.reserve(parameters)
-        self._zeros = zeros
-        self._shaped = [zeros.like(p).as_strided(p.shape, p.stride()) for p in parameters]
-
-    def fresh(self) -> Iterator[Tensor]:
-        """Return a zero tensor of each parameter's shape, in order; nobody else holds it, so autograd steals it."""
-        return map(Tensor.detach, self._shaped)
+    def shaped(self, parameter: nn.Parameter) -> Tensor:
+        """Return zeros of a parameter's shape and strides."""
+        return self._last(parameter).as_strided(parameter.shape, parameter.stride())
 
     def scalar(self, parameter: nn.Parameter) -> Tensor:
-        """Return a zero of the parameter's dtype and device, to be expanded to any shape."""
-        return self._zeros.like(parameter)[0]
+        """Return a zero of a parameter's dtype and device, to be expanded to any shape."""
+        return self._last(parameter)[0]
+
+    def _last(self, parameter: nn.Parameter) -> Tensor:
+        return self._flat[parameter.dtype, parameter.device][-1]

@@ -204,6 +204,22 @@ def test_products_beside_write_to_no_workspace_of_the_main_stream(gemm, family):
     assert len(side.ran) == 1 and gemm == [("side", 64), "main"]
 
 
+def test_a_pass_has_one_workspace_and_keeps_none(gemm, monkeypatch):
+    made = []
+
+    def make(device, nbytes):
+        made.append(torch.empty(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(side_products, "_workspace", make)
+    for _ in range(2):
+        side = Recorder()
+        with side.active(), side_workspace():
+            used = [side.run(lambda: GEMM.get_cublas_workspace(0, False, False)) for _ in range(2)]
+        assert used[0] is used[1] is made[-1]
+    assert len(made) == 2, "a graph would write to memory that is not of its pool"
+
+
 def test_mergers_beside_have_a_workspace_of_their_own_where_weight_gradients_stay_on_the_main_stream(gemm):
     side, own = Recorder(), lambda: GEMM.get_cublas_workspace(0, False, False)
     with side.active(), fused_kernels([Linear()]):  # without `accumulating_products`

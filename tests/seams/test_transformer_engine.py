@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_accumulation, refuse_host_copies
+from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation, refuse_host_copies
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
 
 
@@ -61,6 +61,22 @@ def test_the_modules_read_what_is_set(name):
     source = inspect.getsource(module)
     for needed in ("self.fuse_wgrad_accumulation", "weight.main_grad", "grad_added_to_main_grad = True"):
         assert needed in source
+
+
+@pytest.mark.parametrize("kernels", [fused_accumulation, accumulating])
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear"])
+def test_recorded_modules_hand_on_placeholders_of_one_element(monkeypatch, kernels, name):
+    """Transformer Engine's own are as large as the weights, and stay on the device for good."""
+    owner = pytest.importorskip(f"transformer_engine.pytorch.module.{name}")
+    before = owner.get_dummy_wgrad
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **kwargs: zeros(*args, **kwargs))
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, **kwargs: empty(*args, **kwargs))
+    with kernels([Linear()]):
+        unread, read = (owner.get_dummy_wgrad([64, 32], torch.bfloat16, zero=zero) for zero in (False, True))
+    for found in (unread, read):
+        assert (found.shape, found.dtype, found.untyped_storage().nbytes()) == ((64, 32), torch.bfloat16, 2)
+    assert not read.any() and owner.get_dummy_wgrad is before
 
 
 def unknown():

@@ -1,10 +1,13 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.gradients import SMALL, GradientSinks, SmallGradients
+from bridge_cg_plugin.graphs.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
 
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 
@@ -340,6 +343,18 @@ def test_placeholders_are_handed_over_without_a_copy():
     loss_of(region.run(toy_batch())).backward()
     assert all(p.grad.data_ptr() in region.sources._hooks.zeros.addresses for p in model.parameters())
     assert all(p.grad.stride() == p.stride() and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduction, elements", [(None, 4 * 4), (object(), 1)], ids=["autograd", "reduction"])
+def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, elements):
+    """A reduction is notified directly; the largest weight of a tower alone is 40 MiB."""
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    hooks = ParameterHooks()
+    GradientSinks(list(model.parameters()), reduction, hooks)
+    (storage,) = itertools.chain(*hooks.zeros._flat.values())
+    assert storage.numel() == elements
 
 
 class _WithoutBiasGradient(torch.autograd.Function):

@@ -1,6 +1,5 @@
 """Matrix products of Transformer Engine on the side stream of a recording, weight gradients above all."""
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -105,17 +104,21 @@ def _cast(made: Sequence[Any], bias: Tensor | None) -> tuple[Any, ...]:
 def _own_workspace(
     side: SideStream, original: Callable[..., Any], size: Callable[[], int]
 ) -> Callable[[int, bool, bool], Any]:
-    """Return what stands in for Transformer Engine's `get_cublas_workspace`."""
+    """Return what stands in for Transformer Engine's `get_cublas_workspace` during one pass.
+
+    The workspace is memory of the pass: a graph writes to its pool's, which leaves the device with the graph.
+    """
+    workspaces: dict[int, Tensor] = {}
 
     def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
         if not side.runs_now or ub or grouped_gemm:
             return original(device, ub, grouped_gemm)
-        return _workspace(device, size())
+        if device not in workspaces:
+            workspaces[device] = _workspace(device, size())
+        return workspaces[device]
 
     return get_cublas_workspace
 
 
-@functools.cache
 def _workspace(device: int, nbytes: int) -> Tensor:
-    """Return the device's workspace, made in the passes before the first capture and kept: graphs write to it."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -14,7 +14,7 @@ from ...graphs.errors import CaptureError
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
-from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS
+from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 # Up to this version, cuDNN's attention of unpacked sequences needs multiples of so many keys: for others,
 # cudnn-frontend copies lengths from host memory, which every replay reads again. Transformer Engine refuses this in its
@@ -76,7 +76,7 @@ def accumulating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     A first microbatch does; a recording serves every microbatch.
     """
-    with ExitStack() as stack:
+    with _small_placeholders(), ExitStack() as stack:
         for module in every_module(modules):
             if getattr(module, "fuse_wgrad_accumulation", False) and hasattr(module, "is_first_microbatch"):
                 stack.enter_context(overridden(module, "is_first_microbatch", False))
@@ -90,7 +90,7 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
     comes back.
     """
-    with ExitStack() as stack:
+    with _small_placeholders(), ExitStack() as stack:
         for module in every_module(modules):
             weight = module._parameters.get("weight")
             fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
@@ -100,3 +100,21 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
             # A first microbatch overwrites main_grad; a recording serves every microbatch.
             stack.enter_context(overridden(module, "is_first_microbatch", False))
         yield
+
+
+@contextmanager
+def _small_placeholders() -> Iterator[None]:
+    """Let autograd get one element, expanded, for a weight's gradient that a GEMM has added to `main_grad`.
+
+    Transformer Engine's placeholders are as large as the weights, one for each shape, and stay for good.
+    """
+    with ExitStack() as stack:
+        for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
+            stack.enter_context(overridden(owner, "get_dummy_wgrad", _placeholder))
+        yield
+
+
+def _placeholder(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """Stand in for Transformer Engine's `get_dummy_wgrad`: what nobody reads, or zeros."""
+    make = torch.zeros if zero else torch.empty
+    return make((1,) * len(shape), dtype=dtype, device="cuda").expand(*shape)

@@ -242,6 +242,20 @@ SEAMS = (
         )
         for module, name in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear"))
     ),
+    *(
+        Seam(
+            name=f"placeholder_gradients.{name}",
+            module=module,
+            target="get_dummy_wgrad",
+            kind="function",
+            touch="replaced",
+            purpose="a weight's gradient that is in main_grad already takes no memory while work is recorded",
+            features=(Feature.VISION_QWEN3_VL, Feature.PACKED, Feature.FULL_ITERATION),
+            undo=RECORDED,
+            parameters=("shape", "dtype", "zero"),
+        )
+        for name, module in (("linear", TE_LINEAR), ("layernorm_linear", TE_LAYERNORM_LINEAR))
+    ),
     Seam(
         name="gemm_workspace",
         module=TE_GEMM,
