@@ -99,16 +99,21 @@ class Growing:
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
             if undo():
-                release_frames(error)
+                self._let_go(error)
                 return False
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
             if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
-            release_frames(error)
+            self._let_go(error)
             return False
         announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
         return True
+
+    def _let_go(self, error: Exception) -> None:
+        """Give memory back that an error's frames still held when the recording was thrown away."""
+        release_frames(error)
+        self._regions[0][0].executor.tidy()
 
     def _idle(self) -> float:
         return float(all(region.is_idle() for region, _ in self._regions))

@@ -297,6 +297,7 @@ class LateRecordings:
         if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
             warn(f"{said}, it runs eager: {named(error)}")
         release_frames(error)
+        self._recorder.executor.tidy()  # what the frames held
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:

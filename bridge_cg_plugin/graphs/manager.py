@@ -313,6 +313,7 @@ class GraphManager:
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
         release_frames(error)
+        self.executor.tidy()  # what the frames held
         if isinstance(error, OtherRankFailed):
             return  # the rank that failed reports it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
