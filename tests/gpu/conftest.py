@@ -2,16 +2,25 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import release_frames
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 
 from .parts import PARALLEL, SCRIPTS, part_of
-from .trainings import MOST_RANKS_PER_GPU, PARALLEL_SIDE_BY_SIDE, SIDE_BY_SIDE, Trainings, trainings_of
+from .trainings import (
+    MOST_RANKS_PER_GPU,
+    PARALLEL_SIDE_BY_SIDE,
+    SIDE_BY_SIDE,
+    Trainings,
+    fit_beside_tests,
+    trainings_of,
+)
 
 LAYERS = 4
 
@@ -24,10 +33,21 @@ def memory_given_back() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Let go of what a failed test's frames hold, which pytest keeps until the next one fails: up to a whole GPU."""
+    last = [vars(sys).pop(name, None) for name in ("last_type", "last_value", "last_traceback", "last_exc")]
+    if last[1] is not None:
+        release_frames(last[1])
+        last.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True)
 def training_under_way(request) -> None:
-    """Start training runs with the first test that may run beside them."""
-    if not is_alone(request.node):
+    """Start training runs with the first test that may run beside them; where they do not fit, with one that waits."""
+    if not is_alone(request.node) and fit_beside_tests():
         request.getfixturevalue("trained")
 
 

@@ -17,8 +17,8 @@ from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
-# Small training runs take some 20 GB each, tests beside them up to 70 GB.
-SIDE_BY_SIDE = 3
+# Small training runs take some 20 GB each, tests beside them up to 70 GB: on a smaller GPU these come first.
+SIDE_BY_SIDE, BESIDE_TESTS_GB = 3, 130
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
@@ -27,6 +27,12 @@ PARALLEL_SIDE_BY_SIDE = 5
 MOST_RANKS_PER_GPU = 2
 # One whose processes wait for each other for ever must not take the others' time.
 LIMIT_S = 240.0
+
+
+def fit_beside_tests() -> bool:
+    """Return whether training runs fit on every GPU beside tests."""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return min((gpu.total_memory for gpu in gpus), default=0) >= BESIDE_TESTS_GB * 1e9
 
 
 @dataclass(frozen=True)
