@@ -6,8 +6,9 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.returning_storages import ReturningStorages
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import emptied_cache, vision_helper
+from bridge_cg_plugin.upstream.hooks import emptied_cache, resized_storages, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
@@ -136,6 +137,40 @@ def test_the_function_that_empties_the_cache_is_put_back(asked_for):
     bridge_cg_plugin.deactivate()
     assert torch.cuda.empty_cache is before
     torch.cuda.empty_cache()
+
+
+def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(asked_for, monkeypatch):
+    monkeypatch.setattr(resized_storages, "is_on_gpu", lambda tensor: True)
+    returned = []
+    storages = ReturningStorages(lambda device: returned.append(device) or Filled())
+    monkeypatch.setattr(resized_storages, "STORAGES", storages)
+    model, other = Policy(), torch.zeros(8)
+    weight = next(model.vision_model.parameters())
+    weight.main_grad = torch.zeros(weight.shape)
+    call(model, 1)
+    for tensor in (weight.data, weight.main_grad, other):
+        kept = tensor.clone()
+        tensor.storage().resize_(0)
+        tensor.storage().resize_(kept.numel())
+        assert torch.equal(tensor.copy_(kept), kept)
+    assert len(returned) == 2
+    bridge_cg_plugin.deactivate()
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_buffers_are_pytorchs_unless_memory_may_leave():
+    call(Policy(), 1)
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+class Filled:
+    """A place that gives a storage PyTorch's memory."""
+
+    def freed(self):
+        raise AssertionError("called before a return")
+
+    def fill(self, storage, nbytes, resize):
+        resize(storage, nbytes)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])

@@ -83,6 +83,7 @@ class Loops:
         from ..environment import memory_may_leave
         from .emptied_cache import after_empty_cache
         from .loop_driver import LoopDriver
+        from .resized_storages import follow_storages
 
         driver = LoopDriver(
             chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
@@ -90,6 +91,7 @@ class Loops:
         self._drivers.add(driver)
         if memory_may_leave():
             after_empty_cache(self.follow_models)
+            follow_storages(chunks)
         vars(chunks[0])[HELD] = _Held(driver)
         return driver
 

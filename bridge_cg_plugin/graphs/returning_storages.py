@@ -1,0 +1,104 @@
+"""Storages that a loop frees and fills again: their memory returns to the addresses that graphs have recorded."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .releasable_pools import Pool, ReleasablePools, allocating, releasable_pools
+from .virtual_memory import NoDeviceMemory
+
+# PyTorch's `resize_`, called with a storage and a number of bytes.
+Resize = Callable[[UntypedStorage, int], UntypedStorage]
+
+
+class Place(Protocol):
+    """Addresses for one storage."""
+
+    def freed(self) -> None:
+        """Take the memory off the device; the storage has none any more."""
+
+    def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
+        """Give the storage, which has no memory, some of here."""
+
+
+class ReturningPlace:
+    """Addresses of one storage, in a pool of its own, on one GPU.
+
+    Args:
+        device: The GPU.
+        pools: What the addresses are in; None where memory cannot leave and return.
+    """
+
+    def __init__(self, device: torch.device, pools: ReleasablePools | None = None) -> None:
+        self._device = device
+        self._pools = pools or releasable_pools(device, self)
+        self._pool: Pool | None = None if self._pools is None else self._pools.new_pool()
+
+    def freed(self) -> None:
+        """See `Place`."""
+        if self._pools is not None:
+            self._pools.release()
+
+    def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
+        """See `Place`. Without room here, the storage gets memory as PyTorch gives it, or PyTorch's error."""
+        if self._pools is None or self._pool is None or not self._there(self._pools):
+            resize(storage, nbytes)
+            return
+        # PyTorch keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
+        stream = torch.cuda.default_stream(self._device)
+        with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self._device):
+            resize(storage, nbytes)
+
+    def _there(self, pools: ReleasablePools) -> bool:
+        try:
+            pools.restore()
+        except NoDeviceMemory:
+            return False
+        return True
+
+
+class ReturningStorages:
+    """Storages whose memory is to return to the same addresses.
+
+    Args:
+        new_place: Makes the addresses of a storage on a device.
+    """
+
+    def __init__(self, new_place: Callable[[torch.device], Place] = ReturningPlace) -> None:
+        self._new_place = new_place
+        self._followed: dict[int, StorageWeakRef] = {}
+        # With the number of bytes that each is for.
+        self._places: dict[int, tuple[int, Place]] = {}
+
+    def follow(self, storages: Iterable[UntypedStorage]) -> None:
+        """Follow storages from now on; once one is freed and filled again, its addresses are its own for good."""
+        self.forget_dead()
+        for storage in storages:
+            if storage._cdata not in self._followed:
+                self._followed[storage._cdata] = StorageWeakRef(storage)
+
+    def forget_dead(self) -> None:
+        """Give the addresses of storages back that nobody holds any more."""
+        for key in [key for key, storage in self._followed.items() if storage.expired()]:
+            del self._followed[key]
+            self._places.pop(key, None)
+
+    def resize(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> UntypedStorage:
+        """Stand in for `resize_` of any storage."""
+        key, before = storage._cdata, storage.nbytes()
+        if key not in self._followed or (before > 0) == (nbytes > 0):
+            return resize(storage, nbytes)
+        size, place = self._places.get(key, (0, None))
+        if nbytes:
+            if place is None or size != nbytes:
+                place = self._new_place(storage.device)
+                self._places[key] = nbytes, place
+            place.fill(storage, nbytes, resize)
+        else:
+            resize(storage, 0)
+            if place is not None:
+                place.freed()
+        return storage

@@ -1,0 +1,63 @@
+"""Loops free a model's buffers by `resize_(0)` and fill them again; graphs find them at the addresses they recorded.
+
+A seam of PyTorch: it is patched with the first model on graphs whose memory may leave, and never before.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import UntypedStorage, nn
+
+from ...graphs.returning_storages import Resize, ReturningStorages
+from ...upstream_types import MegatronParameter
+from ..seams.activation import before_deactivation
+from ..seams.patches import Patch
+from ..seams.seam import Seam
+from .emptied_cache import after_empty_cache
+
+SEAM = Seam(
+    name="resized_storages",
+    module="torch",
+    target="UntypedStorage.resize_",
+    kind="function",
+    touch="extended",
+    purpose="parameters that left the device return to the addresses that graphs have recorded",
+    undo="deactivate() puts the same object back",
+)
+STORAGES = ReturningStorages()
+
+
+def _returning(old: Resize) -> Resize:
+    @functools.wraps(old)
+    def resize_(storage: UntypedStorage, nbytes: int) -> UntypedStorage:
+        return STORAGES.resize(storage, nbytes, old)
+
+    return resize_
+
+
+PATCH = Patch(SEAM, _returning)
+
+
+def follow_storages(models: Iterable[nn.Module]) -> None:
+    """Let memory of the models' parameters and gradients return to the same addresses once it was freed and filled."""
+    STORAGES.follow(storage for model in models for storage in _storages_of(model))
+    after_empty_cache(STORAGES.forget_dead)
+    PATCH.apply(torch)
+
+
+def _storages_of(model: nn.Module) -> Iterator[UntypedStorage]:
+    """Yield the storages of parameters and `main_grad`s on a GPU; data parallelism has a few large ones."""
+    for parameter in model.parameters():
+        held: MegatronParameter = parameter
+        tensors: tuple[Any, ...] = (parameter, getattr(held, "main_grad", None))
+        yield from (tensor.untyped_storage() for tensor in tensors if tensor is not None and is_on_gpu(tensor))
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is a GPU's."""
+    return tensor.is_cuda
+
+
+before_deactivation(PATCH.revert)

@@ -1,0 +1,171 @@
+"""Storages that are freed and filled again, at addresses of their own from the second time on."""
+
+import gc
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs import returning_storages
+from bridge_cg_plugin.graphs.returning_storages import ReturningPlace, ReturningStorages
+from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
+
+DEVICE = torch.device("cuda", 0)
+BYTES = 64
+
+
+def plain(storage, nbytes):
+    return torch._C.StorageBase.resize_(storage, nbytes)
+
+
+class FakePlace:
+    """Notes what is asked of it; fails to fill as often as it is told to."""
+
+    def __init__(self, device):
+        self.device, self.asked, self.fails = device, [], 0
+
+    def freed(self):
+        self.asked.append("freed")
+
+    def fill(self, storage, nbytes, resize):
+        if self.fails:
+            self.fails -= 1
+            raise torch.OutOfMemoryError("made to fail")
+        self.asked.append(nbytes)
+        resize(storage, nbytes)
+
+
+@pytest.fixture
+def places():
+    return []
+
+
+@pytest.fixture
+def storages(places):
+    def new_place(device):
+        places.append(FakePlace(device))
+        return places[-1]
+
+    return ReturningStorages(new_place)
+
+
+@pytest.fixture
+def storage(storages):
+    made = torch.arange(BYTES // 4, dtype=torch.int32).untyped_storage()
+    storages.follow([made])
+    return made
+
+
+def test_what_was_freed_returns_to_a_place_of_its_own(storages, storage, places):
+    for _ in range(3):
+        assert storages.resize(storage, 0, plain) is storage and storage.nbytes() == 0
+        assert storages.resize(storage, BYTES, plain) is storage and storage.nbytes() == BYTES
+    (place,) = places
+    assert place.device == storage.device and place.asked == [BYTES, "freed", BYTES, "freed", BYTES]
+
+
+def test_two_views_of_a_storage_are_one(storages, storage, places):
+    view = torch.tensor([], dtype=torch.uint8).set_(storage).untyped_storage()
+    storages.follow([view])
+    storages.resize(view, 0, plain)
+    storages.resize(storage, BYTES, plain)
+    assert len(places) == 1 and view.nbytes() == BYTES
+
+
+def test_other_storages_and_other_changes_of_size_are_pytorchs(storages, storage, places):
+    other = torch.zeros(4).untyped_storage()
+    for nbytes in (0, 16):
+        storages.resize(other, nbytes, plain)
+    for nbytes in (2 * BYTES, BYTES, 0, 0):
+        storages.resize(storage, nbytes, plain)
+    assert not places and other.nbytes() == 16 and storage.nbytes() == 0
+
+
+def test_another_size_gets_another_place(storages, storage, places):
+    for nbytes in (0, BYTES, 0, 2 * BYTES, 0, 2 * BYTES):
+        storages.resize(storage, nbytes, plain)
+    assert [place.asked for place in places] == [[BYTES, "freed"], [2 * BYTES, "freed", 2 * BYTES]]
+
+
+def test_a_return_that_fails_can_be_tried_again(storages, storage, places):
+    for nbytes in (0, BYTES, 0):
+        storages.resize(storage, nbytes, plain)
+    places[0].fails = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        storages.resize(storage, BYTES, plain)
+    assert storage.nbytes() == 0
+    storages.resize(storage, BYTES, plain)
+    assert len(places) == 1 and storage.nbytes() == BYTES
+
+
+def test_a_dead_storages_place_goes_and_a_new_one_is_not_taken_for_it(storages, places):
+    for _ in range(50):
+        storage = torch.zeros(BYTES, dtype=torch.uint8).untyped_storage()
+        storages.follow([storage])
+        storages.resize(storage, 0, plain)
+        storages.resize(storage, BYTES, plain)
+        del storage
+    gc.collect()
+    storages.forget_dead()
+    assert len(places) == 50 and not storages._places and not storages._followed
+
+
+class FakePools:
+    """Pools whose memory may be missing."""
+
+    def __init__(self, room=True):
+        self.room, self.asked = room, []
+
+    def new_pool(self):
+        return type("Pool", (), {"held": "pool"})()
+
+    def release(self):
+        self.asked.append("release")
+
+    def restore(self):
+        self.asked.append("restore")
+        if not self.room:
+            raise NoDeviceMemory("made to fail")
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """Stand-ins for what needs a GPU; notes where memory would be taken."""
+    entered = []
+
+    class Around:
+        def __init__(self, *given):
+            self.given = given
+
+        def __enter__(self):
+            entered.append(self.given)
+
+        def __exit__(self, *unused):
+            entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "stream", Around)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", Around)
+    monkeypatch.setattr(returning_storages, "allocating", Around)
+    return entered
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_memory_is_taken_from_the_places_pool_where_there_is_room(inside, room):
+    pools = FakePools(room)
+    place, storage, taken = ReturningPlace(DEVICE, pools), torch.zeros(0).untyped_storage(), []
+
+    def resize(storage, nbytes):
+        taken.append((nbytes, list(inside)))
+
+    place.fill(storage, BYTES, resize)
+    place.freed()
+    assert taken == [(BYTES, [(), ("stream",), ("pool", DEVICE)] if room else [])]
+    assert pools.asked == ["restore", "release"] and not inside
+
+
+def test_where_memory_cannot_leave_pytorch_gives_it(inside, monkeypatch):
+    monkeypatch.setattr(returning_storages, "releasable_pools", lambda device, owner: None)
+    place, taken = ReturningPlace(DEVICE), []
+    place.freed()
+    place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: taken.append(list(inside)))
+    assert taken == [[]]
