@@ -90,13 +90,18 @@ class KernelCompiler:
             self._go_on(self._missing(max(int(tokens * factor), 1) for factor in FACTORS))
 
     def finish(self, tokens: int) -> None:
-        """Compile now what is still missing for a size, several kernels at once; called inside `TURNS.recording`."""
+        """Compile now what is still missing for a size, several kernels at once; called inside `TURNS.recording`.
+
+        Threads of its own also find out what that is: the caller's may have gradients off, or hooks of a checkpoint.
+        """
         self._find_device()
-        with suppress(Exception):  # the recording raises it again
-            missing = list(dict.fromkeys(self._missing((tokens,))))
-            if missing:
-                with ThreadPoolExecutor(min(len(missing), _at_once())) as pool:
-                    list(pool.map(self._compile, missing))
+        with ThreadPoolExecutor(_at_once()) as pool:
+            try:
+                missing = pool.submit(lambda: list(dict.fromkeys(self._missing((tokens,))))).result()
+            except Exception:
+                LOGGER.debug("what to compile was not found", exc_info=True)
+                return
+            list(pool.map(self._compile, missing))
 
     def _find_device(self) -> None:
         if torch.cuda.is_available():

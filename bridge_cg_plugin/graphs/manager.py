@@ -1,5 +1,6 @@
 """A module that runs on graphs over a training run: observe, plan, record, dispatch, fall back, report."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
@@ -313,7 +314,8 @@ class GraphManager:
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
         release_frames(error)
-        self.executor.tidy()  # what the frames held
+        gc.collect()  # a model may keep what its last pass made in a circle
+        self.executor.tidy()
         if isinstance(error, OtherRankFailed):
             return  # the rank that failed reports it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")

@@ -7,11 +7,16 @@ import torch
 from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..announce import warn
 from .releasable_pools import Pool, ReleasablePools, allocating, releasable_pools
-from .virtual_memory import NoDeviceMemory
+from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
 Resize = Callable[[UntypedStorage, int], UntypedStorage]
+
+
+# Storages below this size share segments with others of PyTorch's; data parallelism's buffers are far larger.
+LEAST_BYTES = 20 * 2**20
 
 
 class Place(Protocol):
@@ -36,11 +41,15 @@ class ReturningPlace:
         self._device = device
         self._pools = pools or releasable_pools(device, self)
         self._pool: Pool | None = None if self._pools is None else self._pools.new_pool()
+        self._filled = False
 
     def freed(self) -> None:
         """See `Place`."""
         if self._pools is not None:
-            self._pools.release()
+            try:
+                self._pools.release()
+            except DeviceMemoryError as error:
+                self._give_up(error)
 
     def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
         """See `Place`. Without room here, the storage gets memory as PyTorch gives it, or PyTorch's error."""
@@ -49,15 +58,29 @@ class ReturningPlace:
             return
         # PyTorch keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
         stream = torch.cuda.default_stream(self._device)
-        with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self._device):
+        try:
+            with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self._device):
+                resize(storage, nbytes)
+            self._filled = True
+        except torch.OutOfMemoryError:
             resize(storage, nbytes)
 
     def _there(self, pools: ReleasablePools) -> bool:
+        """Return the memory to the addresses; whether it is there."""
+        if not self._filled:  # PyTorch itself empties no cache for a pool
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
         try:
             pools.restore()
         except NoDeviceMemory:
             return False
-        return True
+        except DeviceMemoryError as error:
+            self._give_up(error)
+        return self._pools is not None
+
+    def _give_up(self, error: DeviceMemoryError) -> None:
+        warn(f"a buffer's memory does not return to the same addresses any more: {error}")
+        self._pools = None
 
 
 class ReturningStorages:
@@ -77,7 +100,7 @@ class ReturningStorages:
         """Follow storages from now on; once one is freed and filled again, its addresses are its own for good."""
         self.forget_dead()
         for storage in storages:
-            if storage._cdata not in self._followed:
+            if storage._cdata not in self._followed and storage.nbytes() >= LEAST_BYTES:
                 self._followed[storage._cdata] = StorageWeakRef(storage)
 
     def forget_dead(self) -> None:
@@ -102,3 +125,24 @@ class ReturningStorages:
             if place is not None:
                 place.freed()
         return storage
+
+    def stop(self, resize: Resize) -> None:
+        """Follow no storage any more. What is in a place of its own moves to PyTorch's memory, if there is room."""
+        self.forget_dead()
+        for key in list(self._places):
+            storage = UntypedStorage._new_with_weak_ptr(self._followed[key].cdata)
+            if storage is not None and storage.nbytes():
+                _move(storage, resize)
+        self._followed, self._places = {}, {}
+
+
+def _move(storage: UntypedStorage, resize: Resize) -> None:
+    """Free a storage and fill it with its content again; one without room for a copy stays where it is."""
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    try:
+        kept, nbytes = content.clone(), storage.nbytes()
+    except torch.OutOfMemoryError:
+        return
+    resize(storage, 0)
+    resize(storage, nbytes)
+    content.copy_(kept)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs import returning_storages
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.returning_storages import ReturningStorages
 from bridge_cg_plugin.options import OptionError
@@ -141,6 +142,7 @@ def test_the_function_that_empties_the_cache_is_put_back(asked_for):
 
 def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(asked_for, monkeypatch):
     monkeypatch.setattr(resized_storages, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(returning_storages, "LEAST_BYTES", 16)
     returned = []
     storages = ReturningStorages(lambda device: returned.append(device) or Filled())
     monkeypatch.setattr(resized_storages, "STORAGES", storages)

@@ -159,6 +159,22 @@ def test_a_recording_compiles_what_is_missing_all_at_once(kernels):
         assert len(kernels.done) == 2, "compiled twice"
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.autograd.graph.save_on_cpu])
+def test_what_to_compile_is_found_whatever_the_callers_thread_is_in(kernels, around):
+    """It runs a backward over tensors without data; a checkpoint's hooks would run the model again."""
+    found = []
+
+    def compilations(tokens):
+        leaf = torch.ones(2, requires_grad=True)
+        found.extend(torch.autograd.grad((leaf * leaf).sum(), leaf))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        return kernels.compilations(tokens)
+
+    with TURNS.recording(), around():
+        KernelCompiler(compilations).finish(784)
+    assert len(found) == 1 and len(kernels.done) == 2
+
+
 def test_a_recording_leaves_out_what_was_compiled_ahead(kernels):
     compiler = KernelCompiler(kernels.compilations)
     compiler.saw(784)

@@ -7,7 +7,7 @@ import torch
 
 from bridge_cg_plugin.graphs import returning_storages
 from bridge_cg_plugin.graphs.returning_storages import ReturningPlace, ReturningStorages
-from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 DEVICE = torch.device("cuda", 0)
 BYTES = 64
@@ -32,6 +32,11 @@ class FakePlace:
             raise torch.OutOfMemoryError("made to fail")
         self.asked.append(nbytes)
         resize(storage, nbytes)
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(returning_storages, "LEAST_BYTES", 16)
 
 
 @pytest.fixture
@@ -77,6 +82,10 @@ def test_other_storages_and_other_changes_of_size_are_pytorchs(storages, storage
         storages.resize(other, nbytes, plain)
     for nbytes in (2 * BYTES, BYTES, 0, 0):
         storages.resize(storage, nbytes, plain)
+    small = torch.zeros(15, dtype=torch.uint8).untyped_storage()
+    storages.follow([small])
+    for nbytes in (0, 15):
+        storages.resize(small, nbytes, plain)
     assert not places and other.nbytes() == 16 and storage.nbytes() == 0
 
 
@@ -109,17 +118,36 @@ def test_a_dead_storages_place_goes_and_a_new_one_is_not_taken_for_it(storages, 
     assert len(places) == 50 and not storages._places and not storages._followed
 
 
-class FakePools:
-    """Pools whose memory may be missing."""
+def test_once_stopped_storages_have_pytorchs_memory_and_their_content(storages, storage, places):
+    kept = torch.arange(BYTES, dtype=torch.uint8)
+    away, content = torch.zeros(BYTES, dtype=torch.uint8), torch.tensor([], dtype=torch.uint8).set_(storage)
+    storages.follow([away.untyped_storage()])
+    for moved in (storage, away.untyped_storage()):
+        storages.resize(moved, 0, plain)
+        storages.resize(moved, BYTES, plain)
+    content.copy_(kept)
+    storages.resize(away.untyped_storage(), 0, plain)
+    sizes = []
+    storages.stop(lambda moved, nbytes: sizes.append(nbytes) or plain(moved, nbytes))
+    assert torch.equal(content, kept) and sizes == [0, BYTES] and not storages._places
+    for nbytes in (0, BYTES):
+        storages.resize(storage, nbytes, plain)
+    assert len(places) == 2, "followed still"
 
-    def __init__(self, room=True):
-        self.room, self.asked = room, []
+
+class FakePools:
+    """Pools whose memory may be missing, and whose driver may fail."""
+
+    def __init__(self, room=True, fails=False):
+        self.room, self.fails, self.asked = room, fails, []
 
     def new_pool(self):
         return type("Pool", (), {"held": "pool"})()
 
     def release(self):
         self.asked.append("release")
+        if self.fails:
+            raise DeviceMemoryError("made to fail")
 
     def restore(self):
         self.asked.append("restore")
@@ -128,7 +156,13 @@ class FakePools:
 
 
 @pytest.fixture
-def inside(monkeypatch):
+def emptied():
+    """What was called to give PyTorch's cached memory back."""
+    return []
+
+
+@pytest.fixture
+def inside(monkeypatch, emptied):
     """Stand-ins for what needs a GPU; notes where memory would be taken."""
     entered = []
 
@@ -142,6 +176,8 @@ def inside(monkeypatch):
         def __exit__(self, *unused):
             entered.pop()
 
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *unused, name=name: emptied.append(name))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "stream", Around)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", Around)
@@ -161,6 +197,38 @@ def test_memory_is_taken_from_the_places_pool_where_there_is_room(inside, room):
     place.freed()
     assert taken == [(BYTES, [(), ("stream",), ("pool", DEVICE)] if room else [])]
     assert pools.asked == ["restore", "release"] and not inside
+
+
+def test_pytorchs_cache_is_emptied_for_the_first_memory_alone(inside, emptied):
+    """PyTorch does not do it for a pool, and what the storage had before is in its cache."""
+    place = ReturningPlace(DEVICE, FakePools())
+    for _ in range(3):
+        place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: None)
+        place.freed()
+    assert emptied == ["synchronize", "empty_cache"]
+
+
+def test_without_memory_for_the_pool_pytorch_is_asked(inside):
+    place, tried = ReturningPlace(DEVICE, FakePools()), []
+
+    def resize(storage, nbytes):
+        tried.append(len(inside))
+        if inside:
+            raise torch.OutOfMemoryError("made to fail")
+
+    place.fill(torch.zeros(0).untyped_storage(), BYTES, resize)
+    assert tried == [3, 0]
+
+
+def test_a_driver_that_fails_is_named_once_and_pytorchs_memory_is_used(inside, caplog):
+    pools = FakePools(fails=True)
+    place, taken = ReturningPlace(DEVICE, pools), []
+    for _ in range(2):
+        place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: taken.append(len(inside)))
+        place.freed()
+    assert taken == [3, 0] and pools.asked == ["restore", "release"]
+    assert [record.getMessage() for record in caplog.records].count(caplog.records[0].getMessage()) == 1
+    assert "made to fail" in caplog.text
 
 
 def test_where_memory_cannot_leave_pytorch_gives_it(inside, monkeypatch):

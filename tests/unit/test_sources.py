@@ -209,6 +209,18 @@ def test_a_plain_value_that_a_forward_left_once_counts_when_somebody_else_sets_i
     assert region.run(batch()) is None
 
 
+def test_recordings_go_with_a_reset_and_not_at_a_garbage_collection():
+    region = region_of(two_layers())
+    held = [weakref.ref(made.recording) for made in region.sources.current.recordings.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        region.reset()
+        assert held and all(recording() is None for recording in held)
+    finally:
+        gc.enable()
+
+
 def test_a_checkpoint_around_the_model_does_not_reach_into_a_recording():
     model, reference = two_layers(), two_layers()
     region = region_of(model)

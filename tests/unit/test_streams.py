@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
+from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
 from bridge_cg_plugin.graphs.streams import ReplayStream
 
 from .toy import ToyProgram, toy_region
@@ -21,12 +21,22 @@ def test_on_the_main_stream_nothing_is_waited_for():
         pass  # without CUDA any wait would raise
 
 
+@pytest.fixture
+def no_streams_kept():
+    _recording_stream.cache_clear()
+    yield
+    _recording_stream.cache_clear()
+
+
 @pytest.mark.parametrize(("side_stream", "main"), [(False, 0), (True, -1)])
-def test_main_work_goes_before_the_side_work_and_before_nothing_else(monkeypatch, side_stream, main):
+def test_main_work_goes_before_the_side_work_and_before_nothing_else(monkeypatch, no_streams_kept, side_stream, main):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(priority=priority))
     executor = CudaGraphExecutor(torch.device("cuda", 0), side_stream=side_stream)
     assert executor._stream.priority == main
     assert executor.side_stream()._stream.priority == 0  # the lowest that CUDA has
+    other = CudaGraphExecutor(torch.device("cuda", 0), side_stream=side_stream)
+    assert other._stream is executor._stream, "PyTorch keeps a workspace for each stream for good"
+    assert other.side_stream()._stream is executor.side_stream()._stream is not executor._stream
 
 
 def hooked(calls, fails=False):

@@ -110,7 +110,8 @@ class Source:
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
-        self._samples = cycle(self._some())
+        # A list: a generator would hold this object, and with it the memory of its recordings.
+        self._samples = cycle(list(self._some()))
 
     def autocasting(self) -> torch.autocast:
         """Return the autocast that recordings were made in: a backward runs outside of it."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import UntypedStorage, nn
 
+from ...graphs.releasable_pools import tidy_orphans
 from ...graphs.returning_storages import Resize, ReturningStorages
 from ...upstream_types import MegatronParameter
 from ..seams.activation import before_deactivation
@@ -60,4 +61,11 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-before_deactivation(PATCH.revert)
+def _stop() -> None:
+    PATCH.revert()
+    STORAGES.stop(UntypedStorage.resize_)
+    torch.cuda.empty_cache()
+    tidy_orphans()
+
+
+before_deactivation(_stop)
