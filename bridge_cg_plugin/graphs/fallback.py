@@ -110,6 +110,12 @@ class Fallback(StrEnum):
         "capture failed for all or for this bucket; the warning and `not captured:` in the report give the reason",
         "do what the warning names",
     )
+    IN_CHECKPOINT = (
+        "in_checkpoint",
+        "inside `torch.utils.checkpoint` with `use_reentrant=False`, which counts the tensors that each forward saves: "
+        "a replay saves none",
+        "checkpoint only what follows, or pass `use_reentrant=True`",
+    )
     # A model that is not what was recorded
     MODEL_CHANGED = (
         "model_changed",

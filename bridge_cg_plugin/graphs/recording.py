@@ -213,7 +213,7 @@ def _own_autocast_cache() -> Iterator[None]:
 
 
 def _own_saved_tensors() -> AbstractContextManager[None]:
-    """Keep what autograd saves from hooks of the caller, as a checkpoint around the model has them."""
+    """Keep what autograd saves from hooks of the caller, which may move it to the host."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)

@@ -35,6 +35,8 @@ Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
 
 
 LEAST = Bucket(1)
+# Module of the hooks that a non-reentrant checkpoint puts on tensors that autograd saves.
+CHECKPOINT = "torch.utils.checkpoint"
 
 
 class _Made(NamedTuple):
@@ -347,6 +349,8 @@ class Region:
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
+        if mode.gradients and _in_checkpoint():
+            return Fallback.IN_CHECKPOINT
         bucket = self._choose(batch, size, mode)
         if not isinstance(bucket, Bucket):
             return bucket
@@ -400,3 +404,9 @@ class Region:
 
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
+
+
+def _in_checkpoint() -> bool:
+    """Whether autograd's tensors are counted by a non-reentrant checkpoint: its second forward has to save as many."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == CHECKPOINT

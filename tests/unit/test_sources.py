@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import OrderedDict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -221,21 +222,57 @@ def test_recordings_go_with_a_reset_and_not_at_a_garbage_collection():
         gc.enable()
 
 
-def test_a_checkpoint_around_the_model_does_not_reach_into_a_recording():
+def graphed_or_eager(region, model, x):
+    outputs = region.run(x)
+    return model(x) if outputs is None else outputs[0]
+
+
+def assert_trains_as_eager(train):
+    """Train a model on graphs and one without, whose first layer changes; returns the region."""
     model, reference = two_layers(), two_layers()
     region = region_of(model)
-
-    def graphed(x):
-        outputs = region.run(x)
-        return model(x) if outputs is None else outputs[0]
-
-    x = batch()
     for step in range(4):
         model[0].gain = reference[0].gain = 1.0 if step == 0 else 2.0
-        for call in (graphed, reference):
-            checkpoint(call, x.clone().requires_grad_(), use_reentrant=False).sum().backward()
-        torch.testing.assert_close(model[0].linear.weight.grad, reference[0].linear.weight.grad)
+        found, rows = [], batch()
+        for layers, call in ((model, partial(graphed_or_eager, region, model)), (reference, reference)):
+            layers.zero_grad()
+            x = rows.clone().requires_grad_()
+            train(call, x)
+            found.append([x.grad, *(p.grad for p in layers.parameters())])
+        torch.testing.assert_close(*found)
+    return region
+
+
+def test_hooks_of_the_caller_do_not_reach_into_a_recording():
+    def train(call, x):
+        with torch.autograd.graph.save_on_cpu():
+            call(x).sum().backward()
+
+    region = assert_trains_as_eager(train)
     assert region.statistics.replays and "capture_failed" not in region.statistics.fallbacks
+
+
+@pytest.mark.parametrize("behind", [torch.sin, torch.Tensor.clone])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_a_checkpoint_around_the_model_and_what_follows(behind, reentrant):
+    """A non-reentrant one counts what a forward saves, and takes the second forward's tensors for the first one's."""
+
+    def train(call, x):
+        checkpoint(lambda x: behind(call(x)), x, use_reentrant=reentrant).sum().backward()
+
+    found = assert_trains_as_eager(train).statistics
+    assert bool(found.replays) == reentrant and ("in_checkpoint" in found.fallbacks) != reentrant
+
+
+def test_a_frozen_model_replays_in_a_checkpoint():
+    model = two_layers().requires_grad_(False)
+    region = region_of(model)
+    for _ in range(2):
+        x, rows = torch.ones((), requires_grad=True), batch()
+        checkpoint(lambda x, rows: (region.run(rows)[0] * x).sin(), x, rows, use_reentrant=False).sum().backward()
+        y = model(rows)
+        torch.testing.assert_close(x.grad, (y * y.cos()).sum())
+    assert not region.statistics.fallbacks
 
 
 def test_parameters_frozen_inside_a_step_get_no_gradient():
