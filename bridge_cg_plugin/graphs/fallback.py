@@ -112,8 +112,8 @@ class Fallback(StrEnum):
     )
     IN_CHECKPOINT = (
         "in_checkpoint",
-        "inside `torch.utils.checkpoint` with `use_reentrant=False`, which counts the tensors that each forward saves: "
-        "a replay saves none",
+        "inside a checkpoint with `use_reentrant=False`, which counts the tensors that each forward saves: a replay "
+        "saves none",
         "checkpoint only what follows, or pass `use_reentrant=True`",
     )
     # A model that is not what was recorded

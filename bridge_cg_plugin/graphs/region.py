@@ -35,8 +35,8 @@ Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
 
 
 LEAST = Bucket(1)
-# Module of the hooks that a non-reentrant checkpoint puts on tensors that autograd saves.
-CHECKPOINT = "torch.utils.checkpoint"
+# Names that the hooks of a non-reentrant checkpoint on saved tensors begin with; other packages copy PyTorch's.
+CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 class _Made(NamedTuple):
@@ -409,4 +409,4 @@ class Region:
 def _in_checkpoint() -> bool:
     """Whether autograd's tensors are counted by a non-reentrant checkpoint: its second forward has to save as many."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == CHECKPOINT
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)

@@ -11,6 +11,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation, refuse_host_copies
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
+from tests.unit.toy import toy_batch, toy_region
 
 
 class Linear(nn.Module):
@@ -77,6 +78,18 @@ def test_recorded_modules_hand_on_placeholders_of_one_element(monkeypatch, kerne
     for found in (unread, read):
         assert (found.shape, found.dtype, found.untyped_storage().nbytes()) == ((64, 32), torch.bfloat16, 2)
     assert not read.any() and owner.get_dummy_wgrad is before
+
+
+@pytest.mark.parametrize("name, arguments", [("_checkpoint_hook", ((), {})), ("_recomputation_hook", ())])
+def test_transformer_engines_checkpoint_is_known_as_one(name, arguments):
+    """It counts what a forward saves, as PyTorch's does without reentrance; a replay saves nothing."""
+    hook = getattr(pytest.importorskip("transformer_engine.pytorch.distributed"), name)
+    frame = SimpleNamespace(count=0, recomputed=[])
+    region = toy_region()
+    with hook(frame, *arguments):
+        assert region.run(toy_batch()) is None
+    assert region.statistics.fallbacks == {"in_checkpoint": 1}
+    assert region.run(toy_batch()) is not None
 
 
 def unknown():
