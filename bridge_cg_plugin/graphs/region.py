@@ -1,7 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
 
 
 LEAST = Bucket(1)
+# Returns the hooks on tensors that autograd saves, None without any.
+HOOKS_ON_SAVED_TENSORS = torch._C._autograd._top_saved_tensors_default_hooks
 # Names that the hooks of a non-reentrant checkpoint on saved tensors begin with; other packages copy PyTorch's.
 CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
@@ -349,7 +351,7 @@ class Region:
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
-        if mode.gradients and _in_checkpoint():
+        if mode.gradients and (hooks := HOOKS_ON_SAVED_TENSORS(False)) is not None and _are_of_a_checkpoint(hooks):
             return Fallback.IN_CHECKPOINT
         bucket = self._choose(batch, size, mode)
         if not isinstance(bucket, Bucket):
@@ -406,7 +408,6 @@ class Region:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
 
-def _in_checkpoint() -> bool:
-    """Whether autograd's tensors are counted by a non-reentrant checkpoint: its second forward has to save as many."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)
+def _are_of_a_checkpoint(hooks: Sequence[Any]) -> bool:
+    """Whether a non-reentrant checkpoint counts what autograd saves: its second forward has to save as much."""
+    return getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)
