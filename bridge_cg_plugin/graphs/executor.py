@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activations
-from .errors import CaptureError
+from .errors import CaptureError, release_frames
 from .generators import default_generator
 from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
 from .releasable_pools import allocating, releasable_pools
@@ -138,6 +138,12 @@ def refuse_other_allocators() -> None:
             f"graphs need PyTorch's native memory allocator, this process runs with {backend}: remove it from "
             "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
         )
+
+
+def give_back_after(error: BaseException, executor: Executor) -> None:
+    """Give memory back that an error's frames still held when its recording was thrown away."""
+    release_frames(error)
+    executor.tidy()
 
 
 @functools.cache

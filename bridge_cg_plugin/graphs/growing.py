@@ -8,7 +8,8 @@ from functools import partial
 from ..announce import announce, warn
 from .buckets import Bucket
 from .demand import Demand
-from .errors import CaptureError, OtherRankFailed, named, release_frames
+from .errors import CaptureError, OtherRankFailed, named
+from .executor import give_back_after
 from .late_recordings import Wish
 from .piece import Growth
 from .rank_consensus import RankConsensus
@@ -98,22 +99,18 @@ class Growing:
             with self._counted():
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
+            executor = self._regions[0][0].executor
             if undo():
-                self._let_go(error)
+                give_back_after(error, executor)
                 return False
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
             if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
-            self._let_go(error)
+            give_back_after(error, executor)
             return False
         announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
         return True
-
-    def _let_go(self, error: Exception) -> None:
-        """Give memory back that an error's frames still held when the recording was thrown away."""
-        release_frames(error)
-        self._regions[0][0].executor.tidy()
 
     def _idle(self) -> float:
         return float(all(region.is_idle() for region, _ in self._regions))

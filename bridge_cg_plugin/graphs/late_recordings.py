@@ -11,7 +11,8 @@ from ..announce import warn
 from .buckets import Bucket
 from .changes.source import Recorded, Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, OtherRankFailed, named, release_frames
+from .errors import CaptureError, OtherRankFailed, named
+from .executor import give_back_after
 from .fallback import Fallback
 from .gradients import NO_BACKWARD
 from .piece import SINGLE_RANK
@@ -296,8 +297,7 @@ class LateRecordings:
             raise CaptureError(f"{said}: {named(error)}") from error
         if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
             warn(f"{said}, it runs eager: {named(error)}")
-        release_frames(error)
-        self._recorder.executor.tidy()  # what the frames held
+        give_back_after(error, self._recorder.executor)
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:

@@ -13,8 +13,6 @@ from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
 Resize = Callable[[UntypedStorage, int], UntypedStorage]
-
-
 # Storages below this size share segments with others of PyTorch's; data parallelism's buffers are far larger.
 LEAST_BYTES = 20 * 2**20
 

@@ -1,6 +1,7 @@
 """A tower that changes under its graphs, on a GPU; `tests/unit/test_changed_models.py` has the rest on a CPU."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -106,8 +107,11 @@ class Buffers:
             parameter.data = weight.view_as(parameter)
             parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
 
-    def move(self) -> list[torch.Tensor]:
+    def move(self, elsewhere: bool = True) -> list[torch.Tensor]:
         """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
+
+        Args:
+            elsewhere: Whether it must be other memory.
 
         Returns:
             Tensors of somebody else that took the freed memory in between, full of sevens.
@@ -119,23 +123,10 @@ class Buffers:
             storage.resize_(0)
             canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
             storage.resize_(size)
-            while flat.data_ptr() == before:  # the canary found other memory
+            while elsewhere and flat.data_ptr() == before:  # the canary found other memory
                 storage.resize_(0)
                 canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
                 storage.resize_(size)
-            flat.copy_(host)
-        return canaries
-
-    def leave_and_return(self) -> list[torch.Tensor]:
-        """Free both and fill them again, somebody else's tensors in the freed memory meanwhile; returns these."""
-        canaries = []
-        for flat in (self.weights, self.gradients):
-            storage, host = flat.untyped_storage(), flat.cpu()
-            size = storage.nbytes()
-            storage.resize_(0)
-            torch.cuda.empty_cache()
-            canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
-            storage.resize_(size)
             flat.copy_(host)
         return canaries
 
@@ -189,7 +180,7 @@ def test_buffers_that_return_to_their_addresses_need_no_further_capture(determin
     from bridge_cg_plugin.upstream.hooks.resized_storages import PATCH, follow_storages
 
     try:
-        found = Training(tower_module, start, Buffers.leave_and_return, follow_storages)
+        found = Training(tower_module, start, partial(Buffers.move, elsewhere=False), follow_storages)
     finally:
         PATCH.revert()
     settled = 2 * len(MIXED)  # the first return is to other addresses, for which each size is captured once more

@@ -9,6 +9,7 @@ import torch
 from bridge_cg_plugin.offload.registry import Registry, registering
 from bridge_cg_plugin.upstream.kernels import saved_tensors as activations
 from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_LINEAR
 from tests.unit.towers import draw, new_tower
 
 SOURCE = importlib.import_module(activations.TE_LAYERNORM_LINEAR)
@@ -47,7 +48,7 @@ def test_transformer_engine_calls_what_is_noted_as_expected():
     forward = "".join(inspect.getsource(SOURCE._LayerNormLinear.forward).split())
     assert "ln_out,mu,rsigma=apply_normalization(inputmat,None,#ln_outln_weight,ln_bias,eps," in forward
     assert "gemm_out,*_,reduce_scatter_out=general_gemm(weightmat,ln_out_total,quantization_params=" in forward
-    linear = importlib.import_module(activations.TE_LINEAR)
+    linear = importlib.import_module(TE_LINEAR)
     assert "=general_gemm(weightmat,inputmat_total,quantization_params=" in "".join(inspect.getsource(linear).split())
     parameters = list(
         inspect.signature(importlib.import_module(SOURCE.general_gemm.__module__).general_gemm).parameters

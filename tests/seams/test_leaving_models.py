@@ -140,8 +140,9 @@ def test_the_function_that_empties_the_cache_is_put_back(asked_for):
     torch.cuda.empty_cache()
 
 
-def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(asked_for, monkeypatch):
-    monkeypatch.setattr(resized_storages, "is_on_gpu", lambda tensor: True)
+def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(
+    asked_for, monkeypatch, parameters_count_as_on_the_device
+):
     monkeypatch.setattr(returning_storages, "LEAST_BYTES", 16)
     returned = []
     storages = ReturningStorages(lambda device: returned.append(device) or Filled())

@@ -6,6 +6,7 @@ from ..executors import KINDS, choose
 
 # The reference executor runs a model's Python in every replay, the tape runs none, as a graph.
 BOTH = (
+    "test_capture_pauses",
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",

@@ -27,9 +27,9 @@ SEAM = Seam(
 _listeners: list[Callable[[], object]] = []
 
 
-def is_on_device(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is on a GPU, with or without memory."""
-    return parameter.is_cuda
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, with or without memory."""
+    return tensor.is_cuda
 
 
 def has_left(model: nn.Module) -> bool:

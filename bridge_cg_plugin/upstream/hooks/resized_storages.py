@@ -16,7 +16,7 @@ from ...upstream_types import MegatronParameter
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch
 from ..seams.seam import Seam
-from .emptied_cache import after_empty_cache
+from . import emptied_cache
 
 SEAM = Seam(
     name="resized_storages",
@@ -44,7 +44,7 @@ PATCH = Patch(SEAM, _returning)
 def follow_storages(models: Iterable[nn.Module]) -> None:
     """Let memory of the models' parameters and gradients return to the same addresses once it was freed and filled."""
     STORAGES.follow(storage for model in models for storage in _storages_of(model))
-    after_empty_cache(STORAGES.forget_dead)
+    emptied_cache.after_empty_cache(STORAGES.forget_dead)
     PATCH.apply(torch)
 
 
@@ -53,12 +53,7 @@ def _storages_of(model: nn.Module) -> Iterator[UntypedStorage]:
     for parameter in model.parameters():
         held: MegatronParameter = parameter
         tensors: tuple[Any, ...] = (parameter, getattr(held, "main_grad", None))
-        yield from (tensor.untyped_storage() for tensor in tensors if tensor is not None and is_on_gpu(tensor))
-
-
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is a GPU's."""
-    return tensor.is_cuda
+        yield from (t.untyped_storage() for t in tensors if t is not None and emptied_cache.is_on_device(t))
 
 
 def _stop() -> None:

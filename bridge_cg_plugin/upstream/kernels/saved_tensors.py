@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ...graphs.modules import every_module
 from ...offload.registry import current_registry, derive, scoped
 from ..attributes import overridden
-from ..seams.registry.engine import TE_LAYERNORM_LINEAR, TE_LINEAR
+from ..seams.registry.engine import TE_LAYERNORM_LINEAR
+from .transformer_engine import in_linear_modules
 
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.
 SCOPES = {
@@ -37,10 +38,7 @@ def known_activations(modules: Sequence[nn.Module]) -> Iterator[None]:
             enter, leave = scoped(scope)
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        for name in (TE_LAYERNORM_LINEAR, TE_LINEAR):
-            owner = sys.modules.get(name)
-            if owner is not None:
-                stack.enter_context(overridden(owner, "general_gemm", _noting_product(owner.general_gemm)))
+        stack.enter_context(in_linear_modules("general_gemm", _noting_product))
         owner = sys.modules.get(TE_LAYERNORM_LINEAR)
         if owner is not None:
             stack.enter_context(overridden(owner, "apply_normalization", _noting_norm(owner.apply_normalization)))

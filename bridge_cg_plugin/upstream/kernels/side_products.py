@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
 from ...graphs.side_stream import SideStream, current_side_stream
 from ..attributes import overridden
-from ..seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
+from ..seams.registry.engine import TE_GEMM
+from .transformer_engine import in_linear_modules
 
 
 @contextmanager
@@ -30,9 +31,7 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
         return
     products = _Products(side, modules)
-    with side_workspace(), ExitStack() as stack:
-        for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
-            stack.enter_context(overridden(owner, "general_gemm", products.routed(owner.general_gemm)))
+    with side_workspace(), in_linear_modules("general_gemm", products.routed):
         yield
 
 

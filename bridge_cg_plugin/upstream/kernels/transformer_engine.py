@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -108,9 +108,16 @@ def _small_placeholders() -> Iterator[None]:
 
     Transformer Engine's placeholders are as large as the weights, one for each shape, and stay for good.
     """
+    with in_linear_modules("get_dummy_wgrad", lambda original: _placeholder):
+        yield
+
+
+@contextmanager
+def in_linear_modules(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """Let Transformer Engine's linear modules, where they are imported, call what is made of a function of theirs."""
     with ExitStack() as stack:
         for owner in filter(None, map(sys.modules.get, (TE_LINEAR, TE_LAYERNORM_LINEAR))):
-            stack.enter_context(overridden(owner, "get_dummy_wgrad", _placeholder))
+            stack.enter_context(overridden(owner, name, made(getattr(owner, name))))
         yield
 
 

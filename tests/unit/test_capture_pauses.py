@@ -1,0 +1,97 @@
+"""What a capture makes a step wait for, and what is counted of it."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.compiling import TURNS
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.region import Region
+
+from .mixes import MODULES
+from .test_growing import LARGE, ON_DEMAND, SMALL, assert_equals_eager, grown
+from .towers import draw, graphs_on, new_tower
+
+
+@pytest.fixture(scope="module")
+def tower():
+    return new_tower()
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, modules, monkeypatch):
+    graphs, stack = grown(tower, SMALL, modules=modules)
+    add, each = Region.add, 0.05
+
+    def slow(region, *args):
+        time.sleep(each)  # before its own clock runs, as what waits for another rank
+        add(region, *args)
+
+    monkeypatch.setattr(Region, "add", slow)
+    with stack:
+        for _ in range(3):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        found, regions = graphs.statistics(), len(graphs._regions)
+        assert regions > 1 or not modules
+        assert list(found.pauses) == [2] and found.pauses[2] >= regions * each
+        assert found.capture_seconds >= found.pause_seconds == found.longest_pause
+
+
+def test_seconds_of_capture_are_all_that_training_waits_for(tower):
+    begun = threading.Event()
+
+    def compile_one():
+        with TURNS.compiling():
+            begun.set()
+            time.sleep(0.4)
+
+    with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
+        tower(*draw(SMALL))
+        threading.Thread(target=compile_one).start()
+        assert begun.wait(10)
+        began = time.perf_counter()
+        assert graphs.capture()
+        assert 0.3 < graphs.statistics().capture_seconds <= time.perf_counter() - began
+        assert not graphs.statistics().pauses, "the first capture is nobody's pause"
+        with graphs.step():
+            assert_equals_eager(tower, graphs, SMALL)
+        assert not graphs.statistics().pauses
+
+
+def test_seconds_of_a_capture_that_failed_count(tower, monkeypatch):
+    def fail(*unused):
+        time.sleep(0.2)
+        raise torch.OutOfMemoryError("made to fail")
+
+    with graphs_on(tower, capture=False, strict=False, **ON_DEMAND) as graphs:
+        tower(*draw(SMALL))
+        monkeypatch.setattr(type(graphs.executor), "record", fail)
+        assert not graphs.capture()
+        assert graphs.statistics().capture_seconds > 0.2 and not graphs.statistics().pauses
+
+
+def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):
+    collecting = []
+
+    def noted(*args):
+        collecting.append(gc.isenabled())
+        warm_up(*args)
+
+    warm_up = ReferenceExecutor.warm_up
+    monkeypatch.setattr(ReferenceExecutor, "warm_up", noted)
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        assert collecting == [False] and gc.isenabled()
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        assert collecting == [False, False] and gc.isenabled()
+        monkeypatch.setattr(ReferenceExecutor, "warm_up", lambda *args: 1 / 0)
+        with pytest.raises(CaptureError):
+            graphs.capture()
+        assert gc.isenabled()
