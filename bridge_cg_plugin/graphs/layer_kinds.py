@@ -36,6 +36,8 @@ class _Pass:
     def __init__(self) -> None:
         self._ran: dict[Hashable, _Ran] = {}
         self._kinds: dict[nn.Module, Hashable] = {}
+        # Of configurations, which have hundreds of settings each and are shared by modules.
+        self._settings: dict[int, tuple[object, Hashable]] = {}
 
     def call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer's forward, or return its hidden states where a layer of its kind ran."""
@@ -56,8 +58,19 @@ class _Pass:
 
     def _kind(self, layer: nn.Module) -> Hashable:
         if layer not in self._kinds:
-            self._kinds[layer] = tuple(_traits(name, module) for name, module in layer.named_modules())
+            self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
         return self._kinds[layer]
+
+    def _traits(self, name: str, module: nn.Module) -> Hashable:
+        """Return what decides a module's kernels: its class, settings, configuration, and its tensors' sizes."""
+        held = (*module._parameters.values(), *module._buffers.values())
+        tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in held if t is not None)
+        return name, type(module), _settings(module), self._configured(getattr(module, "config", None)), tensors
+
+    def _configured(self, config: object) -> Hashable:
+        if id(config) not in self._settings:
+            self._settings[id(config)] = config, _settings(config)  # it is kept: no other takes its identity
+        return self._settings[id(config)][1]
 
 
 @contextmanager
@@ -103,13 +116,6 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | Non
     """Return the hidden states, None where the first argument is something else, and the other arguments."""
     hidden, *others = (*args, *kwargs.values()) or (None,)
     return (hidden if isinstance(hidden, Tensor) else None), tuple(others)
-
-
-def _traits(name: str, module: nn.Module) -> Hashable:
-    """Return what decides a module's kernels: its class, settings, configuration, and its tensors' sizes."""
-    held = (*module._parameters.values(), *module._buffers.values())
-    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in held if t is not None)
-    return name, type(module), _settings(module), _settings(getattr(module, "config", None)), tensors
 
 
 def _settings(holder: object) -> Hashable:

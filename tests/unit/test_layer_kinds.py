@@ -108,6 +108,38 @@ def test_a_setting_of_any_plain_type_makes_a_kind(name, value):
     assert ran_in(all_set) == [0]
 
 
+class Configuration:
+    """Settings, and how often they were read."""
+
+    __slots__ = ("reads", "settings")
+
+    def __init__(self, **settings) -> None:
+        self.settings, self.reads = settings, 0
+
+    @property
+    def __dict__(self):
+        self.reads += 1
+        return self.settings
+
+
+def configured(ran, *configurations):
+    layers = numbered(ran)
+    for layer, configuration in zip(layers, configurations, strict=True):
+        layer.config = layer.linear.config = configuration
+    return Model(*layers)
+
+
+def test_another_configuration_makes_a_kind():
+    first, same, other = Configuration(window=1), Configuration(window=1), Configuration(window=2)
+    assert ran_in(lambda ran: configured(ran, first, same, other, other)) == [0, 2]
+
+
+def test_a_configuration_that_layers_share_is_read_once():
+    shared = Configuration(window=1)
+    assert ran_in(lambda ran: configured(ran, *[shared] * 4)) == [0]
+    assert shared.reads == 1
+
+
 def test_a_buffer_of_another_size_makes_a_kind():
     def other_buffer(ran):
         layers = numbered(ran)

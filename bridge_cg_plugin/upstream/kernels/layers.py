@@ -83,7 +83,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     with deferred_sums(modules), ExitStack() as stack:
         for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
-                if callable(getattr(module, name, None)) and name in vars(module):
+                if callable(vars(module).get(name)):
                     stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
