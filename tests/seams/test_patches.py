@@ -7,6 +7,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
+from bridge_cg_plugin.upstream.decoder import variable_lengths
 from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks import (
     any_loop,
@@ -50,6 +51,7 @@ GROUPS = (
     qwen3_vl_patches,
     performance,
     virtual_stages,
+    variable_lengths,
     any_loop,
 )
 EVERY = [patch for group in GROUPS for patch in group.PATCHES]

@@ -35,7 +35,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
-        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between"),
+        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between", "decoder.variable_lengths"),
     ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),

@@ -4,6 +4,7 @@ from ..releases import RELEASES
 from ..seam import Feature, Kind, Seam
 from .engine import CORE, DETACHED, RECORDED
 from .models import BLOCK as QWEN_BLOCK
+from .models import MODEL as QWEN_MODEL
 from .training import RESTORED, TRAIN
 
 GPT_STEP = "megatron.bridge.training.gpt_step"
@@ -112,6 +113,20 @@ SEAMS = (
         features=(Feature.PACKED_QWEN3_VL,),
         undo=RECORDED,
         parameters=("hidden_states", "visual_pos_masks", "visual_embeds"),
+    ),
+    Seam(
+        name="variable_lengths",
+        module=QWEN_MODEL,
+        target="Qwen3VLModel._expose_language_model_for_cuda_graph_helper",
+        kind="function",
+        touch="extended",
+        purpose="a model that is told that lengths vary may have packed graphs, which take any length",
+        features=(Feature.PACKED_QWEN3_VL,),
+        undo=RESTORED,
+        parameters=("self",),
+        uses=("self.language_model.config.variable_seq_lengths",),
+        since="0.5.1",
+        patched_by="decoder.variable_lengths",
     ),
     Seam(
         name="packed_layers",

@@ -1,0 +1,28 @@
+"""Qwen3-VL models of loops that say that lengths vary, as verl does: packed graphs take packs of any length.
+
+Upstream's model refuses `variable_seq_lengths` beside any language-model graphs, for its own have one length.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ...options import packed_options
+from ..attributes import overridden
+from ..seams.patches import Patch
+from ..seams.registry import seam
+
+
+def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(old)
+    def expose(self: Any) -> None:
+        language_model = self.language_model
+        if language_model is None or not packed_options(language_model.config).enabled:
+            return old(self)
+        with overridden(language_model.config, "variable_seq_lengths", False):
+            return old(self)
+
+    return expose
+
+
+PATCHES = (Patch(seam("variable_lengths"), _with_packed_graphs),)
