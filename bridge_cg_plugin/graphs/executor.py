@@ -13,6 +13,7 @@ from .errors import CaptureError, release_frames
 from .generators import default_generator
 from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
 from .releasable_pools import allocating, releasable_pools
+from .returning_tensors import PooledMemory, ReturningTensors
 from .side_stream import SideStream
 from .slot import Making
 from .streams import ReplayStream
@@ -109,6 +110,9 @@ class Executor(Protocol):
             NoDeviceMemory: There is not enough; then none came back.
         """
 
+    def returning_tensors(self) -> ReturningTensors | None:
+        """Return what gives a model's tensors addresses of their own; None where memory stays."""
+
 
 class StayingMemory:
     """What an executor is whose memory never leaves the device."""
@@ -124,6 +128,9 @@ class StayingMemory:
         return 0
 
     def restore_memory(self) -> None:
+        """See `Executor`."""
+
+    def returning_tensors(self) -> None:
         """See `Executor`."""
 
 
@@ -278,6 +285,10 @@ class CudaGraphExecutor:
         """See `Executor`."""
         if self._releasable is not None:
             self._releasable.restore()
+
+    def returning_tensors(self) -> ReturningTensors | None:
+        """See `Executor`."""
+        return None if self._releasable is None else ReturningTensors(PooledMemory(self.device))
 
 
 class ReferenceExecutor(StayingMemory):

@@ -176,7 +176,7 @@ class GraphManager:
             self._warn_once("memory cannot leave while a microbatch is between its forward and its backward")
             return 0
         try:
-            return self.executor.release_memory()
+            return self.executor.release_memory() + sum(region.release_memory() for region in self._regions)
         except DeviceMemoryError as error:
             self._warn_once(f"memory did not leave the device: {error}")
             return 0

@@ -236,6 +236,8 @@ class ReferenceRecording:
         for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
             static.copy_(fresh)
         self._body.join()
+        if not self._body.has_backward:
+            self._body.forget()
 
     def backward(self) -> Gradients:
         """See `Recording`."""

@@ -128,7 +128,9 @@ class Region:
         slots: list[Slot] = []
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
-            sources = Sources(self.program, self._watch, self.executor.device, self._reduction)
+            sources = Sources(
+                self.program, self._watch, self.executor.device, self._reduction, self.executor.returning_tensors()
+            )
             recorder, grows = Recorder(self._piece, self.executor, self._watch), self._growth is not None
             late = LateRecordings(
                 recorder, sources, slots, self.statistics, self._consensus, self._strict, self._before_replay, grows
@@ -399,6 +401,10 @@ class Region:
 
     def _is_single_rank(self) -> bool:
         return isinstance(self._consensus, SingleRank)
+
+    def release_memory(self) -> int:
+        """Take memory that the model's tensors are to return to off the device; see `Sources.release_memory`."""
+        return 0 if self._made is None else self._made.sources.release_memory()
 
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""

@@ -253,3 +253,39 @@ def test_memory_of_graphs_that_are_dropped_goes_back(tower_module, tower, helper
     gc.collect()
     torch.cuda.empty_cache()
     assert memory.nbytes == 0 and before - free_bytes() <= MOST_LEFT
+
+
+def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_module, tower, helper):
+    model, _, batch = tower
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    before, seconds = [parameter.data for parameter in model.parameters()], []
+
+    def results():
+        with helper.graphs.step(), torch.no_grad():
+            return [output.clone() for output in tower_module.forward(model, batch)]
+
+    helper.create_cudagraphs()
+    try:
+        for switch in range(4):
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.data = ((switch + 1) * weight).cuda()
+            found, captured = results(), helper.graphs.statistics().capture_seconds
+            with helper.graphs.paused():
+                assert all(map(torch.equal, found, results()))
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.data = weight
+            free = free_bytes()
+            assert (left := helper.graphs.release_memory()) > sum(weight.nbytes for weight in weights)
+            torch.cuda.empty_cache()
+            assert free_bytes() - free >= left - SLACK
+            bird = canary(left)
+            seconds.append(captured)
+            assert alive(bird)
+            del bird
+    finally:
+        for parameter, data in zip(model.parameters(), before, strict=True):
+            parameter.data = data
+    statistics = helper.graphs.statistics()
+    print(f"weights returned {len(seconds)} times: captured in {seconds} s in all")
+    assert statistics.replays == len(seconds) and not statistics.fallbacks
+    assert len(set(seconds)) == 1

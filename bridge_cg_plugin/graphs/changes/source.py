@@ -202,6 +202,10 @@ class Source:
             return True
         return layouts and self._read.layouts() != self._layouts
 
+    def reads_elsewhere(self) -> list[Tensor]:
+        """Return what recordings read that lies elsewhere now."""
+        return self._read.elsewhere()
+
 
 class _Memory:
     """Where tensors lie when the object is made."""
@@ -221,3 +225,8 @@ class _Memory:
 
     def moved(self) -> bool:
         return self._find() != self.addresses
+
+    def elsewhere(self) -> list[Tensor]:
+        return [
+            tensor for tensor, address in zip(self.tensors, self.addresses, strict=True) if tensor.data_ptr() != address
+        ]

@@ -14,6 +14,7 @@ from ..fallback import Fallback
 from ..gradients import ParameterHooks, Reduction
 from ..modules import every_module
 from ..program import RegionProgram
+from ..returning_tensors import ReturningTensors
 from .model_watch import Differences, ModelWatch
 from .source import Source, State, autocast_dtype
 from .values import token
@@ -56,16 +57,22 @@ class Sources:
         watch: Follows the model.
         device: Where the region runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
+        returning: Gives tensors that were moved addresses of their own; None leaves them where they are.
 
     Attributes:
         current: The source that was found last.
     """
 
     def __init__(
-        self, program: RegionProgram, watch: ModelWatch, device: torch.device, reduction: Reduction | None
+        self,
+        program: RegionProgram,
+        watch: ModelWatch,
+        device: torch.device,
+        reduction: Reduction | None,
+        returning: ReturningTensors | None = None,
     ) -> None:
         self._program, self._watch, self._reduction = program, watch, reduction
-        self._device_type = device.type
+        self._device_type, self._returning = device.type, returning
         # A part's forward also reads attributes of the layer that it belongs to.
         self._holders = watch.holders(every_module(program.modules()))
         self._hooks = ParameterHooks()
@@ -192,10 +199,26 @@ class Sources:
                 what = "memory of parameters or of their main_grad was moved inside a step"
                 self._warn(Fallback.MEMORY_MOVED, what, "recaptured at the next step")
                 return Fallback.MEMORY_MOVED
-            source = self._instead_of(source)
+            if not self._settled(source, gradients):
+                source = self._instead_of(source)
         self._looked = self._looks_once and gradients
         self._choose(source)
         return source
+
+    def _settled(self, source: Source, gradients: bool) -> bool:
+        """Whether what was moved is back where recordings of a source read it, once its values were brought there."""
+        if self._returning is None:
+            return False
+        self._returning.settle(source.reads_elsewhere())
+        return not source.moved(gradients, layouts=self._looks_once)
+
+    def release_memory(self) -> int:
+        """Take memory at addresses that no tensor has now off the device; returns how many bytes left.
+
+        Raises:
+            DeviceMemoryError: The driver failed.
+        """
+        return 0 if self._returning is None else self._returning.release()
 
     def _choose(self, source: Source) -> None:
         self.current = source
