@@ -80,7 +80,7 @@ class PooledMemory:
         # PyTorch keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
         stream = torch.cuda.default_stream(self.device)
         with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self.device):
-            return [torch.empty_like(tensor) for tensor in like]
+            return [_in_larger_storage(tensor) for tensor in like]
 
     def release(self) -> int:
         """See `Memory`."""
@@ -140,7 +140,9 @@ class ReturningTensors:
 
     def _home(self, tensor: Tensor) -> Tensor | None:
         _, home = self._homes.get(id(tensor), (tensor, None))
-        return home if home is not None and (home.shape, home.dtype) == (tensor.shape, tensor.dtype) else None
+        if home is None or (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
+            return None
+        return home if home.untyped_storage().nbytes() >= home.nbytes else None  # freed by `resize_(0)`
 
     def _can_be_moved(self, tensor: Tensor) -> bool:
         """Whether nobody else sees that a tensor gets other memory, nor what is written there."""
@@ -158,6 +160,13 @@ class ReturningTensors:
             return 0
         self._away = True
         return self._memory.release()
+
+
+def _in_larger_storage(like: Tensor) -> Tensor:
+    """Return a new tensor like another one; loops free by `resize_(0)` what has a storage of just its own size."""
+    storage = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device).untyped_storage()
+    made = torch.empty(0, dtype=like.dtype, device=like.device)
+    return made.set_(storage, 0, like.shape, like.stride())
 
 
 def _is_alone(tensor: Tensor) -> bool:

@@ -36,8 +36,8 @@ def a_round(scale=1.0, captured=0.0, shift=0.0, **fields):
     return own | away | {"passes": passes} | fields
 
 
-def a_run(rounds, graphs=()):
-    return {"rounds": rounds, "graphs": list(graphs)}
+def a_run(rounds, graphs=(), parts=1):
+    return {"rounds": rounds, "graphs": list(graphs), "parts": parts}
 
 
 GRAPHS = {"capture_seconds": 2.5, "memory_bytes": 3 * 2**30}
@@ -114,6 +114,10 @@ class TestRecords:
         assert found["graph_share"] == pytest.approx(0.75)
         assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
         check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})
+
+    def test_every_part_of_a_model_counts(self):
+        found = records.record_of(a_run([a_round()] * 5, [GRAPHS] * 2, parts=2))
+        assert found["graph_share"] == found["graph_share_moved"] == pytest.approx(0.375)
 
     def test_a_first_round_that_differs_is_not_equal(self):
         found = records.record_of(a_run([a_round(shift=1e-7)] * 3), [a_run([a_round()] * 3)])

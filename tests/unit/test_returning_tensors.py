@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors
+from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors, _in_larger_storage
 from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
 
 from .towers import assert_close, forward, graphs_on, new_tower
@@ -22,14 +22,14 @@ class FakeMemory:
     def make(self, like):
         if not self.room:
             raise torch.OutOfMemoryError("made to fail")
-        made = [torch.full_like(tensor, torch.nan) for tensor in like]
+        made = [_in_larger_storage(tensor).fill_(torch.nan) for tensor in like]
         self._made += map(weakref.ref, made)
         return made
 
     def release(self):
         self.away = True
         for tensor in [made() for made in self._made]:
-            if tensor is not None:
+            if tensor is not None and tensor.untyped_storage().nbytes():
                 tensor.fill_(torch.nan)
         return 100
 
@@ -107,6 +107,36 @@ def test_what_others_hold_stays(returning, memory, parameters):
     assert returning.release() == 0 and not memory.away
     assert all(map(torch.equal, kept, values)) and all(map(torch.equal, parameters, others))
     assert not set(places(parameters)) & set(home)
+
+
+def leave_as_verl_does(tensor):
+    """Free the storage of what a tensor had, where it is just as large."""
+    old = tensor.data
+    tensor.data = tensor.data.clone()
+    if old.untyped_storage().nbytes() == old.nbytes and old.storage_offset() == 0 and old.is_contiguous():
+        old.untyped_storage().resize_(0)
+
+
+def leave_by_force(tensor):
+    old = tensor.data
+    tensor.data = tensor.data.clone()
+    old.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(("leave", "same"), [(leave_as_verl_does, True), (leave_by_force, False)])
+def test_a_loop_may_free_the_storage_that_a_tensor_had(returning, parameters, leave, same):
+    found = []
+    for scale in (1.0, 2.0, 3.0):
+        values = load(parameters, scale)
+        returning.settle(parameters)
+        found.append(places(parameters))
+        for parameter in parameters:
+            leave(parameter)
+        returning.release()
+        assert all(map(torch.equal, parameters, values))
+        returning.settle(parameters)
+        assert all(map(torch.equal, parameters, values))
+    assert not same or found[0] == found[1] == found[2]
 
 
 def test_without_room_they_stay_where_they_are(returning, memory, parameters):

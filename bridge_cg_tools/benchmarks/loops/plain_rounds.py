@@ -26,10 +26,10 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     WARM_UP,
     Round,
     eager,
+    found_on_graphs,
     graph_counts,
     join_alone,
     rounds_until,
-    statistics_of_graphs,
     timed,
     worker_arguments,
 )
@@ -214,4 +214,4 @@ def train_words(words: Sequence[str]) -> None:
     for number in rounds_until(args.end, args.rounds):
         done.append(rounds.run(number).as_dict())
         print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
-    args.out.write_text(json.dumps({"rounds": done, "graphs": statistics_of_graphs()}))
+    args.out.write_text(json.dumps({"rounds": done, **found_on_graphs()}))

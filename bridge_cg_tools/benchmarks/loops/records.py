@@ -76,11 +76,11 @@ def switches(rounds: Rounds) -> dict[str, Any]:
 
 def graph_figures(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return shares on graphs, recordings and memory of a run with graphs."""
-    late = _late(run["rounds"])
+    late, parts = _late(run["rounds"]), run["parts"]
     moved = [each for each in late if each["moved"]]
     return {
-        "graph_share": share_on_graphs(late),
-        **({"graph_share_moved": min(share_on_graphs([each]) for each in moved)} if moved else {}),
+        "graph_share": share_on_graphs(late, parts),
+        **({"graph_share_moved": min(share_on_graphs([each], parts) for each in moved)} if moved else {}),
         "recapture_s": [sum(found["capture_s"] for found in each["passes"].values()) for each in late],
         "with_captures_ms": sum(found["ms"] for each in late for found in each["passes"].values()) / len(late),
         "capture_s": float(sum(each["capture_seconds"] for each in run["graphs"])),
@@ -89,9 +89,9 @@ def graph_figures(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def share_on_graphs(rounds: Rounds) -> float:
-    """Return the part of all microbatches that ran on graphs."""
-    asked = sum(each["microbatches"] * len(each["passes"]) for each in rounds)
+def share_on_graphs(rounds: Rounds, parts: int) -> float:
+    """Return the share of all microbatches that ran on graphs, of each of so many parts of a model."""
+    asked = parts * sum(each["microbatches"] * len(each["passes"]) for each in rounds)
     return float(sum(found["replays"] for each in rounds for found in each["passes"].values()) / asked)
 
 

@@ -160,11 +160,15 @@ def worker_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def statistics_of_graphs() -> list[dict[str, Any]]:
-    """Return the statistics of all graphs of this process."""
+def found_on_graphs() -> dict[str, Any]:
+    """Return the statistics of all graphs of this process, and how many parts of a model are on graphs."""
     from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 
-    return [graphs.statistics().as_dict() for graphs in active_graphs()]
+    found = list(active_graphs())
+    return {
+        "graphs": [graphs.statistics().as_dict() for graphs in found],
+        "parts": len({graphs.workload.title for graphs in found}),
+    }
 
 
 def join_alone() -> None:
