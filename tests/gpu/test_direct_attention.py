@@ -1,6 +1,5 @@
 """cuDNN called directly: Transformer Engine's bits in outputs, its noise in gradients, zeros in padding."""
 
-from statistics import median
 
 import pytest
 import torch
@@ -154,5 +153,6 @@ def test_fewer_and_shorter_kernels_than_through_transformer_engine(tower_module,
 
     scans, fills = kernels("transformer_engine")
     fewer_scans, fewer_fills = kernels("cudnn")
-    assert 0 < median(fewer_scans) < median(scans) / 4
+    # The shortest of each: a GPU that idled before runs the others at lower clocks.
+    assert 0 < min(fewer_scans) < min(scans) / 4
     assert fewer_fills < fills
