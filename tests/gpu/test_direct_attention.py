@@ -1,6 +1,5 @@
 """cuDNN called directly: Transformer Engine's bits in outputs, its noise in gradients, zeros in padding."""
 
-
 import pytest
 import torch
 

@@ -24,9 +24,9 @@ DEFAULTS = {
 }
 
 
-def new_tower(seed: int = 0, deepstack: bool = True, heads: int = 2):
-    """Build a tower of three layers, two of which feed deepstack mergers; without deepstack it is Qwen3.5-VL's."""
-    return build_tower(seed, layers=3, width=32, heads=heads, out=24, deepstack=deepstack)
+def new_tower(seed: int = 0, deepstack: bool = True, heads: int = 2, layers: int = 3):
+    """Build a tower, two of whose layers feed deepstack mergers; without deepstack it is Qwen3.5-VL's."""
+    return build_tower(seed, layers=layers, width=32, heads=heads, out=24, deepstack=deepstack)
 
 
 @cache
