@@ -13,7 +13,7 @@ from .errors import CaptureError, release_frames
 from .generators import default_generator
 from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
 from .releasable_pools import allocating, releasable_pools
-from .returning_tensors import PooledMemory, ReturningTensors
+from .returning_tensors import ReturningTensors
 from .side_stream import SideStream
 from .slot import Making
 from .streams import ReplayStream
@@ -288,7 +288,7 @@ class CudaGraphExecutor:
 
     def returning_tensors(self) -> ReturningTensors | None:
         """See `Executor`."""
-        return None if self._releasable is None else ReturningTensors(PooledMemory(self.device))
+        return None if self._releasable is None else ReturningTensors(self.device)
 
 
 class ReferenceExecutor(StayingMemory):

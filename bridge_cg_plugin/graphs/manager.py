@@ -176,10 +176,20 @@ class GraphManager:
             self._warn_once("memory cannot leave while a microbatch is between its forward and its backward")
             return 0
         try:
-            return self.executor.release_memory() + sum(region.release_memory() for region in self._regions)
+            return self.executor.release_memory() + self._release_unused()
         except DeviceMemoryError as error:
             self._warn_once(f"memory did not leave the device: {error}")
             return 0
+
+    def release_unused(self) -> None:
+        """Take memory off the device that the model's weights are to return to, where none of them is now."""
+        try:
+            self._release_unused()
+        except DeviceMemoryError as error:
+            self._warn_once(f"memory for weights did not leave the device: {error}")
+
+    def _release_unused(self) -> int:
+        return sum(region.release_memory() for region in self._regions)
 
     def _take_back(self) -> bool:
         """Take memory back that left; returns whether it is there. What does not fit is tried again in the next step.

@@ -16,9 +16,9 @@ from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import (
     MOST_RANKS_PER_GPU,
     PARALLEL_SIDE_BY_SIDE,
-    SIDE_BY_SIDE,
     Trainings,
     fit_beside_tests,
+    side_by_side,
     trainings_of,
 )
 
@@ -57,7 +57,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     kept = [item for item in request.session.items if not item.get_closest_marker("skip")]
     wanted = dict.fromkeys(training for item in kept for training in trainings_of(item))
     several = any(training.ranks > 1 for training in wanted)
-    trainings = Trainings(tmp_path_factory.mktemp("trainings"), PARALLEL_SIDE_BY_SIDE if several else SIDE_BY_SIDE)
+    trainings = Trainings(tmp_path_factory.mktemp("trainings"), PARALLEL_SIDE_BY_SIDE if several else side_by_side())
     for training in sorted(wanted, key=lambda each: each.ranks, reverse=True):
         trainings.start(training)
     yield trainings

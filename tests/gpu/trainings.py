@@ -17,8 +17,9 @@ from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
-# Small training runs take some 20 GB each, tests beside them up to 70 GB: on a smaller GPU these come first.
-SIDE_BY_SIDE, BESIDE_TESTS_GB = 3, 130
+# Small training runs take some 20 GB each, tests beside them up to 70 GB: on a smaller GPU these come first, and leave
+# some 20 GB taken.
+SIDE_BY_SIDE, SIDE_BY_SIDE_ON_SMALLER, BESIDE_TESTS_GB = 3, 2, 130
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
 # Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
@@ -33,6 +34,11 @@ def fit_beside_tests() -> bool:
     """Return whether training runs fit on every GPU beside tests."""
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return min((gpu.total_memory for gpu in gpus), default=0) >= BESIDE_TESTS_GB * 1e9
+
+
+def side_by_side() -> int:
+    """Return how many training runs each GPU takes at once."""
+    return SIDE_BY_SIDE if fit_beside_tests() else SIDE_BY_SIDE_ON_SMALLER
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from bridge_cg_plugin.upstream.hooks import emptied_cache, resized_storages, vis
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
+from tests.returning import Returning
 
 from .loops import Policy, assert_equal, call, in_one_process
 
@@ -183,3 +184,28 @@ def test_a_model_has_left_once_all_of_it_has(left, parameters_count_as_on_the_de
         layer.weight.data.untyped_storage().resize_(0)
     assert emptied_cache.has_left(model) == (left == 2)
     assert not emptied_cache.has_left(nn.Identity())
+
+
+def test_memory_of_weights_leaves_once_nobody_holds_one(monkeypatch, asked_for):
+    executor, reference = Returning(), Policy().eval()
+    monkeypatch.setattr(vision_helper, "default_executor", lambda *args, **kwargs: executor)
+
+    def load():
+        for parameter in reference.vision_model.parameters():
+            parameter.data = parameter.detach().clone()
+
+    with torch.no_grad():
+        for _ in range(3):
+            call(reference, 2, forward_only=True)
+        load()
+        call(reference, 2, forward_only=True)
+        held = next(reference.vision_model.parameters()).data
+        load()
+        torch.cuda.empty_cache()
+        assert not executor.memory.away
+        del held
+        torch.cuda.empty_cache()
+        assert executor.memory.away
+        expected = active_graphs()[0].statistics().replays + 2
+        call(reference, 2, forward_only=True)
+    assert not executor.memory.away and active_graphs()[0].statistics().replays == expected

@@ -31,6 +31,17 @@ def test_packed_graphs_take_lengths_that_vary(expose):
     assert model.language_model.config.variable_seq_lengths
 
 
+def test_packed_options_count_for_graphs_of_packs_alone(expose):
+    model = made_with(**PACKED)
+    model.language_model.config.cuda_graph_impl = "full_iteration"
+    with pytest.raises(AssertionError, match="fixed sequence lengths"):
+        expose(model)
+    model.language_model.config.cuda_graph_impl = "none"
+    model.language_model.config.cuda_graph_packed_buckets = [0]
+    expose(model)
+    assert "decoder" not in vars(model)
+
+
 def test_graphs_of_one_length_are_refused_as_upstream_does(expose):
     with pytest.raises(AssertionError, match="fixed sequence lengths"):
         expose(made_with())

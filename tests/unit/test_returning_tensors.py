@@ -1,55 +1,27 @@
 """Tensors that a loop gives other memory: their values return to addresses of their own."""
 
-import weakref
-
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors, _in_larger_storage
-from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors
 
+from ..regions import new_region
+from ..returning import CPU, Memories, Returning
+from ..rows_program import RowsProgram
 from .towers import assert_close, forward, graphs_on, new_tower
-
-
-class FakeMemory:
-    """Memory of the CPU, spoiled when it leaves; it holds no tensor that would share it."""
-
-    def __init__(self, device="cpu"):
-        self.device, self.room, self.away, self._made = torch.device(device), True, False, []
-
-    def make(self, like):
-        if not self.room:
-            raise torch.OutOfMemoryError("made to fail")
-        made = [_in_larger_storage(tensor).fill_(torch.nan) for tensor in like]
-        self._made += map(weakref.ref, made)
-        return made
-
-    def release(self):
-        self.away = True
-        for tensor in [made() for made in self._made]:
-            if tensor is not None and tensor.untyped_storage().nbytes():
-                tensor.fill_(torch.nan)
-        return 100
-
-    def restore(self):
-        if not self.room:
-            raise NoDeviceMemory("made to fail")
-        self.away = False
-
-    def wait(self):
-        assert not self.away
 
 
 @pytest.fixture
 def memory():
-    return FakeMemory()
+    return Memories()
 
 
 @pytest.fixture
 def returning(memory):
-    return ReturningTensors(memory)
+    return ReturningTensors(CPU, memory.new)
 
 
 @pytest.fixture
@@ -158,12 +130,70 @@ def test_without_room_they_stay_where_they_are(returning, memory, parameters):
     assert places(parameters) == home and all(map(torch.equal, parameters, values))
 
 
-def test_a_tensor_of_another_shape_gets_another_place(returning, parameters):
+def test_what_a_loop_keeps_of_tensors_that_got_another_place_stays(returning, memory, parameters):
+    values = load(parameters)
+    returning.settle(parameters)
+    kept = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.double()
+    returning.settle(parameters)
+    load(parameters)
+    assert returning.release() == 100 and memory.away
+    assert len(memory.made) == 2 and all(map(torch.equal, kept, values))
+
+
+def test_other_tensors_than_last_time_get_another_place(returning, memory, parameters):
+    _, left = parameters
+    values = load(parameters)
+    returning.settle(parameters)
+    others = [parameters[0], nn.Parameter(torch.rand(5))]
+    load(others, 4.0)
+    returning.settle(others)
+    assert torch.equal(left, values[1])
+    load(others, 5.0)
+    assert returning.release() == 100 and torch.equal(left, values[1])
+
+
+def test_tensors_that_are_there_stay_for_recordings_that_were_made_elsewhere(returning, memory, parameters):
     load(parameters)
     returning.settle(parameters)
-    parameters[0].data = torch.ones(8)
+    home = places(parameters)
     returning.settle(parameters)
-    assert torch.equal(parameters[0], torch.ones(8)) and parameters[1].numel() == 5
+    returning.settle(parameters[:1])
+    returning.settle([])
+    assert places(parameters) == home and len(memory.made) == 1
+
+
+def test_a_storage_that_somebody_holds_stays(returning, parameters):
+    load(parameters)
+    kept, before = parameters[0].untyped_storage(), places(parameters)
+    returning.settle(parameters)
+    assert places(parameters) == before
+    del kept
+    returning.settle(parameters)
+    assert places(parameters) != before
+    kept = [parameter.untyped_storage() for parameter in parameters]
+    load(parameters, 3.0)
+    assert returning.release() == 0
+    assert all(storage.nbytes() for storage in kept)
+
+
+def test_memory_of_others_stays(returning, parameters):
+    array = numpy.arange(3.0, dtype=numpy.float32)
+    parameters[0].data = torch.from_numpy(array)
+    before = places(parameters)
+    returning.settle(parameters)
+    array[0] = 9.0
+    assert places(parameters) == before and parameters[0][0] == 9.0
+
+
+def test_in_the_end_tensors_have_memory_of_pytorchs(returning, memory, parameters):
+    returning.stop()
+    values = load(parameters)
+    returning.settle(parameters)
+    home = places(parameters)
+    returning.stop()
+    assert memory.away and all(map(torch.equal, parameters, values)) and not set(places(parameters)) & set(home)
 
 
 class Quantized(nn.Parameter):
@@ -185,23 +215,6 @@ def test_other_tensors_stay(returning, tensor):
     assert tensor.untyped_storage()._cdata == before
 
 
-class Returning(ReferenceExecutor):
-    """Gives tensors addresses of their own; counts what it records."""
-
-    recorded = 0
-
-    def __init__(self):
-        super().__init__()
-        self.memory = FakeMemory()
-
-    def returning_tensors(self):
-        return ReturningTensors(self.memory)
-
-    def record(self, body, pool):
-        self.recorded += 1
-        return super().record(body, pool)
-
-
 def test_graphs_of_weights_that_leave_and_come_back_are_recorded_once_more():
     tower, reference = new_tower().requires_grad_(False), new_tower().requires_grad_(False)
     executor, counts = Returning(), []
@@ -218,3 +231,63 @@ def test_graphs_of_weights_that_leave_and_come_back_are_recorded_once_more():
             counts.append(executor.recorded)
         assert graphs.statistics().replays == 8 and not graphs.statistics().fallbacks
     assert counts[0] == counts[-1]
+
+
+def new_linear_region(linear, executor):
+    region = new_region(RowsProgram(linear, (4,)), executor, [Bucket(8)])
+    region.capture()
+    return region
+
+
+def move(module):
+    """Give a module's weights other memory, which nobody else has."""
+    for parameter in module.parameters():
+        parameter.data = parameter.detach().clone()
+
+
+def places_of(module):
+    return places(module.parameters())
+
+
+def equals_eager(region, linear):
+    x = torch.rand(8, 4)
+    with torch.no_grad():
+        (found,) = region.run(x)
+        return torch.equal(found, linear(x))
+
+
+def test_weights_that_two_regions_read_stay_where_they_are():
+    linear = nn.Linear(4, 4)
+    one, other = new_linear_region(linear, Returning()), new_linear_region(linear, Returning())
+    for _ in range(3):
+        move(linear)
+        before = places_of(linear)
+        assert equals_eager(one, linear) and equals_eager(other, linear)
+        assert places_of(linear) == before
+    other.reset()
+    move(linear)
+    before = places_of(linear)
+    assert equals_eager(one, linear) and places_of(linear) != before
+
+
+def test_recordings_that_were_made_elsewhere_are_dropped_when_weights_return():
+    linear, executor = nn.Linear(4, 4), Returning()
+    region = new_linear_region(linear, executor)
+    move(linear)
+    assert equals_eager(region, linear)
+    home, recorded = places_of(linear), executor.recorded
+    for made in region.sources.current.recordings.values():
+        made.in_place = False
+    move(linear)
+    assert equals_eager(region, linear)
+    assert places_of(linear) == home and executor.recorded == recorded + 1
+
+
+def test_a_region_that_is_reset_leaves_weights_in_memory_of_pytorchs():
+    linear, executor = nn.Linear(4, 4), Returning()
+    region = new_linear_region(linear, executor)
+    move(linear)
+    assert equals_eager(region, linear)
+    home = places_of(linear)
+    region.reset()
+    assert executor.memory.away and not set(places_of(linear)) & set(home)

@@ -136,6 +136,13 @@ class Source:
         else:
             moved.recordings.clear()
 
+    def forget_elsewhere(self) -> None:
+        """Drop recordings that were made while memory was elsewhere; other ranks may keep theirs."""
+        elsewhere = [place for place, made in self.recordings.items() if not made.in_place]
+        self.recorded_by_other_ranks = self.recorded_by_other_ranks.union(elsewhere)
+        for place in elsewhere:
+            del self.recordings[place]
+
     def same_tensors(self, other: "Source") -> bool:
         """Whether recordings of both read the same tensors, wherever they lie, and add to the same gradients."""
         ours, theirs = ((*each.reads, *each.sinks.given) for each in (self, other))

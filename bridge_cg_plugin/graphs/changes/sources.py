@@ -1,12 +1,13 @@
 """Which of a region's sources the model is now: what a replay must find unchanged, and what follows where it is not."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...announce import announce, warn
 from ..errors import CaptureError
@@ -29,6 +30,10 @@ LASTS = "graphs of its own are captured if this lasts"
 # Settings of the process by which kernels are chosen, besides autocast.
 matmul_precision = torch._C._get_float32_matmul_precision
 are_deterministic = torch._C._get_deterministic_algorithms
+
+
+# Those of all regions of this process.
+_everyone: "WeakSet[Sources]" = WeakSet()
 
 
 class _State(NamedTuple):
@@ -88,6 +93,7 @@ class Sources:
             raise CaptureError(f"{hook}, which a graph would not run; remove it before capture")
         self.current = self._new(lasting=False)
         self._all = [self.current]
+        _everyone.add(self)
 
     def __iter__(self) -> Iterator[Source]:
         for source in self._all:
@@ -99,6 +105,8 @@ class Sources:
         """Take hooks off the parameters and drop all recordings."""
         self._hooks.release()
         self._all = []
+        if self._returning is not None:
+            self._returning.stop()
 
     def clear(self) -> None:
         """Take back the flags that replays set on parameters."""
@@ -207,10 +215,19 @@ class Sources:
 
     def _settled(self, source: Source, gradients: bool) -> bool:
         """Whether what was moved is back where recordings of a source read it, once its values were brought there."""
-        if self._returning is None:
+        if self._returning is None or self._others_read(elsewhere := source.reads_elsewhere()):
             return False
-        self._returning.settle(source.reads_elsewhere())
-        return not source.moved(gradients, layouts=self._looks_once)
+        self._returning.settle(elsewhere)
+        if source.moved(gradients, layouts=self._looks_once):
+            return False
+        source.forget_elsewhere()
+        return True
+
+    def _others_read(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether another region reads one of these tensors, perhaps in a backward to come."""
+        wanted = set(map(id, tensors))
+        others = (source for sources in _everyone if sources is not self for source in sources)
+        return any(not wanted.isdisjoint(map(id, source.reads)) for source in others)
 
     def release_memory(self) -> int:
         """Take memory at addresses that no tensor has now off the device; returns how many bytes left.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...options import packed_options
+from ...options.language_model import IMPL
 from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
@@ -16,10 +17,10 @@ from ..seams.registry import seam
 def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def expose(self: Any) -> None:
-        language_model = self.language_model
-        if language_model is None or not packed_options(language_model.config).enabled:
+        config = getattr(self.language_model, "config", None)
+        if getattr(config, IMPL, None) != "transformer_engine" or not packed_options(config).enabled:
             return old(self)
-        with overridden(language_model.config, "variable_seq_lengths", False):
+        with overridden(config, "variable_seq_lengths", False):
             return old(self)
 
     return expose

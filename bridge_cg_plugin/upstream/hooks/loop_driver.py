@@ -127,9 +127,12 @@ class LoopDriver:
     def follow_models(self) -> None:
         """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
         for graphs in self.graphs:
-            stays = graphs.in_step or not graphs.captured or graphs.executor.memory_away
-            if not stays and has_left(graphs.model):
+            if graphs.in_step or not graphs.captured:
+                continue
+            if not graphs.executor.memory_away and has_left(graphs.model):
                 graphs.release_memory()
+            else:  # what did not leave with the model, because somebody still held a weight
+                graphs.release_unused()
 
     def report(self) -> None:
         """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""

@@ -39,7 +39,7 @@ from bridge_cg_tools.benchmarks.photographs.training import Run, model_provider
 
 FROZEN = {"freeze_vision_model": True, "freeze_vision_projection": True}
 GRAPHS = (
-    f"vision_cuda_graph_impl=transformer_engine max_vision_cuda_graph_seq_length=4096 cuda_graph_warmup_steps={WARM_UP}"
+    f"vision_cuda_graph_impl=transformer_engine max_vision_cuda_graph_seq_length=6144 cuda_graph_warmup_steps={WARM_UP}"
 )
 OPTIONS = {"plugin": GRAPHS, "plugin_frozen_outputs": f"{GRAPHS} vision_cuda_graph_tuning.frozen_outputs_gb=8"}
 LEARNING_RATE, KL = 1e-5, 0.1

@@ -17,12 +17,13 @@ VISION_START, VISION_END, IMAGE = 151_652, 151_653, 151_655
 WORDS = 100_000  # ids of text
 PIXELS_OF_PATCH = 3 * 2 * 16 * 16
 MERGED = 4  # patches of one embedding
-SMALL, MEDIUM, LARGE = (1, 16, 24), (1, 24, 32), (1, 32, 36)
+# Patches of sizes that photographs of the main job have.
+SMALL, SQUARE, TALL, WIDE = (1, 20, 32), (1, 28, 28), (1, 40, 30), (1, 32, 42)
 # Images of a sample, by its patches.
 MIXES: dict[int, tuple[tuple[Grid, ...], ...]] = {
-    768: ((SMALL, SMALL), (MEDIUM,)),
-    1152: ((SMALL, MEDIUM), (LARGE,), (SMALL, SMALL, SMALL)),
-    1536: ((MEDIUM, MEDIUM), (SMALL, SMALL, MEDIUM), (SMALL, LARGE)),
+    1344: ((WIDE,),),
+    1984: ((SMALL, WIDE), (SQUARE, TALL)),
+    2624: ((SMALL, SMALL, WIDE), (SMALL, SQUARE, TALL)),
 }
 PAIR = 2
 # Microbatches of a round, in turns.

@@ -43,7 +43,7 @@ import verl.workers.engine.megatron.transformer_impl  # noqa: E402, F401  # whil
 
 GRAPHS = {
     "vision_cuda_graph_impl": "transformer_engine",
-    "max_vision_cuda_graph_seq_length": 4096,
+    "max_vision_cuda_graph_seq_length": 6144,
     "cuda_graph_warmup_steps": WARM_UP,
 }
 # Of the language model's layers, for the packs that verl makes of a microbatch.
