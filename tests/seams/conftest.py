@@ -1,5 +1,6 @@
 import importlib
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.seams import activation
+from bridge_cg_plugin.upstream.seams import activation, states
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
+from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 
 
 def is_importable(seam):
@@ -38,6 +41,21 @@ def active(upstream):
     if in_effect() != before:
         bridge_cg_plugin.deactivate()
         bridge_cg_plugin.activate()
+
+
+@pytest.fixture
+def break_seam(monkeypatch):
+    """Return a function that lets one seam expect what is not there, and compares it as ever."""
+    release, reader = bridge_release(), SourceReader()
+    real = states.installed_states(release)
+
+    def break_one(broken):
+        other = "function" if broken.kind == "class" else "class"
+        wrong = replace(broken, kind=other, target=broken.target or "Absent")
+        found = states.compare(wrong, reader, release)
+        monkeypatch.setattr(states, "installed_states", lambda release: {**real, broken.name: found})
+
+    return break_one
 
 
 def in_effect():
