@@ -16,7 +16,6 @@ from .releasable_pools import Pool, ReleasablePools, allocating, releasable_pool
 from .virtual_memory import DeviceMemoryError
 
 
-
 class Memory(Protocol):
     """Memory that can leave the device and return to its addresses, with any content."""
 
