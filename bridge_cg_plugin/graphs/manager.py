@@ -176,20 +176,19 @@ class GraphManager:
             self._warn_once("memory cannot leave while a microbatch is between its forward and its backward")
             return 0
         try:
-            return self.executor.release_memory() + self._release_unused()
+            left = self.executor.release_memory()
         except DeviceMemoryError as error:
             self._warn_once(f"memory did not leave the device: {error}")
             return 0
+        return left + self.release_unused()
 
-    def release_unused(self) -> None:
-        """Take memory off the device that the model's weights are to return to, where none of them is now."""
+    def release_unused(self) -> int:
+        """Take memory off the device that weights are to return to, where none is now; returns how many bytes left."""
         try:
-            self._release_unused()
+            return sum(region.release_unused() for region in self._regions)
         except DeviceMemoryError as error:
             self._warn_once(f"memory for weights did not leave the device: {error}")
-
-    def _release_unused(self) -> int:
-        return sum(region.release_memory() for region in self._regions)
+            return 0
 
     def _take_back(self) -> bool:
         """Take memory back that left; returns whether it is there. What does not fit is tried again in the next step.

@@ -402,9 +402,9 @@ class Region:
     def _is_single_rank(self) -> bool:
         return isinstance(self._consensus, SingleRank)
 
-    def release_memory(self) -> int:
-        """Take memory that the model's tensors are to return to off the device; see `Sources.release_memory`."""
-        return 0 if self._made is None else self._made.sources.release_memory()
+    def release_unused(self) -> int:
+        """Take memory that the model's tensors are to return to off the device; see `Sources.release_unused`."""
+        return 0 if self._made is None else self._made.sources.release_unused()
 
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""

@@ -186,5 +186,16 @@ def allocating() -> Iterator[None]:
         change(written)
 
 
+@contextmanager
+def allocating_in(pool: Pool, device: torch.device) -> Iterator[None]:
+    """Let PyTorch take memory from a pool inside.
+
+    It keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
+    """
+    stream = torch.cuda.default_stream(device)
+    with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool.held, device):
+        yield
+
+
 def _with(written: str, **settings: bool) -> str:
     return ",".join([*filter(None, [written]), *(f"{name}:{value}" for name, value in settings.items())])

@@ -8,7 +8,7 @@ from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..announce import warn
-from .releasable_pools import Pool, ReleasablePools, allocating, releasable_pools
+from .releasable_pools import Pool, ReleasablePools, allocating_in, releasable_pools
 from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
@@ -54,10 +54,8 @@ class ReturningPlace:
         if self._pools is None or self._pool is None or not self._there(self._pools):
             resize(storage, nbytes)
             return
-        # PyTorch keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
-        stream = torch.cuda.default_stream(self._device)
         try:
-            with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self._device):
+            with allocating_in(self._pool, self._device):
                 resize(storage, nbytes)
             self._filled = True
         except torch.OutOfMemoryError:

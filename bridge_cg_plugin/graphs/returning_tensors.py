@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import LOGGER
-from .releasable_pools import Pool, ReleasablePools, allocating, releasable_pools
+from .releasable_pools import allocating_in, releasable_pools
 from .virtual_memory import DeviceMemoryError
 
 
@@ -50,36 +50,31 @@ class PooledMemory:
 
     Args:
         device: The GPU.
+
+    Raises:
+        DeviceMemoryError: Memory cannot leave and return there.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pools: ReleasablePools | None = None
-        self._pool: Pool | None = None
+        pools = releasable_pools(device, self)
+        if pools is None:
+            raise DeviceMemoryError("memory cannot leave and return here")
+        self._device, self._pools, self._pool = device, pools, pools.new_pool()
 
     def make(self, like: Sequence[Tensor]) -> list[Tensor]:
         """See `Memory`."""
-        if self._pools is None:
-            self._pools = releasable_pools(self._device, self)
-            if self._pools is None:
-                raise DeviceMemoryError("memory cannot leave and return here")
-            self._pool = self._pools.new_pool()
-        assert self._pool is not None
         self.wait()
         torch.cuda.empty_cache()  # PyTorch itself empties no cache for a pool
-        # PyTorch keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
-        stream = torch.cuda.default_stream(self._device)
-        with allocating(), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool.held, self._device):
+        with allocating_in(self._pool, self._device):
             return [_in_larger_storage(tensor) for tensor in like]
 
     def release(self) -> int:
         """See `Memory`."""
-        return 0 if self._pools is None else self._pools.release()
+        return self._pools.release()
 
     def restore(self) -> None:
         """See `Memory`."""
-        if self._pools is not None:
-            self._pools.restore()
+        self._pools.restore()
 
     def wait(self) -> None:
         """See `Memory`."""

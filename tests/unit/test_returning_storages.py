@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs import returning_storages
+from bridge_cg_plugin.graphs import releasable_pools, returning_storages
 from bridge_cg_plugin.graphs.returning_storages import ReturningPlace, ReturningStorages
 from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
@@ -181,7 +181,7 @@ def inside(monkeypatch, emptied):
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "stream", Around)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", Around)
-    monkeypatch.setattr(returning_storages, "allocating", Around)
+    monkeypatch.setattr(releasable_pools, "allocating", Around)
     return entered
 
 

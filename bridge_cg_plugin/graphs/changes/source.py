@@ -130,7 +130,7 @@ class Source:
         moved.earlier = None
         moved.recorded_by_other_ranks = self.recorded_by_other_ranks
         for source in (self, moved):
-            source.recordings = {place: made for place, made in source.recordings.items() if made.in_place}
+            source.forget_elsewhere()
         if moved.same_tensors(self) and not moved.sinks.static_bytes:
             self.earlier = moved
         else:

@@ -229,7 +229,7 @@ class Sources:
         others = (source for sources in _everyone if sources is not self for source in sources)
         return any(not wanted.isdisjoint(map(id, source.reads)) for source in others)
 
-    def release_memory(self) -> int:
+    def release_unused(self) -> int:
         """Take memory at addresses that no tensor has now off the device; returns how many bytes left.
 
         Raises:
