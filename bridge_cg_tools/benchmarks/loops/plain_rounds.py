@@ -1,7 +1,5 @@
 """Rounds of a plain loop over megatron-core's schedule, eager or on graphs: three passes over one batch."""
 
-import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,12 +24,11 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     WARM_UP,
     Round,
     eager,
-    found_on_graphs,
     graph_counts,
     join_alone,
-    rounds_until,
     timed,
     worker_arguments,
+    write_rounds,
 )
 from bridge_cg_tools.benchmarks.loops.samples import Sample, draw_round
 from bridge_cg_tools.benchmarks.measuring.measure import synchronize
@@ -210,8 +207,4 @@ def train_words(words: Sequence[str]) -> None:
     join_alone()
     rounds = Rounds(options, args.seed)
     rounds.warm_up()
-    done = []
-    for number in rounds_until(args.end, args.rounds):
-        done.append(rounds.run(number).as_dict())
-        print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
-    args.out.write_text(json.dumps({"rounds": done, **found_on_graphs()}))
+    write_rounds(args, rounds.run)

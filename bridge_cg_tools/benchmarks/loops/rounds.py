@@ -1,6 +1,7 @@
 """What a run writes of its rounds, and the clock and counts that it takes them with."""
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +161,21 @@ def worker_arguments(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def found_on_graphs() -> dict[str, Any]:
+def write_rounds(args: argparse.Namespace, run: Callable[[int], Round]) -> None:
+    """Make rounds until it is late, and write what came of them.
+
+    Args:
+        args: As `worker_arguments` returns them.
+        run: Makes a round, by its number.
+    """
+    done = []
+    for number in rounds_until(args.end, args.rounds):
+        done.append(run(number).as_dict())
+        print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
+    args.out.write_text(json.dumps({"rounds": done, **_found_on_graphs()}))
+
+
+def _found_on_graphs() -> dict[str, Any]:
     """Return the statistics of all graphs of this process, and how many parts of a model are on graphs."""
     from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 

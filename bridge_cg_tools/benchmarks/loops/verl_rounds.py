@@ -1,7 +1,5 @@
 """Rounds of verl's engines in this process, eager or on graphs: log-probabilities, an update, weights away and back."""
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,10 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     WARM_UP,
     Round,
     eager,
-    found_on_graphs,
     graph_counts,
-    rounds_until,
     timed,
     worker_arguments,
+    write_rounds,
 )
 from bridge_cg_tools.benchmarks.loops.samples import PAIR, draw_round, microbatches
 from bridge_cg_tools.benchmarks.loops.verl_batches import batch_of, response_log_probs
@@ -185,8 +182,4 @@ def make_rounds(words: Sequence[str], lora: Mapping[str, Any] | None = None) -> 
     (bridge_cg_plugin.deactivate if fields is None else bridge_cg_plugin.activate)()
     rounds = Rounds(args.model, fields or {}, args.seed, lora)
     rounds.warm_up()
-    done = []
-    for number in rounds_until(args.end, args.rounds):
-        done.append(rounds.run(number).as_dict())
-        print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
-    args.out.write_text(json.dumps({"rounds": done, **found_on_graphs()}))
+    write_rounds(args, rounds.run)
