@@ -225,7 +225,7 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0)
         with measured.started():
             measured.run(None, lambda found: None)
-        assert begun == ["eager1", "plugin_packed", "plugin", "eager2"]
+        assert begun == ["eager1", "plugin_packed", "plugin", "eager2", "eager3"]
         assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == begun[1:3]
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
