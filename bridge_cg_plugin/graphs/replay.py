@@ -16,7 +16,7 @@ from .program import RegionProgram
 from .ranges import named_range
 from .recording import Gradients
 from .rows import copies, write_each
-from .slot import Lease, Slot
+from .slot import Lease, Slot, second_backward
 
 
 class BackwardObserver(Protocol):
@@ -116,7 +116,9 @@ class _Replay(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _Call | None = ctx.call
+        if call is None:
+            raise second_backward()
         slot = call.lease.slot
         call.lease.check()
         if not call.holds(call.source):
@@ -137,4 +139,7 @@ class _Replay(Function):
         )
         parameters = call.source.sinks.hand_over(gradients.parameters, call.receivers, ctx)
         call.lease.release()
+        # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
+        # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
+        ctx.call = None
         return None, *inputs, *parameters

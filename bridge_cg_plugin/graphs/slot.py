@@ -156,6 +156,14 @@ class Slot:
             self.lease = None
 
 
+def second_backward() -> ReplayError:
+    """Return the error of a backward whose activations are gone."""
+    return ReplayError(
+        "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
+        "activations inside a CUDA graph); run such a microbatch eager"
+    )
+
+
 class Lease:
     """A microbatch's hold on a slot; given back by its backward, or when its autograd graph is freed."""
 
@@ -176,10 +184,7 @@ class Lease:
             ReplayError: The slot was given back, so its activations are gone.
         """
         if self.slot.lease != self._number:
-            raise ReplayError(
-                "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
-                "activations inside a CUDA graph); run such a microbatch eager"
-            )
+            raise second_backward()
 
     def __del__(self) -> None:
         self.release()

@@ -1,6 +1,7 @@
 """Slots of a region: who holds one, when it comes back, and what outlives it."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -89,6 +90,16 @@ def test_a_late_second_backward_is_refused_and_harms_no_one():
         stale.backward()
     wanted = [*region.program.model.parameters(), batch.x]
     assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
+
+
+def test_an_autograd_graph_that_outlives_its_backward_keeps_no_recording():
+    region = toy_region()
+    slot = weakref.ref(region._slots[0])
+    kept = loss_of(region.run(toy_batch()))
+    kept.backward()
+    del region
+    gc.collect()
+    assert slot() is None
 
 
 def test_outputs_outlive_later_replays_of_the_slot():
