@@ -120,8 +120,14 @@ class TestRecords:
         assert found["graph_share"] == found["graph_share_moved"] == pytest.approx(0.375)
 
     def test_a_first_round_that_differs_is_not_equal(self):
-        found = records.record_of(a_run([a_round(shift=1e-7)] * 3), [a_run([a_round()] * 3)])
+        eager = a_run([a_round()] * 3)
+        found = records.record_of(a_run([a_round(shift=1e-7)] * 3), [eager], eager)
         assert found["bit_equal"] is False and "inside_spread" not in found
+
+    def test_a_run_is_equal_to_the_eager_run_of_as_many_rows(self):
+        eager, padded = a_run([a_round()] * 3), a_run([a_round(shift=1e-2)] * 3)
+        found = records.record_of(padded, [eager, padded], padded)
+        assert found["bit_equal"] is True and found["log_prob_diff"][0] == pytest.approx(1e-2)
 
     def test_any_round_that_differs_from_eager_passes_over_its_weights_is_not_equal(self):
         rounds = [a_round(bit_equal=number != 4) for number in range(6)]
@@ -225,7 +231,7 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0)
         with measured.started():
             measured.run(None, lambda found: None)
-        assert begun == ["eager1", "plugin_packed", "plugin", "eager2", "eager3"]
+        assert begun == ["eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3"]
         assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == begun[1:3]
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bridge_cg_tools.benchmarks.loops.padded_packs import decoders_of, padded
 from bridge_cg_tools.benchmarks.models.language_model import Pack
 from bridge_cg_tools.benchmarks.models.tower import largest_relative, relatives
 from bridge_cg_tools.benchmarks.packed.parity import (
@@ -63,12 +64,29 @@ def test_eager_on_a_buckets_rows_with_images():
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
+def test_decoders_of_language_models_compute_a_buckets_rows():
+    whole = torch.nn.Module()
+    whole.language_model, whole.vision_model = new_qwen(), torch.nn.Module()
+    whole.vision_model.decoder = torch.nn.Identity()
+    decoder = whole.language_model.decoder
+    assert decoders_of(whole) == [decoder]
+    arguments, rows = with_images(pack((30, 180, 77))), []
+    expected = losses_and_gradients(whole.language_model, arguments)
+    hook = decoder.layers[0].mlp.register_forward_hook(lambda module, given, out: rows.append(len(given[0])))
+    for buckets in ((128, 320), (128,)):
+        with padded([whole], buckets):
+            found = losses_and_gradients(whole.language_model, arguments)
+        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    hook.remove()
+    assert rows == [320, 287] and "forward" not in vars(decoder)
+
+
 def test_padding_is_documents_that_rotary_tables_reach():
     params = pack((30, 100), room=(32, 104))["packed_seq_params"]
-    padded = padded_params(params, 136, 400)
-    assert padded.cu_seqlens_q_padded.tolist() == [0, 32, 136, 240, 344, 400]
-    assert padded.cu_seqlens_kv.tolist() == [0, 30, 130, 234, 338, 394]
-    assert padded.max_seqlen_q == 104 and padded.cu_seqlens_q.dtype == torch.int32
+    found = padded_params(params, 136, 400)
+    assert found.cu_seqlens_q_padded.tolist() == [0, 32, 136, 240, 344, 400]
+    assert found.cu_seqlens_kv.tolist() == [0, 30, 130, 234, 338, 394]
+    assert found.max_seqlen_q == 104 and found.cu_seqlens_q.dtype == torch.int32
     assert padded_params(params, 136, 136).cu_seqlens_q_padded.tolist() == [0, 32, 136]
 
 

@@ -39,10 +39,12 @@ class Case:
     graphs_environment: Mapping[str, str] = field(default_factory=dict)
 
 
+# Runs whose log-probabilities are another eager run's than the first's: packs are padded in both.
+SAME_ROWS = {"plugin_packed": "eager_padded"}
 WORKERS = "bridge_cg_tools.benchmarks.loops"
 RELEASED = {RELEASE_MEMORY: "1"}
 # The optimizer's first steps amplify rounding, so two eager runs span too little.
-VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager3")
+VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3")
 CASES = {
     "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, RELEASED),
     "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", ("eager1", "plugin", "eager2"), True, RELEASED),
@@ -123,5 +125,6 @@ class Bench:
         beside = () if mode == "eager1" or not timed else eager
         if mode.startswith(EAGER):  # it is part of the spread
             beside = beside[:1]
-        found = records.record_of(run, beside)
+        same_rows = self._found.get(SAME_ROWS.get(mode, "eager1"))
+        found = records.record_of(run, beside, same_rows if isinstance(same_rows, dict) else None)
         return {**own, **provenance(len(run["rounds"]), SEED), **found}

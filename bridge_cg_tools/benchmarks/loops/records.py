@@ -14,12 +14,15 @@ FEWEST_EAGER_RUNS = 2  # that have a spread
 Rounds = Sequence[Mapping[str, Any]]
 
 
-def record_of(run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def record_of(
+    run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = (), same_rows: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the fields of a record that a run gives, beside eager ones.
 
     Args:
         run: What its process wrote.
         eager: What eager runs wrote, the timed one first; empty for itself.
+        same_rows: What an eager run wrote that computes as many rows; None while there is none.
     """
     rounds = run["rounds"]
     times = pass_times(rounds)
@@ -38,6 +41,8 @@ def record_of(run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = ()) -
         found |= graph_figures(run)
     if eager:
         found |= beside(found, rounds, eager)
+    if eager and same_rows is not None:
+        found["bit_equal"] &= log_prob_differences(rounds[:1], same_rows["rounds"][:1]) == [0.0]
     return found
 
 
@@ -102,7 +107,6 @@ def beside(own: Mapping[str, Any], rounds: Rounds, eager: Sequence[Mapping[str, 
     found: dict[str, Any] = {
         "ratio": own["ms"] / sum(times.values()),
         "pass_ratios": {name: own["passes_ms"][name] / times[name] for name in PASSES},
-        "bit_equal": own["bit_equal"] and log_prob_differences(rounds[:1], first[:1]) == [0.0],
         "log_prob_diff": log_prob_differences(rounds, first),
     }
     if "away_gb" in own and "away_gb" in (there := switches(first)):

@@ -1,13 +1,16 @@
 """Rounds of verl's engines in this process, eager or on graphs: log-probabilities, an update, weights away and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import bridge_cg_plugin
 from bridge_cg_tools.benchmarks.loops.canary import Canary
+from bridge_cg_tools.benchmarks.loops.padded_packs import padded
 from bridge_cg_tools.benchmarks.loops.ray_stand_in import stand_in
 from bridge_cg_tools.benchmarks.loops.rounds import (
     GIB,
@@ -43,14 +46,19 @@ GRAPHS = {
     "max_vision_cuda_graph_seq_length": 6144,
     "cuda_graph_warmup_steps": WARM_UP,
 }
+PACK_BUCKETS = (1024, 1280, 1536, 2048)  # tokens
 # Of the language model's layers, for the packs that verl makes of a microbatch.
 PACKED = {
     "cuda_graph_impl": "transformer_engine",
     "cuda_graph_modules": [],
     "cuda_graph_max_packed_seqs": 2 * PAIR,
+    "cuda_graph_packed_buckets": list(PACK_BUCKETS),
     "use_te_rng_tracker": True,
 }
 OPTIONS = {"plugin": GRAPHS, "plugin_packed": {**GRAPHS, **PACKED}}
+EAGER_PADDED = "eager_padded"
+# Modes in which decoders compute all rows of a pack's bucket, where they run eager.
+PADDED = ("plugin_packed", EAGER_PADDED)
 # Every so many rounds the optimizer's state leaves as well, which takes seconds; only then is all of a model away.
 OPTIMIZER_EVERY = 4
 # Every other round somebody keeps the memory that the weights had.
@@ -62,13 +70,15 @@ class Rounds:
 
     Args:
         model: Folder of the model's files.
-        fields: Fields of both models' providers.
+        mode: Of the run.
         seed: Of the samples.
         lora: verl's settings of the policy's adapters, without which it is the reference; None for two models.
     """
 
-    def __init__(self, model: Path, fields: dict[str, Any], seed: int, lora: Mapping[str, Any] | None = None) -> None:
-        self._seed = seed
+    def __init__(self, model: Path, mode: str, seed: int, lora: Mapping[str, Any] | None = None) -> None:
+        fields = OPTIONS.get(mode, {})
+        self._seed, self._buckets = seed, PACK_BUCKETS if mode in PADDED else ()
+        self._on_graphs = bool(fields)
         self._policy = engine_of(model, True, fields, lora)
         self._engines = [self._policy, *([engine_of(model, False, fields)] if lora is None else [])]
         for engine in self._engines:
@@ -142,14 +152,24 @@ class Rounds:
                 output = self._log_probs(name, batch)
             found[name] = response_log_probs(output, batch)
             done.log_probs[name] = found[name].values().tolist()
-        with eager():
-            done.bit_equal = all(
-                torch.equal(found[name].values(), response_log_probs(self._log_probs(name, batch), batch).values())
-                for name in found
-            )
+        done.bit_equal = not self._on_graphs or self._equals_eager(found, batch)
         batch = batch_of(samples, found[OLD], found[REFERENCE])
         with timed(done, UPDATE, graph_counts, synchronize):
             done.loss, done.grad_norm = train(self._policy, batch, self._loss)
+
+    def _equals_eager(self, found: Mapping[str, Tensor], batch: Any) -> bool:
+        """Whether eager passes over the same weights and rows give the same log-probabilities, to the bit."""
+        with eager(), self.eager_rows():
+            return all(
+                torch.equal(values.values(), response_log_probs(self._log_probs(name, batch), batch).values())
+                for name, values in found.items()
+            )
+
+    @contextmanager
+    def eager_rows(self) -> Iterator[None]:
+        """Inside, eager decoders compute the rows that the run's mode asks for."""
+        with padded((chunk for engine in self._engines for chunk in engine.module), self._buckets):
+            yield
 
     def _end_canary(self) -> bool:
         assert self._canary is not None
@@ -177,9 +197,9 @@ def train_words(words: Sequence[str]) -> None:
 def make_rounds(words: Sequence[str], lora: Mapping[str, Any] | None = None) -> None:
     """Do what `train_words` does, by `lora` as `Rounds` takes it."""
     args = worker_arguments(words)
-    fields = OPTIONS.get(args.train)
     join_world()
-    (bridge_cg_plugin.deactivate if fields is None else bridge_cg_plugin.activate)()
-    rounds = Rounds(args.model, fields or {}, args.seed, lora)
-    rounds.warm_up()
-    write_rounds(args, rounds.run)
+    (bridge_cg_plugin.activate if args.train in OPTIONS else bridge_cg_plugin.deactivate)()
+    rounds = Rounds(args.model, args.train, args.seed, lora)
+    with rounds.eager_rows() if args.train == EAGER_PADDED else nullcontext():
+        rounds.warm_up()
+        write_rounds(args, rounds.run)

@@ -67,14 +67,26 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
             upstreams = getattr(type(owner), attribute).__get__(owner)
             family = graphs.workload.family
             parts = family.shards * family.ranks
-            padded = _at_rows(upstreams, rows, parts, () if family.per_position else PER_TOKEN)
+            padded = at_rows(upstreams, lambda tokens: rows, parts, () if family.per_position else PER_TOKEN)
             stack.enter_context(overridden(owner, attribute, padded))
         yield
 
 
-def _at_rows(call: Callable[..., Any], rows: int, parts: int, per_token: Sequence[str]) -> Callable[..., Any]:
+def at_rows(
+    call: Callable[..., Any], rows_of: Callable[[int], int], parts: int = 1, per_token: Sequence[str] = PER_TOKEN
+) -> Callable[..., Any]:
+    """Return a decoder's forward that computes padding behind its tokens, further documents of zeros.
+
+    Args:
+        call: The forward.
+        rows_of: Returns the rows to compute for a pack of so many tokens.
+        parts: Ranks that share a pack's tokens.
+        per_token: Arguments that have a value for every token.
+    """
+
     def padded(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs.pop("hidden_states")
+        rows = rows_of(hidden.shape[0] * parts)
         further = rows // parts - hidden.shape[0]
         for name in per_token:
             if isinstance(value := kwargs.get(name), Tensor):

@@ -32,6 +32,8 @@ def times(records: Records) -> str:
 def _as_eager(record: dict[str, Any]) -> str:
     first = record["log_prob_diff"][0]  # before any update
     bits = "log-probabilities bit-equal" if record["bit_equal"] else f"NOT BIT-EQUAL, by {first:.0e} in the first round"
+    if record["bit_equal"] and first:
+        bits += f" with as many rows, {first:.0e} from packs without padding"
     if record.get("inside_spread") is None:
         return bits
     return bits + (", losses inside the spread" if record["inside_spread"] else ", OTHER LOSSES")
