@@ -23,14 +23,19 @@ from .trainings import (
 )
 
 LAYERS = 4
+# What a module may leave on the device: fixtures of the session, and what libraries keep.
+LEFT_BYTES = 1 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Leave nothing of a module's to PyTorch's cache: training runs share the GPU."""
+    """Leave nothing of a module's on the device: training runs share the GPU."""
+    before = torch.cuda.memory_reserved()
     yield
     gc.collect()
     torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved() - before
+    assert left <= LEFT_BYTES, f"this module's tests leave {left / 2**30:.1f} GiB on the device"
 
 
 @pytest.hookimpl(trylast=True)

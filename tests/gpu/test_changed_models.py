@@ -167,7 +167,6 @@ def start(tower_module):
     return Buffers(tower_module.build_tower(layers=4)).weights.clone()
 
 
-@pytest.mark.first
 def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, start):
     expected, found = Training(tower_module, start), Training(tower_module, start, Buffers.move)
     losses = found.losses

@@ -142,15 +142,20 @@ class Fp32Reference:
         """Return per-token losses, `[1, tokens]`, and gradients in the order of the model's trainable parameters."""
         self._model.zero_grad(set_to_none=True)
         losses, start = [], 0
-        for length in pack.lengths:
-            place = slice(start, start + length)
-            alone = {name: pack.arguments[name][:, place] for name in ("input_ids", "position_ids", "labels")}
-            loss = self._model(**alone, attention_mask=None)
-            loss.backward(pack.weights[:, place].to(loss.dtype))
-            losses.append(loss.detach())
-            start += length
+        # Each new length of a document would have megatron-core's fused functions compiled again, for seconds.
+        with torch.compiler.set_stance("force_eager"):
+            for length in pack.lengths:
+                losses.append(self._alone(pack, slice(start, start + length)))
+                start += length
         found = dict(self._model.named_parameters())
         return torch.cat(losses, 1), [_gradient(found[name]) for name in self._names]
+
+    def _alone(self, pack: Any, place: slice) -> Tensor:
+        """Return one document's losses, and add its gradients up."""
+        arguments = {name: pack.arguments[name][:, place] for name in ("input_ids", "position_ids", "labels")}
+        loss: Tensor = self._model(**arguments, attention_mask=None)
+        loss.backward(pack.weights[:, place].to(loss.dtype))
+        return loss.detach()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
