@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+import wandb  # noqa: F401  pydantic searches all imported modules for each of its classes: 9 s after Bridge, 1 s before
 from hypothesis import HealthCheck, settings
 
 from .ranks import start_server
@@ -23,6 +24,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # The tensors are tiny: a second thread only adds waiting.
 torch.set_num_threads(1)
+
+
+def pytest_collection():
+    """Let imports run without garbage collections until `pytest_collection_finish`."""
+    gc.disable()
 
 
 def pytest_sessionstart(session):
@@ -50,6 +56,7 @@ def pytest_collection_finish(session):
     """Spare garbage collections the modules that are imported by now, and let tests of ranks share these."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if any(hasattr(item.module, "run_ranks") for item in session.items):
         start_server()
 

@@ -18,7 +18,7 @@ PLUGIN = "BRIDGE_CG_PLUGIN"
 # Bridge sets it where it is missing, past `os.environ`, which a started process inherits all the same.
 TOKENIZERS = "TOKENIZERS_PARALLELISM"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["megatron.bridge.recipes"])
+CONTEXT.set_forkserver_preload(["wandb", "megatron.bridge.recipes"])  # in this order for the reason in `conftest.py`
 LIMIT_S = 300
 
 
