@@ -1,11 +1,9 @@
-"""Tests of what is captured run on tape, as graphs do, and some under the reference executor; see `tests/tape.py`."""
+"""Tests of what is captured run on tape, as graphs do, some under the reference executor too; see `tests/tape.py`."""
 
 import pytest
 
-from ..executors import KINDS, choose
+from ..executors import choose
 
-# The reference executor runs a model's Python in every replay, the tape runs none, as a graph.
-BOTH = ("test_packed", "test_vision", "test_vision_lifecycle")
 ON_TAPE = (
     "test_capture_pauses",
     "test_encoder_plugins",
@@ -13,21 +11,24 @@ ON_TAPE = (
     "test_growing",
     "test_moonvit",
     "test_offload_store",
+    "test_packed",
     "test_packed_experts",
     "test_packed_hybrid",
     "test_packed_offload",
     "test_packed_parts",
     "test_packed_routers",
+    "test_vision",
     "test_vision_gradients",
+    "test_vision_lifecycle",
     "test_vision_offload",
 )
 
 
 def pytest_generate_tests(metafunc):
     module = metafunc.module.__name__.rpartition(".")[2]
-    alone = metafunc.definition.get_closest_marker("reference_executor")
-    if module in (*BOTH, *ON_TAPE) and alone is None:
-        kinds = KINDS if module in BOTH else ["tape"]
+    marked = metafunc.definition.get_closest_marker
+    if module in ON_TAPE and not marked("reference_executor"):
+        kinds = ["tape", "reference"] if marked("both_executors") else ["tape"]
         metafunc.parametrize("executor_kind", kinds, indirect=True, scope="module")
 
 

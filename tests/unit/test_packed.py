@@ -71,6 +71,7 @@ def test_the_planner_places_a_pack_where_the_runtime_replays_it(graphs, lengths)
     assert region.buckets == tuple(buckets)
 
 
+@pytest.mark.both_executors
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     expected = eager(model, graphs, PACKS[name])
@@ -182,6 +183,7 @@ def test_bad_offsets_are_refused_before_the_layers_run(model, graphs):
         model(**arguments)
 
 
+@pytest.mark.both_executors
 def test_evaluation_replays_without_gradients(model, graphs):
     model.eval()
     try:
@@ -195,6 +197,7 @@ def test_evaluation_replays_without_gradients(model, graphs):
     assert any(b.evaluations for b in graphs.statistics().buckets.values())
 
 
+@pytest.mark.both_executors
 def test_several_microbatches_in_flight(bare):
     batches = [pack((100, 180)), pack((300,)), pack((20, 90, 190))]
     expected = [losses_and_gradients(bare, batch)[1] for batch in batches]

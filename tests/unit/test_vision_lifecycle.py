@@ -50,6 +50,7 @@ def test_state_dict_and_parameters_are_the_same_while_active(modules):
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.both_executors
 def test_weights_loaded_after_capture_are_used():
     model, other = new_tower(0), new_tower(1)
     with graphs_on(model) as graphs:
@@ -98,6 +99,7 @@ def test_detach_while_paused_stays_detached():
         assert "forward" not in graphs.model.__dict__
 
 
+@pytest.mark.both_executors
 def test_recapture_replays_the_new_graphs():
     model = new_tower()
     expected = results(model, MIXED)
