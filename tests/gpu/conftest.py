@@ -23,19 +23,26 @@ from .trainings import (
 )
 
 LAYERS = 4
-# What a module may leave on the device: fixtures of the session, and what libraries keep.
+# What modules may leave on the device: fixtures of the session, and what libraries keep.
 LEFT_BYTES = 1 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Leave nothing of a module's on the device: training runs share the GPU."""
-    before = torch.cuda.memory_reserved()
+    """Leave nothing of a module's on the device: training runs share the GPU.
+
+    pytest holds the last test's fixtures until the next module begins, which finds what was left.
+    """
+    _free()
+    left = torch.cuda.memory_reserved()
+    assert left <= LEFT_BYTES, f"tests of earlier modules left {left / 2**30:.1f} GiB on the device"
     yield
+    _free()
+
+
+def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    left = torch.cuda.memory_reserved() - before
-    assert left <= LEFT_BYTES, f"this module's tests leave {left / 2**30:.1f} GiB on the device"
 
 
 @pytest.hookimpl(trylast=True)
@@ -45,8 +52,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     if last[1] is not None:
         release_frames(last[1])
         last.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free()
 
 
 @pytest.fixture(autouse=True)
