@@ -108,6 +108,10 @@ class Case:
         self.graphs = lambda model, executor, strict=False: graphs(model, executor, strict, **options)
 
 
+def two_layers():
+    return new_tower(layers=2)
+
+
 def run_tower(model):
     outputs, gradients = results(model, MIXED)
     return [*outputs, *gradients]
@@ -120,11 +124,11 @@ def run_decoder(model):
 
 OFFLOADED = {"offload": ("attention", "mlp"), "offload_min_bytes": 0}
 CASES = {
-    "encoder": Case(new_tower, tower_graphs, run_tower, slots=2),
-    "encoder, two streams": Case(new_tower, tower_graphs, run_tower, streams=2),
-    "encoder, offloaded": Case(new_tower, tower_graphs, run_tower, **OFFLOADED),
-    "attention": Case(new_tower, tower_graphs, run_tower, modules=("attn",)),
-    "mlp": Case(new_tower, tower_graphs, run_tower, modules=("mlp",)),
+    "encoder": Case(two_layers, tower_graphs, run_tower, slots=2),
+    "encoder, two streams": Case(two_layers, tower_graphs, run_tower, streams=2),
+    "encoder, offloaded": Case(two_layers, tower_graphs, run_tower, **OFFLOADED),
+    "attention": Case(two_layers, tower_graphs, run_tower, modules=("attn",)),
+    "mlp": Case(two_layers, tower_graphs, run_tower, modules=("mlp",)),
     "decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=[]),
     "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=["attn"]),
 }
@@ -197,8 +201,14 @@ def test_an_error_in_any_call_of_the_executor_leaves_the_module_eager(name, meth
         assert "made to fail" in said
 
 
+@pytest.mark.parametrize("method", ["new_pool", "record"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_any_type_leaves_the_module_eager(error, method):
+    fail_at(CASES["mlp"], method, 0, error)
+
+
 @every_case
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_any_error_at_any_time_leaves_the_module_eager(name, data):
     case = CASES[name]
