@@ -68,8 +68,8 @@ prepare()
 qwen3_vl.kernels_available = lambda: True
 from tests.unit.towers import graphs_on, new_tower, results
 
-tower, rows = new_tower(layers=2), [[1, 4, 6], [1, 2, 2]]
-common = {"buckets": (32,), "exact_below": 0, "evaluation": False, "kernels": "exact"}
+tower, rows = new_tower(layers=2), [[1, 2, 4], [1, 2, 2]]
+common = {"buckets": (16,), "exact_below": 0, "evaluation": False, "kernels": "exact"}
 with graphs_on(tower, **common) as graphs:
     expected = [t.clone() for part in results(tower, rows) for t in part]
 moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 1}

@@ -18,12 +18,12 @@ from tests.unit.towers import assert_close, poison
 workload.EXACT_BELOW = 0  # the interpreter takes a while for every row
 kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.Tiling(16, 32, 32, 4, 2)
 model = new_model(layers=1, **EXPERTS, **{"moe_z_loss_coeff": 0.1})
-arguments = pack((10, 44, 8))
+arguments = pack((5, 20, 4))
 losses, gradients = losses_and_gradients(model, arguments)
 for parameter in model.parameters():
     parameter.main_grad = torch.zeros_like(parameter)
 device.runs_kernels = lambda tensor: True
-options = {"cuda_graph_packed_buckets": [64], "cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
+options = {"cuda_graph_packed_buckets": [32], "cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
     poison(graphs, float("nan"))
     found = model(**arguments)
