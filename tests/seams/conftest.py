@@ -43,10 +43,16 @@ def active(upstream):
         bridge_cg_plugin.activate()
 
 
+@pytest.fixture(scope="session")
+def reader():
+    """Upstream's sources, each parsed once."""
+    return SourceReader()
+
+
 @pytest.fixture
-def break_seam(monkeypatch):
+def break_seam(monkeypatch, reader):
     """Return a function that lets one seam expect what is not there, and compares it as ever."""
-    release, reader = bridge_release(), SourceReader()
+    release = bridge_release()
     real = states.installed_states(release)
 
     def break_one(broken):

@@ -94,7 +94,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
     model = build(**({f"freeze_{frozen.replace('projection', 'vision_projection')}": True} if frozen else {}))
     samples = [sample(size, seed) for seed, size in enumerate(sizes)]
     expected = results(model, samples)
-    helper = graphs_on(model, slots=4, evaluation=False)
+    helper = graphs_on(model, buckets=BUCKETS[-1:], slots=4, evaluation=False)
     found = results(model, samples)
     assert helper.graphs.statistics().replays == 3 and helper.graphs.statistics().fallbacks == {}
     helper.delete_cuda_graphs()
@@ -115,7 +115,7 @@ def test_training_on_graphs_goes_as_eager(build, sample, sizes, family, attribut
     for on_graphs in (False, True):
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        helper = graphs_on(model, slots=4, evaluation=False) if on_graphs else None
+        helper = graphs_on(model, buckets=BUCKETS[-1:], slots=4, evaluation=False) if on_graphs else None
         steps = []
         for _ in range(4):
             steps += results(model, samples)[0]
@@ -204,7 +204,7 @@ def test_both_encoders_of_qwen3_omni_are_found():
 def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
     model, samples = towers.build_qwen3_omni(freeze_audio_model=frozen), heard_samples()
     expected = results(model, samples)
-    vision = graphs_on(model, slots=4, evaluation=False)
+    vision = graphs_on(model, buckets=BUCKETS[-1:], slots=4, evaluation=False)
     settings = {**DEFAULTS, "buckets": (16, 128), "slots": 4}
     audio = VisionTECudaGraphHelper(
         [model],
