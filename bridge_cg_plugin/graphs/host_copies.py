@@ -8,7 +8,7 @@ from torch import Tensor
 Key = tuple[object, ...]
 
 
-class _ByStorage[Copy]:
+class ByStorage[Copy]:
     """Keeps something for device tensors, found again through the storage they share with any view of them.
 
     Args:
@@ -20,7 +20,8 @@ class _ByStorage[Copy]:
         # The storage is kept alive with its entry, so its address cannot name another tensor's memory.
         self._known: OrderedDict[Key, tuple[torch.UntypedStorage, int, Copy]] = OrderedDict()
 
-    def _store(self, tensor: Tensor, copy: Copy) -> None:
+    def store(self, tensor: Tensor, copy: Copy) -> None:
+        """Keep something for a contiguous tensor of a device."""
         if on_host(tensor) or not tensor.is_contiguous():
             return
         self._known[_key(tensor)] = (tensor.untyped_storage(), version_of(tensor), copy)
@@ -28,13 +29,13 @@ class _ByStorage[Copy]:
         while len(self._known) > self._capacity:
             self._known.popitem(last=False)
 
-    def _find(self, tensor: Tensor) -> Copy | None:
+    def find(self, tensor: Tensor) -> Copy | None:
         """Return what is kept for a tensor that was not written to since."""
         entry = self._known.get(_key(tensor)) if tensor.is_contiguous() else None
         return entry[2] if entry is not None and entry[1] == version_of(tensor) else None
 
 
-class HostCopies(_ByStorage[tuple[int, ...]]):
+class HostCopies(ByStorage[tuple[int, ...]]):
     """Remembers host copies of device tensors, found again through the storage they share with any view of them.
 
     Sizes that a batch is made of are on the host before they are copied to the device; whoever makes that copy calls
@@ -54,7 +55,7 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
 
     def remember(self, device: Tensor, host: Tensor) -> None:
         """Note that `device` holds what `host`, of as many elements, holds."""
-        self._store(device, as_integers(host))
+        self.store(device, as_integers(host))
 
     def values(self, tensor: Tensor) -> tuple[int, ...]:
         """Return a tensor's elements, row by row. A leading part of a remembered tensor is known with it."""
@@ -63,7 +64,7 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
             return known
         self.device_reads += 1
         values = as_integers(tensor.cpu())
-        self._store(tensor, values)
+        self.store(tensor, values)
         return values
 
     def known(self, tensor: Tensor) -> tuple[int, ...] | None:
@@ -71,11 +72,11 @@ class HostCopies(_ByStorage[tuple[int, ...]]):
         return as_integers(tensor) if on_host(tensor) else self._leading(tensor)
 
     def _leading(self, tensor: Tensor) -> tuple[int, ...] | None:
-        values = self._find(tensor)
+        values = self.find(tensor)
         return values[: tensor.numel()] if values is not None and tensor.numel() <= len(values) else None
 
 
-class HostTensors(_ByStorage[Tensor]):
+class HostTensors(ByStorage[Tensor]):
     """Remembers host copies of device tensors as tensors, for those of many elements.
 
     Args:
@@ -87,7 +88,7 @@ class HostTensors(_ByStorage[Tensor]):
 
     def remember(self, device: Tensor, host: Tensor) -> None:
         """Note that `device` holds what `host`, of the same shape, holds now; `host` may change later."""
-        self._store(device, host.clone())
+        self.store(device, host.clone())
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return a host tensor of the same shape and elements; None where the device would have to be read.
@@ -96,7 +97,7 @@ class HostTensors(_ByStorage[Tensor]):
         """
         if on_host(tensor):
             return tensor
-        host = self._find(tensor)
+        host = self.find(tensor)
         return host.view(tensor.shape) if host is not None and host.numel() == tensor.numel() else None
 
 

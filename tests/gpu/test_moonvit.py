@@ -47,7 +47,7 @@ class Case:
 
     def grid(self, rows):
         """Return a grid on the device that is announced to the plugin as Bridge's batch step does."""
-        from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+        from bridge_cg_plugin.upstream.host_batch import GRIDS
 
         host = torch.tensor(rows)
         grid = host.cuda()

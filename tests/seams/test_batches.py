@@ -5,7 +5,7 @@ import torch
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
 from bridge_cg_plugin.upstream.hooks.batches import PATCHES, _Noting
-from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+from bridge_cg_plugin.upstream.host_batch import GRIDS
 
 GRID = torch.tensor([[[1, 4, 6], [3, 2, 8]]])
 VIDEO = torch.tensor([[[5, 2, 2]]])

@@ -1,6 +1,7 @@
 """Between encoder and language model: upstream's results and gradients to the bit, without a read of the device."""
 
-from contextlib import contextmanager, nullcontext
+from collections import OrderedDict
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -9,13 +10,12 @@ import pytest
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import Qwen3VLTransformerBlock
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils._python_dispatch import _disable_current_modes
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks import batches, between, host_tokens
-from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
-from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
-from bridge_cg_plugin.upstream.host_tokens import TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, between, early_reads, host_tokens, packed_rows
+from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
@@ -47,7 +47,7 @@ def modelling(active):
 
 
 def graphs_are(on, monkeypatch):
-    for module in (batches, between, host_tokens):
+    for module in (batches, between, early_reads, host_tokens):
         monkeypatch.setattr(module, "any_on_graphs", lambda: on)
 
 
@@ -265,15 +265,53 @@ def test_batches_are_packed_as_upstream_packs_them(modelling, ranks, width):
         assert same(getattr(described, name), value) or getattr(described, name) == value
 
 
+MASKS = {
+    "padding behind": [16, 11],
+    "padding that leaves uneven lengths": [13, 7, 6],
+    "rows that fit no layout": [15, 15],
+    "holes": [16, 9],
+}
+
+
+def mask_of(name):
+    kept = torch.arange(max(MASKS[name]))[None] < torch.tensor(MASKS[name])[:, None]
+    if name == "holes":
+        kept[0, 3:6] = False
+    return kept
+
+
 @every_layout
-def test_padding_is_left_to_upstream(modelling, ranks):
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[1, 12:] = False
-    values = torch.randn(2, 16)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("width", [(), (3,)], ids=str)
+def test_padded_batches_are_packed_as_upstream_packs_them(modelling, ranks, name, width):
     new, old = modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__
-    assert new(values, mask, True, ranks)[0].equal(old(values, mask, True, ranks)[0])
-    short = torch.ones(2, 15, dtype=torch.bool)
-    assert new(values[:, :15], short, True, ranks)[0].equal(old(values[:, :15], short, True, ranks)[0])
+    mask = mask_of(name)
+    values = torch.randn(*mask.shape, *width)
+    given = [values.clone().requires_grad_() for _ in range(2)]
+    (expected, params), (found, described) = old(given[0], mask, True, ranks), new(given[1], mask, True, ranks)
+    assert found.equal(expected) and vars(described).keys() == vars(params).keys()
+    for packed in (found, expected):
+        (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()
+    assert given[1].grad.equal(given[0].grad)
+    for field, value in vars(params).items():
+        assert same(getattr(described, field), value) or getattr(described, field) == value
+    # As between two ranks' packs, whose layout is another one.
+    assert new(values, mask, True, groups(2, 2, 0))[0].equal(old(values, mask, True, groups(2, 2, 0))[0])
+
+
+@every_layout
+@pytest.mark.parametrize("name", MASKS)
+def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelling, ranks, name):
+    host, old = mask_of(name), modelling.preprocess_packed_seqs.__wrapped__
+    ids = torch.arange(host.numel()).view(host.shape)
+    tokens, mask = ids.to("meta"), host.to("meta")
+    TOKENS.remember(tokens, ids)
+    KEPT.remember(mask, host)
+    for _ in range(2):
+        packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
+        assert TOKENS.known(packed).equal(old(ids, host, True, ranks)[0])
+    features = torch.zeros(*host.shape, 3, device="meta")
+    assert modelling.preprocess_packed_seqs(features, mask, True, ranks)[0].shape == (*packed.shape, 3)
 
 
 @every_layout
@@ -422,6 +460,77 @@ def test_the_forward_between_encoder_and_layers_does_not_wait(model, samples, pa
                 through(model, call, packed, waits=False)
     found = through(model, call, packed, waits=False)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Take every tensor for the device's, of which the host knows what it was told or has read."""
+    monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)
+    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT):
+        monkeypatch.setattr(copies, "_known", OrderedDict())
+
+    def computed_on_host(*args):
+        with _disable_current_modes():
+            return packed_rows.packed_rows(*args)
+
+    monkeypatch.setattr(between, "packed_rows", computed_on_host)
+
+
+def padded(model, call, lengths, waits=None):
+    """Return what the language model gets of a padded batch, and gradients.
+
+    Args:
+        model: The model.
+        call: Tokens, pixels and grids.
+        lengths: Of the samples.
+        waits: Is entered when the encoder is called.
+    """
+    samples, length = call["input_ids"].shape
+    mask = torch.arange(length)[None] < torch.tensor(lengths)[:, None]
+    positions = torch.arange(3 * samples * length).view(3, samples, length)
+    with ExitStack() as inside, without_layers(model) as got:
+        encode = model.vision_model.forward
+
+        def encoder(**kwargs):
+            _ = waits is None or inside.enter_context(waits)
+            return encode(**kwargs)
+
+        inside.enter_context(mock.patch.object(model.vision_model, "forward", encoder))
+        inside.enter_context(mock.patch.object(vlm.modelling, "get_rope_index", lambda *_, **__: (positions, None)))
+        hidden = model(
+            **{name: value.clone() for name, value in call.items()},
+            attention_mask=mask,
+            packed_seq_params=pack(samples, length),
+        )
+    return [*gradients(model, hidden), *got]
+
+
+@pytest.mark.parametrize("samples", [s for n, s in WITH_IMAGES.items() if "and v" not in n])
+def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, samples, on_a_device):
+    """As verl's: tokens, mask and grids are on the device, and samples are padded to one length."""
+    call, lengths = make(samples), [64 - 3 * number for number in range(len(samples))]
+    with patched(False):
+        expected = padded(model, call, lengths)
+        with pytest.raises(HostWait):
+            padded(model, call, lengths, no_host_waits())
+    reads = early_reads.EarlyReads(model)
+    found = padded(model, call, lengths, no_host_waits())
+    reads.remove()
+    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    with pytest.raises(HostWait):
+        padded(model, make(samples, seed=1), lengths, no_host_waits())
+
+
+@pytest.mark.parametrize("change", ["graphs", "samples", "images"])
+def test_nothing_is_read_that_upstream_does_not_read(change, on_a_device, monkeypatch):
+    call = {**make(BATCHES["one image"]), "attention_mask": None, "packed_seq_params": None}
+    graphs_are(change != "graphs", monkeypatch)
+    if change == "samples":
+        call["input_ids"] = call["input_ids"][0]  # a pack of tokens
+    if change == "images":
+        call = {name: value for name, value in call.items() if "grid" not in name and "pixel" not in name}
+    early_reads._began(torch.nn.Module(), (), call)
+    assert not TOKENS._known and not GRIDS._known
 
 
 def stepped(model, samples, packed):

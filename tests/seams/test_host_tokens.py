@@ -8,8 +8,7 @@ import torch
 
 from bridge_cg_plugin.upstream.hooks import batches, host_tokens
 from bridge_cg_plugin.upstream.hooks.host_tokens import STEP_TOKENS
-from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
-from bridge_cg_plugin.upstream.host_tokens import TOKENS
+from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 pytestmark = pytest.mark.skipif(

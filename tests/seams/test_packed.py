@@ -12,8 +12,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS, PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
 from bridge_cg_plugin.upstream.seams.registry.packed import GPT_PROVIDER, GPT_STEP
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...options import OptionError, packed_options
-from ..host_tokens import TOKENS
+from ..host_batch import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.language_model import STEP

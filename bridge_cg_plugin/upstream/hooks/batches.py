@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
-from ..host_tokens import TOKENS
+from ..host_batch import GRIDS, PACK_OFFSETS, TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import SEAMS
 from .batch_copies import CopyStream, copies_aside
 from .graph_helper import any_on_graphs
-from .packed_helper import PACK_OFFSETS
-from .vision_helper import GRIDS
 
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
 TOKEN_FIELDS = ("tokens", "input_ids")

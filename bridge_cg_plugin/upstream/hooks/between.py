@@ -14,22 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...graphs.host_copies import HostTensors, on_device
+from ...graphs.host_copies import on_device
 from ...vision.known_mask import KnownMask
-from ..host_tokens import TOKENS
+from ..host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
+from .early_reads import GRID_NAMES
 from .graph_helper import any_on_graphs
 from .host_tokens import STEP_TOKENS
-from .packed_helper import PACK_OFFSETS
-from .vision_helper import GRIDS
+from .packed_rows import packed_rows
 
 Function = Callable[..., Any]
-GRID_NAMES = ("image_grid_thw", "video_grid_thw")
-# Which tokens are kept, of batches that were padded to one length.
-KEPT = HostTensors()
 
 
 def _ids_on_host(tokens: Any) -> Tensor | None:
@@ -96,34 +93,46 @@ def _parts_on_host(old: Function) -> Function:
 
 
 def _packed_at_once(old: Function) -> Function:
-    """Put samples without padding behind each other by their shape, where upstream looks for padding in each."""
+    """Put samples behind each other by what the host knows of their padding, where upstream looks for it in each."""
 
     @functools.wraps(old)
     def preprocess_packed_seqs(
         input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
     ) -> Any:
-        if not (pre_process and pg_collection is not None and any_on_graphs()):
-            return old(input_ids, attention_mask, pre_process, pg_collection)
+        mask = attention_mask
+        wanted = pre_process and pg_collection is not None and any_on_graphs()
+        on_host = _mask_on_host(input_ids, mask) if wanted else None
+        if on_host is None:
+            return old(input_ids, mask, pre_process, pg_collection)
+        known = TOKENS.known(input_ids) if input_ids.dim() == 2 else None  # embeddings and positions pass here, too
         context, rank = pg_collection.cp.size(), pg_collection.cp.rank()
         chunks = pg_collection.tp.size() * (2 * context if context > 1 else 1)
-        if input_ids.shape[1] % chunks or not _keeps_all(input_ids, attention_mask):
-            return old(input_ids, attention_mask, pre_process, pg_collection)
-        packed = _one_row(input_ids, context, rank)
-        known = TOKENS.known(input_ids) if input_ids.dim() == 2 else None  # embeddings and positions pass here, too
-        if known is not None:
-            TOKENS.remember(packed, _one_row(known, context, rank))
-        return packed, _params(input_ids)
+        if input_ids.shape[1] % chunks or not on_host.numpy().all():
+            rows = packed_rows(old, mask, on_host, pg_collection)
+            packed, params = rows.of(input_ids), rows.params
+            packed_known = None if known is None else rows.of_host(known)
+        else:
+            packed, params = _one_row(input_ids, context, rank), _params(input_ids)
+            packed_known = None if known is None else _one_row(known, context, rank)
+        if packed_known is not None:
+            TOKENS.remember(packed, packed_known)
+        return packed, params
 
     return preprocess_packed_seqs
 
 
-def _keeps_all(values: Tensor, mask: Tensor) -> bool:
-    """Whether host values show that a batch has no padding; `values` are its tokens or what stands for each of them."""
+def _mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
+    """Return which tokens of a batch are kept; None where the host does not know it.
+
+    Args:
+        values: The batch's tokens, or what stands for each of them.
+        mask: The same on the device.
+    """
     host = KEPT.known(mask) if mask.dtype == torch.bool else None
     if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
         host = torch.ones(mask.shape, dtype=torch.bool)
         KEPT.remember(mask, host)
-    return host is not None and bool(host.numpy().all())
+    return host
 
 
 @lru_cache(1)

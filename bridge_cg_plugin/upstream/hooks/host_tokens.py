@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...graphs.host_copies import HostTensors, on_device
-from ..host_tokens import TOKENS
+from ..host_batch import PACK_OFFSETS, TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from .graph_helper import any_on_graphs
-from .packed_helper import PACK_OFFSETS
 
 # Those that the step's padding returned and the step then cloned: its model gets no others.
 STEP_TOKENS = HostTensors()
@@ -56,12 +55,12 @@ def _padded_on_host(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
             return old(tokens, *args, **kwargs)
         padded, *others, params = old(host, *args, **kwargs)
         on = tokens if padded is host else on_device(padded, tokens.device)
-        return _with_host_copy(on, padded), *others, _moved(params, tokens.device)
+        return _with_host_copy(on, padded), *others, params_on_device(params, tokens.device)
 
     return pad_and_pack
 
 
-def _moved(params: Any, device: torch.device) -> Any:
+def params_on_device(params: Any, device: torch.device) -> Any:
     """Return a pack's description with its offsets on the device, where packed graphs know them without reading."""
     moved, made = copy.copy(params), {}
     for name, value in vars(params).items():

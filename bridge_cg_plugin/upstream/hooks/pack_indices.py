@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ...language.packed.layout import document_indices
+from ..host_batch import PACK_OFFSETS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from .graph_helper import active_helpers
-from .packed_helper import PACK_OFFSETS, DecoderHelper
+from .packed_helper import DecoderHelper
 
 
 def _indices(params: Any) -> Tensor | None:

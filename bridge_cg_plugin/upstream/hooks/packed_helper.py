@@ -8,7 +8,6 @@ from typing import Any
 from torch import distributed, nn
 
 from ...graphs.executor import Executor, Isolated
-from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
 from ...language.packed.shape_exchange import ShapeExchange
@@ -22,6 +21,7 @@ from ..decoder.block import TransformerBlockFamily
 from ..decoder.context_exchange import levels
 from ..environment import check_process
 from ..exempt import EXEMPT
+from ..host_batch import PACK_OFFSETS
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ..parallel.process_groups import (
     consensus_of,
@@ -38,8 +38,6 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..wrappers import unwrapped
 from .graph_helper import GraphHelper, default_executor, release_module
-
-PACK_OFFSETS = HostCopies()
 
 
 class PackedCudaGraphHelper:

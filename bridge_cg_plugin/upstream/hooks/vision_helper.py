@@ -12,19 +12,18 @@ from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
 from ...options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ...options.capture import CaptureMode
-from ...vision.host_grids import HostGrids
 from ...vision.workload import VisionWorkload
 from ..encoders.registry import FoundEncoder, check_modules, find_encoder, find_encoders
 from ..environment import check_process
 from ..exempt import EXEMPT
+from ..host_batch import GRIDS
 from ..parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ..parallel.image_groups import image_exchange
 from ..parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ..parallel.schedules import microbatches_in_flight
+from .early_reads import EarlyReads
 from .graph_helper import GraphHelper, default_executor, release_module
 from .text_only import TextOnlyMicrobatches
-
-GRIDS = HostGrids()
 
 
 class VisionTECudaGraphHelper(GraphHelper):
@@ -48,6 +47,7 @@ class VisionTECudaGraphHelper(GraphHelper):
     """
 
     _text_only: TextOnlyMicrobatches | None = None
+    _early_reads: EarlyReads | None = None
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         if exchange is not None or gather is not None:
             take_part = None if workload.balanced is None else workload.balanced.without_images
             self._text_only = TextOnlyMicrobatches(holder, vision_model, gather, take_part)
+        self._early_reads = EarlyReads(holder)
         self._take(graphs, in_flight if slots == "auto" else None, order)
 
     def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
@@ -118,6 +119,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         if self._text_only is not None:
             self._text_only.remove()
             self._text_only = None
+        if self._early_reads is not None:
+            self._early_reads.remove()
         super().delete_cuda_graphs()
 
 

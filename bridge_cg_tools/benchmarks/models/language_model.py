@@ -211,7 +211,7 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from bridge_cg_plugin.upstream.hooks.packed_helper import PACK_OFFSETS
+    from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
 
     places = tuple(room or lengths)
     generator = torch.Generator("cuda").manual_seed(seed)

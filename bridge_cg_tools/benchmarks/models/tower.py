@@ -187,7 +187,7 @@ class Batch:
 
 def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
     """Make random pixels for a grid; the grid is announced to the plugin as Bridge's batch step does."""
-    from bridge_cg_plugin.upstream.hooks.vision_helper import GRIDS
+    from bridge_cg_plugin.upstream.host_batch import GRIDS
 
     parameter = next(model.parameters())
     where, dtype = parameter.device, parameter.dtype
