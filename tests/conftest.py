@@ -1,14 +1,18 @@
 import gc
 import os
+from contextlib import suppress
 
 import pytest
 import torch
-import wandb  # noqa: F401  pydantic searches all imported modules for each of its classes: 9 s after Bridge, 1 s before
 from hypothesis import HealthCheck, settings
 
 from .ranks import start_server
 from .schedule import scope_of, turn_of
 from .upstream_sources import changes, fingerprints, installed_folders
+
+# Pydantic searches all imported modules for each of wandb's classes: 9 s after Bridge, 1 s before it.
+with suppress(ImportError):
+    import wandb  # noqa: F401
 
 settings.register_profile(
     "suite",
