@@ -558,6 +558,8 @@ def test_the_host_knows_what_the_step_gives_its_model(model, name, packed, monke
         known = copies.known
         monkeypatch.setattr(copies, "known", lambda tensor, known=known: asked.append(known(tensor)) or asked[-1])
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)  # nothing is known that was not announced
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("the device was read"))
+    early_reads.EarlyReads(model)
     found = stepped(model, BATCHES[name], packed)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     assert asked and all(values is not None for values in asked)

@@ -21,12 +21,12 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
-from .early_reads import GRID_NAMES
 from .graph_helper import any_on_graphs
 from .host_tokens import STEP_TOKENS
 from .packed_rows import packed_rows
 
 Function = Callable[..., Any]
+GRID_NAMES = ("image_grid_thw", "video_grid_thw")
 
 
 def _ids_on_host(tokens: Any) -> Tensor | None:
@@ -101,7 +101,7 @@ def _packed_at_once(old: Function) -> Function:
     ) -> Any:
         mask = attention_mask
         wanted = pre_process and pg_collection is not None and any_on_graphs()
-        on_host = _mask_on_host(input_ids, mask) if wanted else None
+        on_host = mask_on_host(input_ids, mask) if wanted else None
         if on_host is None:
             return old(input_ids, mask, pre_process, pg_collection)
         known = TOKENS.known(input_ids) if input_ids.dim() == 2 else None  # embeddings and positions pass here, too
@@ -121,7 +121,7 @@ def _packed_at_once(old: Function) -> Function:
     return preprocess_packed_seqs
 
 
-def _mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
+def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
     """Return which tokens of a batch are kept; None where the host does not know it.
 
     Args:

@@ -5,17 +5,16 @@ one, mostly behind the encoder, so that the host waits for it. Read first, they 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from ...graphs.host_copies import HostTensors
 from ..host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from ..seams.registry import seam
+from .between import GRID_NAMES, mask_on_host
 from .graph_helper import any_on_graphs
 
-GRID_NAMES = ("image_grid_thw", "video_grid_thw")
 BATCH = seam("batch_of_model")
 
 
@@ -54,9 +53,10 @@ def read_ahead(call: Mapping[str, Any]) -> None:
     padded = params is not None and len(tokens) > 1
     if not (grids or padded) or (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    _read(TOKENS, tokens)
-    if padded and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.is_contiguous():
-        _read(KEPT, mask)
+    if TOKENS.known(tokens) is None:
+        TOKENS.remember(tokens, tokens.cpu())
+    if padded and _is_mask(mask) and mask_on_host(tokens, mask) is None:
+        KEPT.remember(mask, mask.cpu())
     for grid in grids:
         GRIDS.values(grid)
     for value in vars(params).values() if params is not None else ():
@@ -64,6 +64,5 @@ def read_ahead(call: Mapping[str, Any]) -> None:
             PACK_OFFSETS.values(value)
 
 
-def _read(copies: HostTensors, tensor: Tensor) -> None:
-    if copies.known(tensor) is None:
-        copies.remember(tensor, tensor.cpu())
+def _is_mask(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype == torch.bool and value.is_contiguous()
