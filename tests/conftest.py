@@ -1,6 +1,8 @@
 import gc
 import os
+import sys
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from .ranks import start_server
 from .schedule import scope_of, turn_of
 from .upstream_sources import changes, fingerprints, installed_folders
 
+# Its audit hooks run for all that the interpreter does: a tenth of the tests' time.
+with mock.patch.object(sys, "addaudithook", lambda hook: None):
+    import filelock  # noqa: F401
 # Pydantic searches all imported modules for each of wandb's classes: 9 s after Bridge, 1 s before it.
 with suppress(ImportError):
     import wandb  # noqa: F401

@@ -46,6 +46,9 @@ def forked(script: str, *arguments: Path) -> str:
 
 
 def _run(script: str, arguments: list[str], output: Path, environment: dict[str, str]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment | {INTERPRET: "1"})
     sys.argv = ["-c", *arguments]
