@@ -40,7 +40,6 @@ def assert_on_graphs(found):
     assert len(found["graphs"]) == 2 and found["checked"], found
 
 
-@pytest.mark.first
 def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained):
     found = trained(run())
     print(found["in_schedule"], found["others"])
