@@ -56,6 +56,7 @@ def test_upstreams_checks_wait_in_every_microbatch(trained):
     assert found["in_schedule"]["rerun_state_machine.validate_result"] >= 4 * COUNTED
 
 
+@pytest.mark.first
 def test_verdicts_are_read_while_later_work_still_runs():
     checks = StepChecks()
     checks.add(lambda: None, torch.tensor(False, device="cuda"))
