@@ -29,6 +29,10 @@ class ByStorage[Copy]:
         while len(self._known) > self._capacity:
             self._known.popitem(last=False)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Keep nothing for a tensor any more."""
+        self._known.pop(_key(tensor), None)
+
     def find(self, tensor: Tensor) -> Copy | None:
         """Return what is kept for a tensor that was not written to since."""
         entry = self._known.get(_key(tensor)) if tensor.is_contiguous() else None

@@ -299,6 +299,51 @@ def test_padded_batches_are_packed_as_upstream_packs_them(modelling, ranks, name
     assert new(values, mask, True, groups(2, 2, 0))[0].equal(old(values, mask, True, groups(2, 2, 0))[0])
 
 
+def views(tensor):
+    """Return views that share a tensor's memory and its first element."""
+    return tensor, tensor[:2], tensor.view(2 * len(tensor), -1), tensor.view(4, -1)
+
+
+def test_rows_are_those_of_the_view_of_a_mask_that_is_given(modelling):
+    kept = torch.arange(16)[None] < torch.tensor([16, 11, 3, 7])[:, None]
+    ids = torch.arange(64).view(4, 16)
+    tokens, mask, old = ids.to("meta"), kept.to("meta"), modelling.preprocess_packed_seqs.__wrapped__
+    for device, host, device_mask, host_mask in zip(views(tokens), views(ids), views(mask), views(kept), strict=True):
+        TOKENS.remember(device, host)
+        KEPT.remember(device_mask, host_mask)
+        packed = modelling.preprocess_packed_seqs(device, device_mask, True, groups())[0]
+        assert TOKENS.known(packed).equal(old(host, host_mask, True, groups())[0])
+
+
+def test_a_mask_of_another_shape_is_refused_as_upstream_refuses_it(modelling):
+    mask = torch.arange(16)[None] < torch.tensor([4, 5])[:, None]
+    for packing in (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__):
+        with pytest.raises(IndexError, match="does not match the shape"):
+            packing(torch.zeros(2, 12), mask, True, groups())
+
+
+def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
+    mask = torch.arange(16)[None] < torch.tensor([16, 5])[:, None]
+    ranks = groups(4, 2, 1)
+    assert packed_rows.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
+    given = [torch.randn(2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
+    for packing, values in zip(
+        (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__), given, strict=True
+    ):
+        packed = packing(values, mask, True, ranks)[0]
+        (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()
+    assert given[0].grad.equal(given[1].grad)
+
+
+def test_rows_that_inference_made_are_made_anew_for_training(modelling, on_a_device):
+    mask, values = mask_of("padding behind"), torch.randn(2, 16, requires_grad=True)
+    KEPT.remember(mask, mask)
+    with torch.inference_mode():
+        modelling.preprocess_packed_seqs(values, mask, True, groups(2))
+    modelling.preprocess_packed_seqs(values, mask, True, groups(2))[0].sum().backward()
+    assert values.grad.equal(mask.float())
+
+
 @every_layout
 @pytest.mark.parametrize("name", MASKS)
 def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelling, ranks, name):
@@ -466,7 +511,7 @@ def test_the_forward_between_encoder_and_layers_does_not_wait(model, samples, pa
 def on_a_device(monkeypatch):
     """Take every tensor for the device's, of which the host knows what it was told or has read."""
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)
-    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT):
+    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT, packed_rows._ROWS):
         monkeypatch.setattr(copies, "_known", OrderedDict())
 
     def computed_on_host(*args):
@@ -517,8 +562,21 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
     found = padded(model, call, lengths, no_host_waits())
     reads.remove()
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    assert not KEPT._known and not packed_rows._ROWS._known  # a loop may write to its tensors by any means
     with pytest.raises(HostWait):
         padded(model, make(samples, seed=1), lengths, no_host_waits())
+
+
+def test_what_was_read_is_forgotten_and_read_anew(on_a_device):
+    call = make(BATCHES["one image"])
+    tokens = call["input_ids"]
+    for _ in range(2):
+        tokens.data[0, 0] += 1  # which PyTorch does not count
+        forget = early_reads.read_ahead(call)
+        assert TOKENS.known(tokens).equal(tokens)
+        for each in forget:
+            each()
+        assert TOKENS.known(tokens) is None
 
 
 @pytest.mark.parametrize("change", ["graphs", "samples", "images"])
@@ -529,7 +587,7 @@ def test_nothing_is_read_that_upstream_does_not_read(change, on_a_device, monkey
         call["input_ids"] = call["input_ids"][0]  # a pack of tokens
     if change == "images":
         call = {name: value for name, value in call.items() if "grid" not in name and "pixel" not in name}
-    early_reads._began(torch.nn.Module(), (), call)
+    early_reads.EarlyReads(torch.nn.Module())._began(torch.nn.Module(), (), call)
     assert not TOKENS._known and not GRIDS._known
 
 

@@ -316,7 +316,7 @@ def test_a_rank_without_images_encodes_those_of_others(tmp_path):
         2, train_real_model_twice, tmp_path
     ):
         assert nothing is None and counts == (2, 2)
-        assert hooks[0] - 1 == hooks[1] == hooked[1] == hooked[0] - 5  # its batch is read first
+        assert hooks[0] - 2 == hooks[1] == hooked[1] == hooked[0] - 6  # its batch is read first, by two
         assert torch.tensor(others).flatten().tolist() == pytest.approx(
             torch.tensor(losses).flatten().tolist(), rel=1e-5
         )

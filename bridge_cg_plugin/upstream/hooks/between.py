@@ -8,7 +8,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -100,25 +100,32 @@ def _packed_at_once(old: Function) -> Function:
         input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
     ) -> Any:
         mask = attention_mask
-        wanted = pre_process and pg_collection is not None and any_on_graphs()
+        fits = mask.shape == input_ids.shape[:2] and mask.device == input_ids.device
+        wanted = pre_process and pg_collection is not None and fits and any_on_graphs()
         on_host = mask_on_host(input_ids, mask) if wanted else None
-        if on_host is None:
+        found = None if on_host is None else _packed(old, input_ids, mask, on_host, pg_collection)
+        if found is None:
             return old(input_ids, mask, pre_process, pg_collection)
-        known = TOKENS.known(input_ids) if input_ids.dim() == 2 else None  # embeddings and positions pass here, too
-        context, rank = pg_collection.cp.size(), pg_collection.cp.rank()
-        chunks = pg_collection.tp.size() * (2 * context if context > 1 else 1)
-        if input_ids.shape[1] % chunks or not on_host.numpy().all():
-            rows = packed_rows(old, mask, on_host, pg_collection)
-            packed, params = rows.of(input_ids), rows.params
-            packed_known = None if known is None else rows.of_host(known)
-        else:
-            packed, params = _one_row(input_ids, context, rank), _params(input_ids)
-            packed_known = None if known is None else _one_row(known, context, rank)
-        if packed_known is not None:
-            TOKENS.remember(packed, packed_known)
+        packed, params, known = found
+        if known is not None:
+            TOKENS.remember(packed, known)
         return packed, params
 
     return preprocess_packed_seqs
+
+
+def _packed(
+    old: Function, values: Tensor, mask: Tensor, on_host: Tensor, groups: Any
+) -> tuple[Tensor, Any, Tensor | None] | None:
+    """Return a pack, its description, and the pack of values that the host knows; None where upstream's code must."""
+    known = TOKENS.known(values) if values.dim() == 2 else None  # embeddings and positions pass here, too
+    context, rank = groups.cp.size(), groups.cp.rank()
+    chunks = groups.tp.size() * (2 * context if context > 1 else 1)
+    if values.shape[1] % chunks == 0 and on_host.numpy().all():
+        one_row = partial(_one_row, context=context, rank=rank)
+        return one_row(values), _params(values), None if known is None else one_row(known)
+    rows = packed_rows(old, mask, on_host, groups)
+    return None if rows is None else (rows.of(values), rows.params, None if known is None else rows.of_host(known))
 
 
 def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
@@ -130,7 +137,7 @@ def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
     """
     host = KEPT.known(mask) if mask.dtype == torch.bool else None
     if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
-        host = torch.ones(mask.shape, dtype=torch.bool)
+        host = torch.ones(mask.shape, dtype=torch.bool, device="cpu")
         KEPT.remember(mask, host)
     return host
 

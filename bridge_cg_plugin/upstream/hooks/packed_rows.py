@@ -14,7 +14,8 @@ from ...graphs.host_copies import ByStorage, on_device
 from .host_tokens import params_on_device
 
 Packing = Callable[[Tensor, Tensor, bool, Any], tuple[Tensor, Any]]
-Layout = tuple[int, int, int]
+# Tensor-parallel and context-parallel ranks, which of the latter this is, and the shape of the batch.
+Layout = tuple[int, int, int, torch.Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class PackedRows:
     """Where a rank's rows of a pack come from.
 
     Attributes:
-        layout: Tensor-parallel and context-parallel ranks, and which of the latter this is.
+        layout: For which batch and rank.
         host: Rows of the flattened batch, int64 `[rows]`; -1 where alignment adds one of zeros.
         places: The same on the device, 0 in place of -1.
         empty: bool `[rows]` on the device, the rows of zeros; None without any.
@@ -51,8 +52,8 @@ class PackedRows:
 _ROWS: ByStorage[PackedRows] = ByStorage(8)
 
 
-def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> PackedRows:
-    """Return the rows that upstream's own code takes.
+def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> PackedRows | None:
+    """Return the rows that upstream's own code takes; None where it takes one twice, as it does of short samples.
 
     Args:
         old: Upstream's function.
@@ -60,14 +61,29 @@ def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> Pac
         on_host: The same on the host.
         groups: Process groups, `tp` and `cp`.
     """
-    layout = (groups.tp.size(), groups.cp.size(), groups.cp.rank())
+    layout = (groups.tp.size(), groups.cp.size(), groups.cp.rank(), mask.shape)
     found = _ROWS.find(mask)
-    if found is None or found.layout != layout:
-        numbers = torch.arange(1, on_host.numel() + 1).view(on_host.shape)
-        packed, params = old(numbers, on_host, True, groups)
-        found = _on_device(layout, packed[0] - 1, params, mask.device)
-        _ROWS.store(mask, found)
-    return found
+    if found is not None and found.layout == layout and _usable(found.places):
+        return found
+    numbers = torch.arange(1, on_host.numel() + 1, device="cpu").view(on_host.shape)
+    packed, params = old(numbers, on_host, True, groups)
+    rows = packed[0] - 1
+    taken = rows[rows.numpy() >= 0].numpy()
+    if len(set(taken.tolist())) < len(taken):
+        return None
+    made = _on_device(layout, rows, params, mask.device)
+    _ROWS.store(mask, made)
+    return made
+
+
+def forget_rows(mask: Tensor) -> None:
+    """Keep nothing for a mask any more."""
+    _ROWS.forget(mask)
+
+
+def _usable(places: Tensor) -> bool:
+    """Whether autograd may save indices, which it may not if they were made for inference."""
+    return torch.is_inference_mode_enabled() or not places.is_inference()
 
 
 def _on_device(layout: Layout, rows: Tensor, params: Any, device: torch.device) -> PackedRows:

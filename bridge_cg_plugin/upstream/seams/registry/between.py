@@ -67,6 +67,7 @@ SEAMS = (
         parameters=("input_ids", "attention_mask", "pre_process", "pg_collection"),
         uses=(
             "align_size = tp_size * cp_size * 2 if cp_size > 1 else tp_size",
+            "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
             "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
         ),
         patched_by="hooks.between",
