@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -100,8 +100,7 @@ def _packed_at_once(old: Function) -> Function:
         input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
     ) -> Any:
         mask = attention_mask
-        fits = mask.shape == input_ids.shape[:2] and mask.device == input_ids.device
-        wanted = pre_process and pg_collection is not None and fits and any_on_graphs()
+        wanted = pre_process and pg_collection is not None and is_mask_of(mask, input_ids) and any_on_graphs()
         on_host = mask_on_host(input_ids, mask) if wanted else None
         found = None if on_host is None else _packed(old, input_ids, mask, on_host, pg_collection)
         if found is None:
@@ -128,14 +127,20 @@ def _packed(
     return None if rows is None else (rows.of(values), rows.params, None if known is None else rows.of_host(known))
 
 
+def is_mask_of(mask: Any, values: Tensor) -> TypeGuard[Tensor]:
+    """Whether this says which tokens of a batch are kept, on the batch's device."""
+    fits = isinstance(mask, Tensor) and mask.shape == values.shape[:2] and mask.device == values.device
+    return fits and mask.dtype == torch.bool
+
+
 def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
     """Return which tokens of a batch are kept; None where the host does not know it.
 
     Args:
         values: The batch's tokens, or what stands for each of them.
-        mask: The same on the device.
+        mask: The same on the device; `is_mask_of` holds.
     """
-    host = KEPT.known(mask) if mask.dtype == torch.bool else None
+    host = KEPT.known(mask)
     if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
         host = torch.ones(mask.shape, dtype=torch.bool, device="cpu")
         KEPT.remember(mask, host)

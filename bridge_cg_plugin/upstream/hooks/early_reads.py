@@ -8,7 +8,7 @@ forward returns.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ...graphs.host_copies import HostTensors
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ..host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from ..seams.registry import seam
-from .between import GRID_NAMES, mask_on_host
+from .between import GRID_NAMES, is_mask_of, mask_on_host
 from .graph_helper import active_helpers, any_on_graphs
 from .packed_helper import DecoderHelper
 from .packed_rows import forget_rows
@@ -78,7 +78,7 @@ def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
         return []
     forget = [] if TOKENS.known(tokens) is not None else [_read(TOKENS, tokens)]
     # Releases before 0.6.2 pack a single sample by its mask, too.
-    if params is not None and _is_mask(mask, tokens) and mask_on_host(tokens, mask) is None:
+    if params is not None and is_mask_of(mask, tokens) and mask.is_contiguous() and mask_on_host(tokens, mask) is None:
         forget += [_read(KEPT, mask), lambda: forget_rows(mask)]
     for grid in grids:
         GRIDS.values(grid)
@@ -92,8 +92,3 @@ def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
 def _read(copies: HostTensors, tensor: Tensor) -> Forget:
     copies.remember(tensor, tensor.cpu())
     return lambda: copies.forget(tensor)
-
-
-def _is_mask(value: Any, tokens: Tensor) -> TypeGuard[Tensor]:
-    fits = isinstance(value, Tensor) and value.shape == tokens.shape and value.device == tokens.device
-    return fits and value.dtype == torch.bool and value.is_contiguous()

@@ -1,7 +1,7 @@
 """Rounds of verl's engines in this process, eager or on graphs: log-probabilities, an update, weights away and back."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,9 @@ class Rounds:
                 for name, values in found.items()
             )
 
-    @contextmanager
-    def eager_rows(self) -> Iterator[None]:
-        """Inside, eager decoders compute the rows that the run's mode asks for."""
-        with padded((chunk for engine in self._engines for chunk in engine.module), self._buckets):
-            yield
+    def eager_rows(self) -> AbstractContextManager[None]:
+        """Return what eager decoders run in, so that they compute the rows that the run's mode asks for."""
+        return padded((chunk for engine in self._engines for chunk in engine.module), self._buckets)
 
     def _end_canary(self) -> bool:
         assert self._canary is not None
