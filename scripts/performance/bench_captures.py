@@ -3,8 +3,9 @@
     python scripts/performance/bench_captures.py
 
 Each process warms up with the small image, records its bucket (first), and records the large image's bucket when a step
-asks for it (later). It does the same for another model's graphs the other way round (next_model, later). Every
-recording's gradients are compared with eager's.
+asks for it (later). It does the same for another model's graphs the other way round (next_model, later). What may come
+again is measured three times in each process, and the median is kept. Every recording's gradients are compared with
+eager's.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from bridge_cg_tools.benchmarks.vision.sizes import run_all
 
 # Whether Triton's compiled kernels are in its cache when the process starts.
 MODES = ("cold", "warm")
+# Times that what may come again in a process is measured.
+REPEATS = 3
 
 
 def measure(small: int, large: int) -> Iterator[dict[str, Any]]:
@@ -37,11 +40,14 @@ def measure(small: int, large: int) -> Iterator[dict[str, Any]]:
             if done.returncode:
                 raise RuntimeError(f"{mode}: the process ended with status {done.returncode}")
             for record in json.loads(out.read_text()):
-                yield {**record, "mode": mode, **provenance(1, 0)}
+                yield {**provenance(record["repeats"], 0), **record, "mode": mode}
 
 
 def captures(small: int, large: int) -> list[dict[str, Any]]:
-    """Record both sizes for two models in this process; returns what each recording took and how exact it is."""
+    """Record both sizes for several models in this process; returns what a recording took and how exact it is.
+
+    The first one comes once, others `REPEATS` times: their median, and the largest difference.
+    """
     from bridge_cg_tools.benchmarks.models import tower
 
     tower.start_process()
@@ -49,8 +55,30 @@ def captures(small: int, large: int) -> list[dict[str, Any]]:
     grads = tower.MainGrads(model)
     batches = {tokens: tower.make_batch(one_image(tokens), model) for tokens in (small, large)}
     expected = {tokens: run_all(model, [batch], grads)[1] for tokens, batch in batches.items()}
-    found = _of_one_model("first", model, grads, [batches[small], batches[large]], expected)
-    return found + _of_one_model("next_model", model, grads, [batches[large], batches[small]], expected)
+    ascending, descending = [batches[small], batches[large]], [batches[large], batches[small]]
+    found = _of_one_model("first", model, grads, ascending, expected)
+    for repeat in range(REPEATS):
+        found += _of_one_model("next_model", model, grads, descending, expected)
+        if repeat < REPEATS - 1:
+            found += _of_one_model("next_model", model, grads, ascending, expected)[1:]
+    return _by_case(found)
+
+
+def _by_case(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one record of each case, in the order in which they first came."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        cases.setdefault(record["case"], []).append(record)
+    return [
+        {
+            **same[0],
+            "ms": statistics.median(each["ms"] for each in same),
+            "grad_rel": max(each["grad_rel"] for each in same),
+            "replays": sum(each["replays"] for each in same),
+            "repeats": len(same),
+        }
+        for same in cases.values()
+    ]
 
 
 def _of_one_model(
