@@ -1,6 +1,7 @@
 """Compiling kernels ahead, in a thread of its own while steps run; recordings go first and compile what is missing."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -72,6 +73,7 @@ class KernelCompiler:
         self._compilations = compilations
         self._started: set[int] = set()
         self._done: set[Compilation] = set()
+        self._ahead: deque[Iterator[Compilation]] = deque()
         self._device = -1  # no device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bridge-cg compiles")
 
@@ -88,6 +90,11 @@ class KernelCompiler:
             self._started.add(magnitude)
             self._find_device()
             self._go_on(self._missing(max(int(tokens * factor), 1) for factor in FACTORS))
+
+    def stop(self) -> None:
+        """Compile nothing any more, but for a kernel that is under way: what compiles others holds the model."""
+        self._ahead = deque()
+        self._compilations = lambda tokens: iter(())
 
     def finish(self, tokens: int) -> None:
         """Compile now what is still missing for a size, several kernels at once; called inside `TURNS.recording`.
@@ -120,20 +127,27 @@ class KernelCompiler:
         self._done.add(kernel)
 
     def _go_on(self, missing: Iterator[Compilation]) -> None:
-        with suppress(RuntimeError):  # the process ends
-            self._thread.submit(self._compile_next, missing)
+        self._ahead.append(missing)
+        self._submit()
 
-    def _compile_next(self, missing: Iterator[Compilation]) -> None:
+    def _submit(self) -> None:
+        with suppress(RuntimeError):  # the process ends
+            self._thread.submit(self._compile_next)
+
+    def _compile_next(self) -> None:
         """Compile one kernel; the others are the thread's next task, so that a process that ends waits for one."""
-        try:
-            with TURNS.compiling():
-                self._compile(next(missing))
-        except StopIteration:
-            return
-        except Exception:
-            LOGGER.debug("kernels were not compiled ahead", exc_info=True)
-            return
-        self._go_on(missing)
+        with TURNS.compiling():
+            ahead = self._ahead  # `stop` may put another one in its place meanwhile
+            if not ahead:
+                return
+            try:
+                self._compile(next(ahead[0]))
+            except StopIteration:
+                ahead.popleft()
+            except Exception:
+                LOGGER.debug("kernels were not compiled ahead", exc_info=True)
+                ahead.popleft()
+        self._submit()
 
 
 def _at_once() -> int:

@@ -87,6 +87,7 @@ class GraphManager:
         """Give the module its former forward back and drop all graphs."""
         self.reset()
         self._instance.restore()
+        self.workload.detach()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""

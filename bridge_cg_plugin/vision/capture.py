@@ -63,6 +63,10 @@ class EncoderCapture:
         """Prepare for captures on a device, in a thread of its own."""
         self._compiler.begin(device)
 
+    def end(self) -> None:
+        """Let go of the encoder in that thread."""
+        self._compiler.stop()
+
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.plan.observe(batch)

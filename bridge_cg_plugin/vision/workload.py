@@ -78,6 +78,10 @@ class VisionWorkload(Workload):
         if self.exchange is not None:
             self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
 
+    def detach(self) -> None:
+        """See `Workload`."""
+        self.planned.end()
+
     @property
     def buckets(self) -> BucketPlan | None:
         """What was planned last; None before."""

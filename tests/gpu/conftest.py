@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.compiling import TURNS
 from bridge_cg_plugin.graphs.errors import release_frames
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import free_port
@@ -41,8 +42,9 @@ def memory_given_back() -> Iterator[None]:
 
 
 def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+    with TURNS.recording():  # a kernel that is being compiled ahead holds its model
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,9 +1,11 @@
 """Kernels compiled ahead: for which sizes, in which thread, and what happens where that fails."""
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -13,7 +15,7 @@ import torch
 from bridge_cg_plugin.graphs.compiling import BEGIN_WITH, TURNS, KernelCompiler
 from bridge_cg_plugin.upstream.kernels import precompile
 
-from .towers import new_tower, tower
+from .towers import forward, graphs_on, new_tower, tower
 
 KERNELS = ["_add_partials", "_bias_gelu", "_bias_gelu_backward", "_clear_padding", "_rotate_qkv", "_rotate_qkv"]
 
@@ -126,6 +128,18 @@ def test_two_compilers_compile_one_at_a_time(kernels):
     assert not others.begun
     kernels.hold.set()
     wait_for(lambda: len(kernels.done) == len(others.done) == 12)
+
+
+def test_deleted_graphs_let_the_model_go_while_others_compile():
+    """What waits for its turn holds the model: all of its memory, for as long as compilers of other models take."""
+    with TURNS.recording():  # nothing else is compiled
+        model = new_tower()
+        with graphs_on(model, capture=False):
+            forward(model, [(1, 4, 4)])
+        held = weakref.ref(model)
+        del model
+        gc.collect()
+        assert held() is None
 
 
 @pytest.fixture

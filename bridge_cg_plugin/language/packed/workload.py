@@ -84,6 +84,10 @@ class PackedWorkload(Workload):
         super().attach(manager)
         self._compiler.begin(manager.executor.device)
 
+    def detach(self) -> None:
+        """See `Workload`."""
+        self._compiler.stop()
+
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`.
 
