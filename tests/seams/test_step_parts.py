@@ -10,6 +10,7 @@ from bridge_cg_plugin.upstream.encoders.registry import FoundEncoder
 from bridge_cg_tools.benchmarks.measuring.step_times import MARKER
 from bridge_cg_tools.benchmarks.models.arithmetic import TowerShape, Trained, language_model_flops, step_flops
 from bridge_cg_tools.benchmarks.runs import step_parts
+from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
 from bridge_cg_tools.benchmarks.runs.step_parts import StepParts, trained
 
 WIDTH, GRID, STEPS = 8, (1, 4, 4), 2
@@ -55,7 +56,13 @@ def marked(monkeypatch):
     launched, profiles = [], []
 
     class Profile:
+        prepared = False
+
+        def prepare(self):
+            self.prepared = True
+
         def start(self):
+            assert self.prepared
             profiles.append(self)
             launched.clear()
 
@@ -68,7 +75,7 @@ def marked(monkeypatch):
     return profiles
 
 
-def train(parts, model, monkeypatch, steps=STEPS + 1, microbatches=2, **more):
+def train(parts, model, monkeypatch, steps=STEPS + 2, microbatches=2, **more):
     monkeypatch.setattr(step_parts, "find_encoder", lambda _: FoundEncoder(model.vision_model, model, None))
     sizes = dict.fromkeys(("tensor", "pipeline"), 1)
     sizes = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
@@ -103,7 +110,7 @@ def test_every_boundary_of_the_profiled_step_is_marked_in_order(marked, monkeypa
 def test_a_step_with_a_recording_in_it_is_profiled_again(marked, monkeypatch):
     seconds = iter((2.0, 2.5, 2.5, 2.5))  # before and after each profiled step
     monkeypatch.setattr(step_parts, "graph_statistics", lambda: {"vision": {"capture_seconds": next(seconds)}})
-    parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS + 3)
+    parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS + PROFILED)
     assert len(marked) == 2 and without_repeats(parts._marks)[-1] == "end"
     assert sum(parts.record()["parts_ms"].values()) == len(parts._marks) - 1
 
@@ -118,7 +125,7 @@ def test_a_frozen_encoder_has_no_backward(marked, monkeypatch):
 
 
 def test_nothing_is_marked_before_the_profiled_step(marked, monkeypatch):
-    parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS)
+    parts = train(StepParts(STEPS), Model(), monkeypatch, steps=STEPS + 1)
     assert not parts._marks and not marked and parts.record() == {}
 
 

@@ -161,6 +161,7 @@ def spans(run: Callable[[], object]) -> list[Span]:
         run()
         return []
     profile = Profile()
+    profile.prepare()
     profile.start()
     run()
     return profile.stop()
@@ -175,17 +176,21 @@ class Profile:
 
         self._profiler = torch_profile(activities=[ProfilerActivity.CUDA])
 
+    def prepare(self) -> None:
+        """Prepare to begin, which takes seconds in which the GPU rests: it runs at higher clocks right after."""
+        self._profiler.prepare_trace()
+
     def start(self) -> None:
-        """Begin."""
+        """Begin, after `prepare`."""
         synchronize()
-        self._profiler.start()
+        self._profiler.start_trace()
 
     def stop(self) -> list[Span]:
         """End; returns what `spans` does."""
         from torch.autograd import DeviceType
 
         synchronize()
-        self._profiler.stop()
+        self._profiler.stop_trace()
         return [
             (event.time_range.start, event.time_range.end, event.name)
             for event in self._profiler.events()

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-# Steps behind the timed ones: a profile with a recording in it is made again.
-PROFILED = 3
+# Steps behind the timed ones: one for the profiler to begin, one that is profiled, and both again where that one has a
+# recording in it.
+PROFILED = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,10 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 class StepParts(Callback):
-    """Profiles the step after `steps` others; `record()` has its figures after training.
+    """Profiles a step after `steps` others; `record()` has its figures after training.
 
-    A step in which something was recorded for graphs is no usual one: the next step is profiled in its place.
+    The profiler begins a step before, so that the GPU is as warm as in training. A step in which something was recorded
+    for graphs is no usual one: a later step is profiled in its place.
 
     Args:
         steps: Steps before it.
@@ -95,6 +96,7 @@ class StepParts(Callback):
         self._recordings_s = 0.0
         self._marks: list[str] = []
         self._profile: Profile | None = None
+        self._optimizer: Any = None  # whose steps are marked
         self._found: dict[str, Any] = {}
         self._vision: nn.Module | None = None
         self._language_model: nn.Module | None = None
@@ -130,15 +132,20 @@ class StepParts(Callback):
             self._documents.append(whole if params is None else params.cu_seqlens_q)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Start the profiler before the step that is profiled."""
-        if self._left <= 0 and not self._found:
-            if self._profile is None:
-                _around(context.optimizer, "step", lambda: self._begin(OPTIMIZER), lambda: self._begin(BETWEEN))
-            self._marks, self._grids, self._documents = [], [], []
+        """Prepare the profiler, and start it before the next step."""
+        if self._left > 0 or self._found:
+            return
+        if self._profile is None:
             self._profile = Profile()
-            self._profile.start()
-            self._active, self._recordings_s = True, _recordings_s()
-            self._begin(BETWEEN)
+            self._profile.prepare()
+            return
+        self._marks, self._grids, self._documents = [], [], []
+        if self._optimizer is None:
+            self._optimizer = context.optimizer
+            _around(self._optimizer, "step", lambda: self._begin(OPTIMIZER), lambda: self._begin(BETWEEN))
+        self._profile.start()
+        self._active, self._recordings_s = True, _recordings_s()
+        self._begin(BETWEEN)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop it and read what it has."""
@@ -147,11 +154,11 @@ class StepParts(Callback):
             return
         self._begin(END)
         self._active = False
+        spans, self._profile = self._profile.stop(), None
         if _recordings_s() != self._recordings_s:
-            self._profile.stop()
             return
         try:
-            self._found = {**parts_of(self._profile.stop(), self._marks), "parts_tflop": self._tflop(context)}
+            self._found = {**parts_of(spans, self._marks), "parts_tflop": self._tflop(context)}
         except ValueError as error:  # the run's other figures are worth keeping
             print(f"the step's parts are not known: {error}", flush=True)
 
