@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -34,14 +35,12 @@ class RecipeFiles:
         """Return the recipes that switch upstream's own vision graphs on, themselves or in a function they call."""
         calls: dict[str, set[str]] = {}
         switching: set[str] = set()
-        for file in self._files():
-            for node in ast.walk(_tree(file)):
-                if isinstance(node, ast.FunctionDef):
-                    calls.setdefault(node.name, set()).update(_called(node))
-                    switching |= {node.name} if _switches_on(node) else set()
-                elif isinstance(node, ast.ImportFrom):
-                    for alias in node.names:
-                        calls.setdefault(alias.asname or alias.name, set()).add(alias.name)
+        for found in map(_read, self._files()):
+            switching |= found.switching
+            for name, called in found.calls.items():
+                calls.setdefault(name, set()).update(called)
+            for alias in (alias for node in found.imports for alias in node.names):
+                calls.setdefault(alias.asname or alias.name, set()).add(alias.name)
         while more := {name for name, others in calls.items() if others & switching} - switching:
             switching |= more
         return sorted(self.names() & switching)
@@ -62,14 +61,13 @@ class RecipeFiles:
             return {}
         found: dict[str, None] = {}
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        tree = _tree(file)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                for alias in node.names:
-                    found.update(self._exported(origin) if alias.name == "*" else {alias.asname or alias.name: None})
-        found.update({node.name: None for node in tree.body if isinstance(node, ast.FunctionDef)})
-        listed = _listed(tree)
+        content = _read(file)
+        for node in content.imports:
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                found.update(self._exported(origin) if alias.name == "*" else {alias.asname or alias.name: None})
+        found.update(dict.fromkeys(content.functions))
+        listed = content.listed
         return {name: None for name in found if name in listed} if listed else found
 
     def _file(self, module: str) -> Path | None:
@@ -86,9 +84,40 @@ def _installed() -> list[Path]:
     return [] if found is None else [Path(root) for root in found.submodule_search_locations or ()]
 
 
+@dataclass(slots=True)
+class _Content:
+    """What a file of recipes has.
+
+    Attributes:
+        functions: Those of the module itself.
+        imports: From other modules, wherever they stand.
+        listed: Names in `__all__`.
+        calls: By name of a function: what it calls.
+        switching: Functions that set the option of vision graphs to something else than off.
+    """
+
+    functions: list[str]
+    listed: set[str]
+    imports: list[ast.ImportFrom] = field(default_factory=list)
+    calls: dict[str, set[str]] = field(default_factory=dict)
+    switching: set[str] = field(default_factory=set)
+
+
 @cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def _read(file: Path) -> _Content:
+    """Read a file, once: its tree has thousands of nodes."""
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    found = _Content([node.name for node in tree.body if isinstance(node, ast.FunctionDef)], _listed(tree))
+    for statement in tree.body:
+        for node in (nodes := list(ast.walk(statement))):
+            if isinstance(node, ast.ImportFrom):
+                found.imports.append(node)
+            elif isinstance(node, ast.FunctionDef):
+                inside = nodes if node is statement else list(ast.walk(node))
+                found.calls.setdefault(node.name, set()).update(_called(inside))
+                found.switching |= {node.name} if IMPL in text and _switches_on(inside) else set()
+    return found
 
 
 def _listed(tree: ast.Module) -> set[str]:
@@ -106,14 +135,14 @@ def _listed(tree: ast.Module) -> set[str]:
     return {node.value for node in words if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _called(function: ast.FunctionDef) -> set[str]:
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+def _called(nodes: Sequence[ast.AST]) -> set[str]:
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     return {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in calls}
 
 
-def _switches_on(function: ast.FunctionDef) -> bool:
-    """Whether a function sets the option of vision graphs to something else than off."""
-    for node in ast.walk(function):
+def _switches_on(nodes: Sequence[ast.AST]) -> bool:
+    """Whether a function's nodes set the option of vision graphs to something else than off."""
+    for node in nodes:
         if isinstance(node, ast.Assign) and any(getattr(target, "attr", "") == IMPL for target in node.targets):
             value: ast.expr = node.value
         elif isinstance(node, ast.keyword) and node.arg == IMPL:
