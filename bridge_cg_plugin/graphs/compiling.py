@@ -140,13 +140,15 @@ class KernelCompiler:
             ahead = self._ahead  # `stop` may put another one in its place meanwhile
             if not ahead:
                 return
+            missing = ahead.popleft()
             try:
-                self._compile(next(ahead[0]))
+                self._compile(next(missing))
             except StopIteration:
-                ahead.popleft()
+                return
             except Exception:
                 LOGGER.debug("kernels were not compiled ahead", exc_info=True)
-                ahead.popleft()
+                return
+            ahead.append(missing)
         self._submit()
 
 
