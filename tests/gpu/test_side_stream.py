@@ -1,5 +1,7 @@
 """Recordings on two streams: the same arithmetic as on one, beside one another, whatever else the GPU does."""
 
+import functools
+
 import pytest
 import torch
 
@@ -33,10 +35,16 @@ def captured(model, streams: int, kernels: str, **options):
     return new_helper(model, VisionGraphOptions(streams=streams, kernels=kernels, **given))
 
 
+@functools.cache
+def other_stream():
+    """Return one for all tests: cuBLAS keeps 32 MiB for every stream that has multiplied."""
+    return torch.cuda.Stream()
+
+
 def disturbed(replay):
     """Replay while products on another stream take a part of the GPU, so that streams meet at other places."""
-    other, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    with torch.cuda.stream(other):
+    a = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(other_stream()):
         for _ in range(20):
             a @ a
     found = replay()
