@@ -119,3 +119,33 @@ def test_attention_that_reads_host_memory_in_replays_is_refused(monkeypatch, ver
         assert not is_refused(1040)
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert not is_refused(1040)
+
+
+def test_norms_over_heads_are_differentiated_by_what_replaces_it(monkeypatch):
+    """The operation calls the name in its module, which is upstream's again behind the context."""
+    import importlib
+
+    from transformer_engine.pytorch import RMSNorm
+
+    from bridge_cg_plugin.upstream.kernels.head_norms import fused_head_norms
+    from bridge_cg_plugin.upstream.seams.registry.engine import TE_RMSNORM
+
+    owner = importlib.import_module(TE_RMSNORM)
+    calls = []
+
+    def upstream(gradient, x, rstd, weight, margin, zero_centered):
+        calls.append((x.shape, margin, zero_centered))
+        return gradient, weight
+
+    monkeypatch.setattr(owner, "rmsnorm_bwd", upstream)
+    monkeypatch.setattr(owner, "clear_tensor_data", lambda *tensors: None)  # needs a GPU
+    norm, other = (RMSNorm(width, zero_centered_gamma=True, device="cpu") for width in (128, 64))
+    x, rstd = torch.ones(3, 128), torch.ones(3)
+    with pytest.raises(KeyError), fused_head_norms([torch.nn.ModuleList([norm, other])]):
+        assert owner.rmsnorm_bwd is not upstream
+        ctx = SimpleNamespace(saved_tensors=(x, rstd), dtype=torch.float32)
+        norm.op_backward(ctx, torch.ones(3, 1, 128))
+        raise KeyError
+    assert calls == [((3, 128), 0, True)] and owner.rmsnorm_bwd is upstream
+    with fused_head_norms([other]):
+        assert owner.rmsnorm_bwd is upstream

@@ -240,6 +240,7 @@ KernelCompiler(compilations).saw(4)
 def compiled(monkeypatch):
     """What kernels would be compiled for, as on a machine with a GPU."""
     pytest.importorskip("triton")
+    from bridge_cg_plugin.language import head_norms
     from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 
     found = []
@@ -249,7 +250,7 @@ def compiled(monkeypatch):
         assert all(each.is_meta for each in tensors)
         found.append((kernel.__name__, [tuple(each.shape) for each in tensors], settings))
 
-    for module in (bias, layernorm, padding, reduction, rotary):
+    for module in (bias, layernorm, padding, reduction, rotary, head_norms):
         monkeypatch.setattr(module, "launch", note)
     monkeypatch.setattr(precompile, "kernels_available", lambda: True)
     return found
@@ -271,12 +272,23 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
         if hasattr(module, "q_layernorm"):
             module.q_layernorm = torch.nn.Identity()
             module.num_query_groups_per_partition = 1
-    list(precompile.rotations((model.decoder,), 48))
+    list(precompile.of_language_models((model.decoder,), 48))
     assert {name for name, *_ in compiled} == {"_rotate"}
     rotations = [(shapes[0][1:], s["SIGN"], s["ROUNDS"]) for name, shapes, s in compiled if name == "_rotate"]
     heads = {shape[0] for shape, *_ in rotations}
     assert len(rotations) == len(set(rotations)) == 2 * len(heads) and 1 in heads and len(heads) == 2
     assert all(rounds is not in_fp32 for *_, rounds in rotations)
+
+
+def test_norms_over_heads_of_a_language_model(compiled):
+    from transformer_engine.pytorch import RMSNorm
+
+    kind = {"device": "meta", "dtype": torch.bfloat16}
+    norms = [
+        RMSNorm(width, zero_centered_gamma=zero, **kind) for width, zero in ((128, False), (128, False), (64, True))
+    ]
+    list(precompile.of_language_models((torch.nn.ModuleList(norms),), 48))
+    assert sorted(name for name, *_ in compiled) == ["_rows_backward", "_sum_of_blocks"]
 
 
 def test_layernorm_in_all_forms(compiled):

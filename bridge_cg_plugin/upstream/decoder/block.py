@@ -24,8 +24,9 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
+from ..kernels.head_norms import fused_head_norms
 from ..kernels.layers import kernels_available
-from ..kernels.precompile import rotations
+from ..kernels.precompile import of_language_models
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
@@ -197,7 +198,7 @@ class TransformerBlockFamily:
 
     def compilations(self, tokens: int) -> Iterator[Compilation]:
         """See `DecoderFamily`."""
-        return rotations((self._decoder,), tokens)
+        return of_language_models((self._decoder,), tokens)
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)
@@ -220,6 +221,7 @@ class TransformerBlockFamily:
             stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if kernels_available():
                 stack.enter_context(fused_rotary(modules))
+                stack.enter_context(fused_head_norms(modules))
             yield
 
 

@@ -22,6 +22,7 @@ from ..attributes import overridden
 from ..decoder.attention_statistics import refuse_statistics
 from ..environment import check_process
 from ..exempt import EXEMPT
+from ..kernels.head_norms import fused_head_norms
 from ..kernels.layers import kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import forget_attention_selection, fused_accumulation, refuse_host_copies
@@ -126,6 +127,7 @@ def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterat
         stack.enter_context(fused_accumulation(modules))
         if kernels_available():
             stack.enter_context(fused_rotary(modules))
+            stack.enter_context(fused_head_norms(modules))
         yield
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...graphs.compiling import Compilation
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
+from .head_norms import is_head_norm
 from .layers import (
     adds_bias_before_activation,
     adds_bias_before_gelu,
@@ -29,9 +30,9 @@ def compilations(modules: Sequence[nn.Module], tokens: int) -> Iterator[Compilat
     return _compilations(modules, tokens, _widths)
 
 
-def rotations(modules: Sequence[nn.Module], tokens: int) -> Iterator[Compilation]:
-    """Yield likewise for recordings that only rotate by the plugin's kernels."""
-    return _compilations(modules, tokens, _rotations)
+def of_language_models(modules: Sequence[nn.Module], tokens: int) -> Iterator[Compilation]:
+    """Yield likewise for recordings that rotate and differentiate norms over heads by the plugin's kernels."""
+    return _compilations(modules, tokens, _language_widths)
 
 
 class _Widths(NamedTuple):
@@ -78,6 +79,13 @@ def _rotations(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
             rounds = not module.config.apply_rotary_pos_emb_in_fp32
             for heads in (module.num_attention_heads_per_partition, module.num_query_groups_per_partition):
                 yield _Widths(_rotation, (heads, width, dtype, rounds))
+
+
+def _language_widths(modules: Sequence[nn.Module]) -> Iterator[_Widths]:
+    yield from _rotations(modules)
+    module: UpstreamModule
+    for module in filter(is_head_norm, every_module(modules)):
+        yield _Widths(_head_norm, (module.weight.dtype, module.zero_centered_gamma))
 
 
 def _dtype_of(projection: nn.Module) -> torch.dtype:
@@ -137,6 +145,13 @@ def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     torch.autograd.grad(parts, mixed, gradients)
     clear_padding(mixed.detach(), _meta(2, dtype=torch.int32))
     defer(load_frontend)
+
+
+def _head_norm(rows: int, dtype: torch.dtype, zero_centered: bool) -> None:
+    from ...language import head_norms
+
+    x, weight = (_meta(*shape, dtype=dtype) for shape in ((rows, head_norms.WIDTH), (head_norms.WIDTH,)))
+    head_norms.backward(x, x, _meta(rows, dtype=torch.float32), weight, zero_centered, most=rows)
 
 
 def _backward(out: Tensor, leaves: tuple[Tensor, ...]) -> None:

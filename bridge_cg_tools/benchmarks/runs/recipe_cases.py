@@ -23,8 +23,12 @@ class RecipeCase:
 
 
 LORA = "8b_lora"
+_SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_parallel_size=2"
 CASES = {
-    "8b_sft_tp2": RecipeCase("qwen3_vl_8b_vision_graphs_h200_sft_config", 2, ("model.tensor_model_parallel_size=2",)),
+    "8b_sft_tp2": RecipeCase(_SFT, 2, (_TP2,)),
+    "8b_sft_tp2_dp2": RecipeCase(_SFT, 4, (_TP2,)),
+    "8b_sft_tp2_pp2": RecipeCase(_SFT, 4, (_TP2, "model.pipeline_model_parallel_size=2")),
+    "8b_sft_dp4": RecipeCase(_SFT, 4, ("model.tensor_model_parallel_size=1",)),
     LORA: RecipeCase("qwen3_vl_8b_vision_graphs_h200_peft_config"),
     "30b_a3b_8_layers_ep2": RecipeCase(
         "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config",

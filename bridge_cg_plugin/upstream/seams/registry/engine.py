@@ -9,6 +9,7 @@ DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 TE_ATTENTION_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
+TE_RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
 TE_GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
@@ -227,6 +228,17 @@ SEAMS = (
         features=(Feature.FAST_KERNELS,),
         undo=RECORDED,
         uses=("layernorm_bwd(dy, x, means, rstdevs, w,",),
+    ),
+    Seam(
+        name="rmsnorm_operation",
+        module=TE_RMSNORM,
+        target="RMSNorm.op_backward",
+        kind="function",
+        touch="replaced",
+        purpose="norms over heads call the plugin's kernel, which gives the same bits",
+        features=(Feature.PACKED, Feature.FULL_ITERATION),
+        undo=RECORDED,
+        uses=("rmsnorm_bwd(dy, x, rstdevs, w, self._sm_margins['backward'], self.zero_centered_gamma)",),
     ),
     *(
         Seam(

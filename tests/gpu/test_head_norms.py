@@ -1,0 +1,44 @@
+"""Backward of norms over heads on a GPU: Transformer Engine's bits, in less time."""
+
+import pytest
+import torch
+
+from bridge_cg_tools.benchmarks.measuring import measure
+
+HEADS = 16
+# A 8B model's queries of a pack on one of two ranks.
+PACK = 2816 * HEADS
+
+
+def arguments(rows, zero_centered=False):
+    x, gradient = (torch.randn(rows, 128, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.rand(128, device="cuda").bfloat16()
+    return gradient, x, (x.float().square().mean(1) + 1e-6).rsqrt(), weight, zero_centered
+
+
+def both(gradient, x, rstd, weight, zero_centered):
+    """Return what computes Transformer Engine's gradients, and the plugin's."""
+    from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd
+
+    from bridge_cg_plugin.language import head_norms
+
+    most = head_norms.most_blocks(torch.cuda.current_device(), rmsnorm_bwd)
+    assert most is not None
+    return (
+        lambda: rmsnorm_bwd(gradient, x, rstd, weight, 0, zero_centered),
+        lambda: head_norms.backward(gradient, x, rstd, weight, zero_centered, most),
+    )
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 127, 1584, 6336, 6337, 22528, PACK, 100_003])
+def test_bits_are_transformer_engines(rows, zero_centered):
+    torch.manual_seed(rows)
+    expected, found = both(*arguments(rows, zero_centered))
+    assert all(map(torch.equal, found(), expected()))
+
+
+def test_less_time(tower_module):
+    expected, found = both(*arguments(PACK))
+    assert measure.profile(found).busy_ms < 0.8 * measure.profile(expected).busy_ms
