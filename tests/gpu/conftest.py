@@ -35,7 +35,7 @@ def memory_given_back() -> Iterator[None]:
     pytest holds the last test's fixtures until the next module begins, which finds what was left.
     """
     _free()
-    left = torch.cuda.memory_reserved()
+    left = torch.cuda.memory_allocated()
     assert left <= LEFT_BYTES, f"tests of earlier modules left {left / 2**30:.1f} GiB on the device"
     yield
     _free()

@@ -1,9 +1,14 @@
 """Backward of norms over heads on a GPU: Transformer Engine's bits, in less time."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from bridge_cg_tools.benchmarks.measuring import measure
+from bridge_cg_tools.benchmarks.models import language_model as lm
+
+from .packs import Trained, graphs_on
 
 HEADS = 16
 # A 8B model's queries of a pack on one of two ranks.
@@ -20,7 +25,7 @@ def both(gradient, x, rstd, weight, zero_centered):
     """Return what computes Transformer Engine's gradients, and the plugin's."""
     from transformer_engine.pytorch.ops.basic.rmsnorm import rmsnorm_bwd
 
-    from bridge_cg_plugin.language import head_norms
+    from bridge_cg_plugin.vision.kernels import head_norms
 
     most = head_norms.most_blocks(torch.cuda.current_device(), rmsnorm_bwd)
     assert most is not None
@@ -42,3 +47,18 @@ def test_bits_are_transformer_engines(rows, zero_centered):
 def test_less_time(tower_module):
     expected, found = both(*arguments(PACK))
     assert measure.profile(found).busy_ms < 0.8 * measure.profile(expected).busy_ms
+
+
+def test_graphs_of_packs_run_them(tower_module):
+    trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=1024)))
+    pack = lm.make_pack((500, 200))
+    kernels = {}
+    for name in ("eager", "graphs"):
+        with graphs_on(trained.model, pack) as graphs:
+            with graphs.paused() if name == "eager" else nullcontext():
+                kernels[name] = measure.profile(lambda: trained.results(pack)).by_name
+            assert graphs.statistics().replays == (name == "graphs"), graphs.statistics().fallbacks
+    theirs, ours = "rmsnorm_bwd_finalize_general", "_rows_backward"
+    for name, used, unused in (("eager", theirs, ours), ("graphs", ours, theirs)):
+        assert any(used in kernel for kernel in kernels[name]), sorted(kernels[name])
+        assert not any(unused in kernel for kernel in kernels[name]), sorted(kernels[name])

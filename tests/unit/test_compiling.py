@@ -240,8 +240,7 @@ KernelCompiler(compilations).saw(4)
 def compiled(monkeypatch):
     """What kernels would be compiled for, as on a machine with a GPU."""
     pytest.importorskip("triton")
-    from bridge_cg_plugin.language import head_norms
-    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
+    from bridge_cg_plugin.vision.kernels import bias, head_norms, layernorm, padding, reduction, rotary
 
     found = []
 

@@ -14,7 +14,7 @@ import torch
 from tests.interpreted import prepare
 
 prepare()
-from bridge_cg_plugin.language import head_norms
+from bridge_cg_plugin.vision.kernels import head_norms
 
 results = []
 for case in torch.load(sys.argv[1]):

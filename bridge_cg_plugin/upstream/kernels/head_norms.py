@@ -21,7 +21,7 @@ def fused_head_norms(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
         return
     owner = sys.modules[TE_RMSNORM]
-    from ...language import head_norms
+    from ...vision.kernels import head_norms
 
     original = getattr(owner, BACKWARD)
 

@@ -148,7 +148,7 @@ def _attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
 
 
 def _head_norm(rows: int, dtype: torch.dtype, zero_centered: bool) -> None:
-    from ...language import head_norms
+    from ...vision.kernels import head_norms
 
     x, weight = (_meta(*shape, dtype=dtype) for shape in ((rows, head_norms.WIDTH), (head_norms.WIDTH,)))
     head_norms.backward(x, x, _meta(rows, dtype=torch.float32), weight, zero_centered, most=rows)

@@ -64,7 +64,10 @@ def build_model(
         dtype: Of the weights.
         changes: Fields of the configuration.
     """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)  # of layers that ranks share
     made = {**settings_of(shape), "params_dtype": dtype, "bf16": dtype is torch.bfloat16, **changes}
     model = _qwen(made, max_length) if shape.images else _language_model(shape, made, max_length)
     return model.cuda().to(dtype).train()

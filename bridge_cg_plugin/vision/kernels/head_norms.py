@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..announce import LOGGER
-from ..vision.kernels.launch import launch
+from ...announce import LOGGER
+from .launch import launch
 
 WIDTH = 128
 WARPS = 4  # rows that a block of Transformer Engine's takes at once
