@@ -6,6 +6,7 @@ from pathlib import PurePath
 FORKED = (
     "unit/test_expert_kernels",
     "unit/test_fingerprint",
+    "unit/test_head_norms",
     "unit/test_interpreted_activations",
     "unit/test_interpreted_experts",
     "unit/test_kernels",
