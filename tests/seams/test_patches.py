@@ -107,6 +107,24 @@ def callable_with(kind, parameters):
     return type("Drifted", (), {**dict.fromkeys(names, lambda self: None), "__init__": scope["drifted"]})
 
 
+@pytest.fixture
+def module(upstream, patch):
+    """The module of a test's patch, which is on behind it; all others were left alone."""
+    bridge_cg_plugin.activate()
+    found = upstream[patch.module]
+    yield found
+    patch.revert()
+    patch.apply(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def applied_in_order(upstream):
+    """Patches of one attribute lie over each other behind these tests as ever."""
+    yield
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
+
+
 @every_patch
 def test_every_patch_fits_the_installed_bridge(active, patch):
     assert patch.state in ("active", "native"), patch.reason
@@ -128,8 +146,7 @@ def test_every_patched_seam_has_one_patch():
 
 
 @every_patch
-def test_apply_and_revert_leave_the_same_object(active, patch):
-    module = active[patch.module]
+def test_apply_and_revert_leave_the_same_object(module, patch):
     patch.revert()
     original = raw(patch, module)
     for _ in range(CYCLES):
@@ -157,9 +174,9 @@ def test_a_hundred_times_on_and_off_leave_every_owner_as_it_was(active):
 
 
 @every_patch
-def test_what_is_left_after_revert_is_upstreams(active, patch):
+def test_what_is_left_after_revert_is_upstreams(module, patch):
     patch.revert()
-    value = raw(patch, active[patch.module])
+    value = raw(patch, module)
     if inspect.isfunction(value):
         assert not value.__module__.startswith("bridge_cg_plugin")
         assert "bridge_cg_plugin" not in value.__code__.co_filename
@@ -168,8 +185,7 @@ def test_what_is_left_after_revert_is_upstreams(active, patch):
 
 
 @every_patch
-def test_applying_twice_is_applying_once(active, patch):
-    module = active[patch.module]
+def test_applying_twice_is_applying_once(module, patch):
     before = raw(patch, module)
     patch.apply(module)
     assert raw(patch, module) is before
