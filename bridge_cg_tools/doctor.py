@@ -4,9 +4,11 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from subprocess import Popen
 from typing import Any
 
 import bridge_cg_plugin
@@ -116,9 +118,11 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
         entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == bridge_cg_plugin.__name__
     ]
     started = probe.start() if found.versions["torch"] is not None else None
-    missing = [name for name in ("torch", "megatron-core", "megatron-bridge") if found.versions[name] is None]
+    importing = probe.start_importing() if started is not None else None
+    missing = [name for name in _NEEDED if found.versions[name] is None]
     if missing:
         found.problems.append(Problem(f"{', '.join(missing)} not installed", _INSTALL))
+    missing = [name for name in missing if name != "transformer-engine"]  # the others' sources tell the rest
     found.active = _loads_itself(found)
     if not missing:
         _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
@@ -126,13 +130,19 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     _guarded(found, "looking for encoders", lambda: _look_at_encoders(found))
     if found.versions["torch"] is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
+        ends = time.monotonic() + waits
         _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
+        if importing is not None:
+            _guarded(
+                found, "the look at libraries", lambda: _look_at_libraries(found, importing, ends - time.monotonic())
+            )
     if not missing:
         _look_at_autoload(found)
     _look_at_environment(found)
     return found
 
 
+_NEEDED = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")
 _INSTALL = "install the stack into this environment: pip install 'bridge-cg-plugin[stack]'"
 
 
@@ -180,6 +190,16 @@ def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wan
         found.problems.append(
             Problem("PyTorch sees no NVIDIA GPU, and graphs are captured on one", "pass --no-gpu if there is none")
         )
+
+
+def _look_at_libraries(found: Diagnosis, importing: Popen[str], seconds: float) -> None:
+    """Note the libraries that do not import. That PyTorch does not, or takes long, was said."""
+    try:
+        failed = probe.told(importing, seconds)["failed"]
+    except probe.ProbeError:
+        return
+    for name, said in failed.items():
+        found.problems.append(Problem(f"{name} does not import: {said}", _remedy(said)))
 
 
 def _look_at_autoload(found: Diagnosis) -> None:

@@ -15,6 +15,17 @@ LAYOUTS = tuple(
         ("expert_tensor", "expert_model", "pipeline_model"),
     )
 )
+_FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
+# Fields by which stages of a pipeline have different numbers of layers.
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
 
 
 def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:
@@ -43,25 +54,49 @@ def _at_least_one(text: str) -> int:
 
 
 def check_gpus(config: Any, gpus: int | None) -> None:
-    """Refuse GPUs that a layout does not divide, and a global batch that replicas cannot share in whole microbatches.
+    """Refuse values below what trains, a layout that does not divide its model or GPUs, and batches it cannot share.
 
     Args:
         config: A Bridge `ConfigContainer`.
         gpus: How many GPUs there are; None where that is not known.
 
     Raises:
-        OptionError: Names the fields and the multiple that is needed.
+        OptionError: Names the fields and what is needed.
     """
+    _check_values(config)
+    if not _has_gpus_of_parts(config.model):
+        _check_model(config.model)
     if gpus is not None:
         _check_layouts(config.model, gpus)
     if config.train.rampup_batch_size is None:
         _check_batch(config, gpus)
 
 
+def _check_values(config: Any) -> None:
+    rate = getattr(getattr(config, "optimizer", None), "lr", None)
+    least = {f"model.{field}": (getattr(config.model, field, None), 1) for field in _FIELDS}
+    least |= {"train.train_iters": (config.train.train_iters, 0), "optimizer.lr": (rate, 0)}
+    for name, (value, allowed) in least.items():
+        if isinstance(value, int | float) and value < allowed:
+            raise OptionError(name, value, f"at least {allowed}", "Correct it.")
+
+
+def _check_model(model: Any) -> None:
+    """Refuse ranks that would have a part of an attention head, or other layers than megatron-core gives them."""
+    tensor, pipeline = (getattr(model, f"{kind}_model_parallel_size", None) or 1 for kind in ("tensor", "pipeline"))
+    heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_layers"))
+    if isinstance(heads, int) and heads % tensor:
+        allowed = f"a divisor of model.num_attention_heads={heads}"
+        raise OptionError("model.tensor_model_parallel_size", tensor, allowed, "Change either.")
+    uneven = any(getattr(model, name, None) for name in _UNEVEN)
+    if isinstance(layers, int) and layers % pipeline and not uneven:
+        allowed = f"a divisor of model.num_layers={layers}"
+        raise OptionError("model.pipeline_model_parallel_size", pipeline, allowed, "Change either.")
+
+
 def divided(model: Any, gpus: int) -> dict[str, int]:
     """Return the GPUs, over how many of them each field of the layout divides a model, and the replicas."""
-    fields = dict.fromkeys(field for layout in LAYOUTS for field in layout)
-    sizes = {field: size for field in fields if (size := getattr(model, field, None) or 1) > 1}
+    sizes = {field: size for field in _FIELDS if (size := getattr(model, field, None) or 1) > 1}
     return {"gpus": gpus, **sizes, "replicas": _replicas(model, gpus)}
 
 

@@ -1,6 +1,7 @@
 """What PyTorch finds on this machine. Run as a program, it is a process of its own, which a broken library may end."""
 
 import ctypes
+import importlib.util
 import json
 import re
 import subprocess
@@ -20,14 +21,24 @@ class SlowError(ProbeError):
     """PyTorch takes too long to import."""
 
 
+# What upstream imports beside PyTorch, and a broken installation does not give.
+LIBRARIES = ("transformer_engine.pytorch", "triton")
+
 Started = subprocess.Popen[str] | None
 
 
 def start() -> Started:
     """Start looking in a process of its own; None where this process has PyTorch already."""
-    if "torch" in sys.modules:
-        return None
-    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    return None if "torch" in sys.modules else _started("main")
+
+
+def start_importing() -> subprocess.Popen[str]:
+    """Start importing `LIBRARIES` in a process of its own."""
+    return _started("import_libraries")
+
+
+def _started(function: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import {function} as run; run()"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -42,8 +53,20 @@ def result(started: Started, seconds: float) -> dict[str, Any]:
         SlowError: PyTorch takes longer.
         ProbeError: PyTorch does not import.
     """
-    if started is None:
-        return look()
+    return look() if started is None else told(started, seconds)
+
+
+def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    """Return what a process of this module prints.
+
+    Args:
+        started: The process.
+        seconds: How long to wait for it.
+
+    Raises:
+        SlowError: It takes longer.
+        ProbeError: It ended without a result.
+    """
     try:
         out, err = started.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -60,7 +83,24 @@ def result(started: Started, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Print what `look` returns as one line."""
-    print(f"\n{_MARK}{json.dumps(look())}", flush=True)
+    _tell(look())
+
+
+def import_libraries() -> None:
+    """Import each library that is installed, beside PyTorch as upstream does; prints which raise what."""
+    importlib.import_module("torch")
+    failed = {}
+    for name in LIBRARIES:
+        try:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                importlib.import_module(name)
+        except BaseException as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    _tell({"failed": failed})
+
+
+def _tell(found: dict[str, Any]) -> None:
+    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
 
 
 def look() -> dict[str, Any]:

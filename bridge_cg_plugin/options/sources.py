@@ -208,7 +208,7 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Written:
-    saved = "_target_" in source or any(isinstance(v, Mapping) and "_target_" in v for v in source.values())
+    saved = _is_saved(source)
     leaves, settings = [], {}
     for section, name, value in _walk(source):
         if section in (None, *MODEL_SECTIONS):
@@ -293,6 +293,26 @@ def fields_of(model: Any) -> dict[str, Any]:
             value = getattr(model, name)
             found |= TUNING[name].tuning_values(value) if name in TUNING else {name: value}
     return found
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the names of fields in a YAML file, with their section; none of a configuration that Bridge saved.
+
+    Raises:
+        OptionError: The file cannot be read.
+    """
+    source = _load_yaml(path)
+    if _is_saved(source):
+        return []
+    found = []
+    for section, value in source.items():
+        inside = value if isinstance(value, Mapping) and section not in TUNING else None
+        found += [str(section)] if inside is None else [f"{section}.{name}" for name in inside]
+    return found
+
+
+def _is_saved(source: Mapping[str, Any]) -> bool:
+    return "_target_" in source or any(isinstance(v, Mapping) and "_target_" in v for v in source.values())
 
 
 def _load_yaml(path: Path) -> Mapping[str, Any]:

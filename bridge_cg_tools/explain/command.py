@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import bridge_cg_plugin
@@ -32,6 +33,7 @@ from bridge_cg_plugin.options.sources import (
     OTHER_FIELDS,
     SETTINGS,
     is_word,
+    names_in,
 )
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
@@ -200,21 +202,21 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     for word in words:
         _check_name(word)
     files = [word for word in words if "=" not in word]
+    for name in (name for file in files for name in names_in(Path(file))):
+        _check_name(f"{name}=")
     said = [word for word in words if "=" in word]
     check_trackers(said)
     options, written = normalize(files, flags, said)
     facts = facts_of(written)
     check_options(options, facts)
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
-        missing = f"{_TRACKER}=true is missing: training refuses graphs without it. run_recipe.py and presets set it"
+        missing = f"{_TRACKER}=true is missing: training refuses graphs without it. bridge-cg train and presets set it"
         options = replace(options, warnings=(*options.warnings, missing))
     return Answer(options=options, notes=(_NO_FIGURES,) if options.vision.enabled else ())
 
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: Place) -> Answer:
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        why = "megatron-bridge is not installed. Install it (docs/getting_started.md), or write options alone."
-        raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}")
+    require_bridge(name, " or write options alone")
     asked = without_imports()
     apply = partial(_configured, name, flags, [_of_the_model(word) for word in words], asked is not None)
     config, options = apply(place.graphs)
@@ -226,15 +228,16 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         elif _is_too_large(options.vision, GPUS[place.gpu]):
             notes.append(f"The largest bucket is larger than those of --graphs {place.gpu}.")
     layout = None
-    if place.gpus is not None:
+    if place.gpus is not None or hasattr(config, "train"):
         check_gpus(config, place.gpus)
+    if place.gpus is not None:
         layout = divided(config.model, place.gpus)
         notes.append(layout_in_words(layout))
     if name not in RECIPES and _asks_upstream(built(name, asked is not None)):
         notes.append(_UPSTREAMS)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
-        "was not checked. run_recipe.py --dry-run checks it where the hub can be reached"
+        "was not checked. bridge-cg train --dry-run checks it where the hub can be reached"
         for model in models.unknown(asked or ())
     ]
     return Answer(
@@ -247,6 +250,17 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         layout=layout,
         notes=tuple(notes),
     )
+
+
+def require_bridge(recipe: str, otherwise: str = "") -> None:
+    """Refuse a recipe where Bridge is not installed.
+
+    Raises:
+        OptionError: Says what to install.
+    """
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        why = f"megatron-bridge is not installed. Install it: pip install 'bridge-cg-plugin[stack]'{otherwise}."
+        raise OptionError.because("recipe", f"Cannot build recipe {recipe}: {why}")
 
 
 def _asks_upstream(config: Any) -> bool:
@@ -312,7 +326,7 @@ def built(name: str, stands_in: bool) -> Any:
     except OptionError as error:
         if not stands_in or error.__cause__ is None:
             raise
-        advice = "run_recipe.py --dry-run imports Bridge and builds it as training does."
+        advice = "bridge-cg train --dry-run imports Bridge and builds it as training does."
         raise OptionError.because("recipe", f"{error} It was read without Bridge's imports. {advice}") from error
 
 
@@ -360,4 +374,5 @@ def _check_name(word: str) -> None:
 def _means_something(name: str) -> bool:
     sections, field = split_name(name)
     known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS, *_LAYOUT) or bool(tuning_of(field))
-    return known if not sections else sections[0] in SECTIONS
+    # Upstream's sections have many more fields; one about graphs is this package's or in `OTHER_FIELDS`.
+    return known if not sections else sections[0] in SECTIONS and (known or "graph" not in field)

@@ -66,6 +66,8 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     """Make a plan and print it, its JSON by `tell`; returns 2 for input that is refused, else 0."""
     try:
         plan: PackedPlan | VisionPlan
+        if arguments.max_memory_gb is not None and math.isnan(arguments.max_memory_gb):
+            raise PlanError("--max-memory-gb nan: it must be a number of GiB")
         if getattr(arguments, "plot", None) is not None:
             import_plots()  # before a recipe replaces what is not imported yet
         if arguments.kind == "packed":

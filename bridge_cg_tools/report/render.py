@@ -4,7 +4,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.options.explain import table as markdown_table
@@ -13,13 +13,15 @@ from .page import Page, Table
 from .style import CSS
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
 
     from .plots import Plot
 
 STATES = {"same": "SAME", "different": "DIFFERENT", "unknown": "NO VERDICT"}
 # What text keeps at least in a narrow terminal.
 NAME_WIDTH, TEXT_WIDTH = 24, 12
+# Blanks around a column and the line behind it.
+PADDING = 3
 _RICH = {"same": "bold green", "different": "bold red", "unknown": "bold yellow"}
 
 
@@ -32,7 +34,8 @@ def to_terminal(page: Page, console: "Console") -> None:
     console.print(f"[bold]{escape(page.title)}[/bold]")
     for line in page.origins:
         console.print(escape(line), style="dim")
-    for table in page.tables:
+    for whole in page.tables:
+        table, aside = _fitting(whole, console.width)
         shown = RichTable(
             title=escape(table.title),
             title_justify="left",
@@ -41,14 +44,13 @@ def to_terminal(page: Page, console: "Console") -> None:
             box=box.SIMPLE_HEAD,
         )
         for index, name in enumerate(table.header):
-            text = index < table.names or _is_text(table, index)
-            longest = max(len(row[index]) for row in table.rows)
-            # Figures keep their width, headers break at blanks.
-            width = min(longest, NAME_WIDTH if index < table.names else TEXT_WIDTH) if text else longest
-            shown.add_column(escape(name), justify="left" if text else "right", min_width=width, overflow="fold")
+            justify: JustifyMethod = "left" if _has_text(table, index) else "right"
+            shown.add_column(escape(name), justify=justify, min_width=_least_width(table, index), overflow="fold")
         for row in table.rows:
             shown.add_row(*map(escape, row))
         console.print(shown)
+        for line in aside:
+            console.print(escape(line))
     for verdict in page.verdicts:
         state = f"[{_RICH[verdict.state]}]{STATES[verdict.state]}[/]"
         console.print(f"{state} {escape(_who(page, verdict.case, verdict.mode))}: {escape(verdict.reason)}")
@@ -120,6 +122,28 @@ def _html_table(table: Table) -> str:
         f'<section><h2>{html.escape(table.title)}</h2><div class="wide" tabindex="0"><table>'
         f"<thead><tr>{cells(table.header, 'th')}</tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
     )
+
+
+def _fitting(table: Table, width: int) -> tuple[Table, list[str]]:
+    """Return a table without its last column where a terminal is too narrow for its text, and that text in lines."""
+    last = len(table.header) - 1
+    needed = sum(_least_width(table, index) + PADDING for index in range(last + 1))
+    if needed <= width or last < table.names or not _is_text(table, last):
+        return table, []
+    cut = replace(table, header=table.header[:last], rows=tuple(row[:last] for row in table.rows))
+    return cut, [f"{' '.join(row[: table.names])}: {row[last]}" for row in table.rows if row[last]]
+
+
+def _has_text(table: Table, index: int) -> bool:
+    return index < table.names or _is_text(table, index)
+
+
+def _least_width(table: Table, index: int) -> int:
+    """Return the width that a column keeps: figures have all of theirs, headers break at blanks."""
+    longest = max(len(row[index]) for row in table.rows)
+    if not _has_text(table, index):
+        return max(longest, *map(len, table.header[index].split()))
+    return min(longest, NAME_WIDTH if index < table.names else TEXT_WIDTH)
 
 
 def _is_text(table: Table, index: int) -> bool:

@@ -15,6 +15,7 @@ from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.releases import NEWEST
 from bridge_cg_tools import doctor, probe
 from bridge_cg_tools.cli import main
+from tests.releases import ROOT
 
 pytestmark = pytest.mark.usefixtures("active")
 
@@ -196,6 +197,33 @@ def test_a_fact_that_a_broken_library_keeps_is_named(monkeypatch):
 
 def started(code):
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch):
+    said = "libcudnn.so.9: cannot open shared object file"
+    for name, text in {"torch": "", "triton": "", "transformer_engine": f"raise OSError({said!r})"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    found = doctor.Diagnosis()
+    doctor._look_at_libraries(found, probe.start_importing(), 60)
+    (problem,) = found.problems
+    assert problem.what == f"transformer_engine.pytorch does not import: OSError: {said}"
+    assert "install the library" in problem.remedy
+
+
+def test_libraries_that_cannot_be_asked_are_no_second_problem():
+    found = doctor.Diagnosis()
+    for code in ("raise ImportError", "import time; time.sleep(60)"):
+        doctor._look_at_libraries(found, started(code), 0.3)
+    assert not found.problems
+
+
+def test_transformer_engine_is_needed(monkeypatch):
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "transformer-engine" else version(name))
+    assert any(said.startswith("transformer-engine not installed") for said in problems())
 
 
 def test_a_process_that_ends_or_takes_too_long():

@@ -333,6 +333,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     [
         (["vision_graph=on"], "vision_cuda_graph_impl"),
         (["modle.x=4"], "Did you mean model?"),
+        (["model.vision_graph=on"], "vision_cuda_graph_impl"),
         (["--max-paked-seqs", "64"], "--max_packed_seqs"),
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
         (["rng.te_rng_tracker=true", "model.use_te_rng_tracker=false"], "use_te_rng_tracker=false"),
@@ -340,6 +341,49 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     ],
 )
 def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, words, said):
+    status, out, err = explain(capsys, *words)
+    assert (status, out) == (2, "") and said in err
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("modle:\n  vision_cuda_graph_impl: transformer_engine\n", "Did you mean model?"),
+        ("model:\n  vision_graph: true\n", "vision_cuda_graph_impl"),
+        ("vision_graph: true\n", "vision_cuda_graph_impl"),
+        ("trian:\n  train_iters: 5\n", "Did you mean train?"),
+    ],
+)
+def test_names_in_a_file_that_mean_nothing_are_refused(capsys, tmp_path, text, said):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    status, out, err = explain(capsys, str(path))
+    assert (status, out) == (2, "") and said in err
+
+
+def test_a_file_may_have_other_fields_of_the_model_and_tuning_values(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "vision_cuda_graph_tuning:\n  kernels: exact\n"
+        "model:\n  num_layers: 4\n  vision_cuda_graph_impl: transformer_engine\n  cuda_graph_use_single_mempool: true\n"
+    )
+    found = json.loads(explain(capsys, "--json", str(path))[1])
+    assert found["vision"]["kernels"] == "exact"
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("train.train_iters=-5", "train.train_iters"),
+        ("train.micro_batch_size=0", "train.micro_batch_size"),
+        ("model.tensor_model_parallel_size=-2", "tensor_model_parallel_size"),
+        ("model.tensor_model_parallel_size=5", "a divisor of model.num_attention_heads"),
+        ("model.pipeline_model_parallel_size=3", "a divisor of model.num_layers"),
+        ("optimizer.lr=-1", "optimizer.lr"),
+    ],
+)
+def test_values_that_training_would_refuse_are_refused(capsys, active, word, said):
+    words = ["qwen3_vl_small_vision_graphs_pretrain_mock_config", word]
     status, out, err = explain(capsys, *words)
     assert (status, out) == (2, "") and said in err
 

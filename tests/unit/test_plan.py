@@ -297,6 +297,7 @@ def test_the_command_plans_vision(tmp_path, capsys):
         (["--packing", "in_batch", "--pack-size", "2048"], "--pack-size has no effect"),
         (["--packing", "in_batch", "--truncate"], "--truncate has no effect"),
         (["--pack-size", "2048", "--max-memory-gb", "0.1"], "--max-memory-gb 0.1: it must be at least "),
+        (["--pack-size", "2048", "--max-memory-gb", "nan"], "--max-memory-gb nan: it must be a number"),
     ],
 )
 def test_the_command_refuses(histogram, capsys, arguments, message):

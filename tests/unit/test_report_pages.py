@@ -1,17 +1,20 @@
 """Verdicts of a report, and its pages in Markdown, JSON and HTML."""
 
 import html.parser
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from bridge_cg_plugin.graphs.statistics import RegionStatistics
 from bridge_cg_tools.report.gpus import peak_tflops
-from bridge_cg_tools.report.page import make_page
+from bridge_cg_tools.report.page import Table, make_page
 from bridge_cg_tools.report.plots import INK, draw
-from bridge_cg_tools.report.render import to_html, to_json, to_markdown
+from bridge_cg_tools.report.render import to_html, to_json, to_markdown, to_terminal
 from bridge_cg_tools.report.runs import Run, counts_of
 from bridge_cg_tools.report.verdict import verdicts
 
@@ -176,6 +179,19 @@ def test_the_html_page_is_whole_and_loads_nothing():
 def test_a_recipes_name_breaks_after_an_underscore_in_a_narrow_window():
     text = to_html(make_page(whole_page().runs, "some_recipe"), [])
     assert "<h1>some_<wbr>recipe</h1>" in text and "<title>some_recipe</title>" in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_notes_are_below_a_table_where_a_terminal_is_narrow(width):
+    failure = "failed: OutOfMemoryError: CUDA out of memory. " + "Tried to allocate much. " * 5
+    header = ("run", "median ms", "over eager", "fastest ms", "90 % below ms", "slowest ms", "steps", "note")
+    rows = (("limit: eager", *[""] * 6, failure), ("limit: plugin", *["1234.5"] * 6, ""))
+    page = replace(whole_page(), tables=(Table("Step time", header, rows),), verdicts=())
+    console = Console(width=width, record=True, file=io.StringIO())
+    to_terminal(page, console)
+    text = console.export_text()
+    assert " ".join(failure.split()) in " ".join(text.split()) if width == 80 else "failed:" in text
+    assert ("\nlimit: eager: failed" in text) == (width == 80) and len(text.splitlines()) < 24
 
 
 def test_plots_are_svg_in_the_colour_of_the_text():

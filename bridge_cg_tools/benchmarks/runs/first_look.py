@@ -18,7 +18,7 @@ from bridge_cg_tools.benchmarks.runs.recipe import mode_and_step, with_presets
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of, starts_elsewhere
 from bridge_cg_tools.explain import hub
-from bridge_cg_tools.explain.command import resolved, without_imports
+from bridge_cg_tools.explain.command import require_bridge, resolved, without_imports
 
 REFUSED = 2
 
@@ -51,6 +51,7 @@ def check(arguments: Sequence[str]) -> None:
     from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 
     parsed, words = read(arguments)
+    require_bridge(parsed.recipe)
     asked = without_imports()
     try:
         config = with_presets(build_recipe(parsed.recipe), parsed)

@@ -34,8 +34,7 @@ def check_start(config: Any, mode: Mode, gpus: int | None, elsewhere: bool = Fal
         elsewhere: Whether it starts on machines with folders of their own, where checkpoints may be.
 
     Raises:
-        OptionError: Fine-tuning has no checkpoint, steps are below zero, or the layout or the batch does not fit the
-            GPUs.
+        OptionError: Fine-tuning has no checkpoint, a value is too low, or the layout or the batch does not fit.
     """
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is not None:
@@ -44,8 +43,6 @@ def check_start(config: Any, mode: Mode, gpus: int | None, elsewhere: bool = Fal
             raise OptionError("checkpoint.pretrained_checkpoint", found, "a folder that exists", "Correct the path.")
     elif mode == "finetune":
         _check_resumed(checkpoint.load, elsewhere)
-    if (config.train.train_iters or 0) < 0:
-        raise OptionError("train.train_iters", config.train.train_iters, "at least 0", "Correct it.")
     check_gpus(config, gpus)
 
 
