@@ -437,8 +437,28 @@ def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):
     assert (status, out) == (2, "") and "megatron-bridge is not installed" in err
 
 
-def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe):
-    status, out, err = explain(capsys, "some_recipe_confg")
+@pytest.mark.parametrize("error", [OSError("libcudnn.so.9: cannot open"), ModuleNotFoundError("no", name="einops")])
+def test_packages_of_recipes_that_do_not_import_are_named(monkeypatch, error):
+    def broken(name):
+        raise error
+
+    monkeypatch.setattr(recipes.importlib, "import_module", broken)
+    with pytest.raises(OptionError, match=r"Cannot import megatron\.bridge\.recipes: .*bridge-cg doctor"):
+        recipes.build_recipe("some_recipe_config")
+
+
+def test_a_package_of_recipes_that_a_release_lacks_is_left_out(monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError("no", name=name.rpartition(".")[0])
+
+    monkeypatch.setattr(recipes.importlib, "import_module", absent)
+    with pytest.raises(OptionError, match="no such recipe"):
+        recipes.build_recipe("some_recipe_config")
+
+
+@pytest.mark.parametrize("written", ["some_recipe_confg", "Some_Recipe_Config"])
+def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe, written):
+    status, out, err = explain(capsys, written)
     assert (status, out) == (2, "") and "some_recipe_config" in err
 
 

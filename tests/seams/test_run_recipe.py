@@ -227,6 +227,12 @@ def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
     assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, said", [([], "--recipe NAME"), (["--recpe", "x"], "Did you mean --recipe?")])
+def test_a_recipe_is_needed(trained, capsys, words, said):
+    assert run_recipe.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_recipes_typo_names_the_nearest(trained, capsys):
     assert run_recipe.main(["--recipe", "qwen3_vl_8b_sft_confg"]) == 2
     assert RECIPE in capsys.readouterr().err

@@ -27,7 +27,8 @@ def build_recipe(name: str) -> Any:
         if inspect.isfunction(found):
             return _built(name, found)
         known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    spelt = {key.lower(): key for key in known}
+    near = [spelt[key] for key in difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)]
     raise OptionError.unknown(name, "recipe", near[0] if near else "")
 
 
@@ -59,8 +60,13 @@ def _modules() -> Iterator[Any]:
     for name in PACKAGES:
         try:
             package = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+                continue  # an older release has no such package
+            why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise OptionError.because(
+                "recipe", f"Cannot import {name}: {why}. `bridge-cg doctor` names what is broken."
+            ) from error
         yield package
         for found in pkgutil.iter_modules(package.__path__, f"{name}."):
             if found.ispkg and not name.endswith(".recipes"):

@@ -25,7 +25,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
+    run.add_argument("--recipe", metavar="NAME", help="a recipe's or preset's name")
     run.add_argument(
         "--graphs", choices=tuple(GPUS), help="graphs within the limits of this GPU, on any recipe of Bridge"
     )
@@ -63,7 +63,8 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
         description: What the help says before the flags.
 
     Raises:
-        OptionError: A flag does not exist, or its value alone cannot work. Nothing of upstream was imported.
+        OptionError: A flag does not exist, its value alone cannot work, or there is no recipe. Nothing of upstream was
+            imported.
     """
     parser = build_parser(description)
     parsed, words = parser.parse_known_args(arguments)
@@ -71,6 +72,8 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
         if word.startswith("-"):
             known = [spelling for flag in FLAGS for spelling in flag.spellings]
             raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
+    if parsed.recipe is None:
+        raise OptionError.because("recipe", "Name a recipe: --recipe NAME. `bridge-cg recipes` lists them.")
     normalize(given_flags(parsed))
     return parsed, words
 
