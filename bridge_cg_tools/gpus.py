@@ -74,11 +74,14 @@ def check_gpus(config: Any, gpus: int | None) -> None:
 
 def _check_values(config: Any) -> None:
     rate = getattr(getattr(config, "optimizer", None), "lr", None)
-    least = {f"model.{field}": (getattr(config.model, field, None), 1) for field in _FIELDS}
-    least |= {"train.train_iters": (config.train.train_iters, 0), "optimizer.lr": (rate, 0)}
-    for name, (value, allowed) in least.items():
-        if isinstance(value, int | float) and value < allowed:
-            raise OptionError(name, value, f"at least {allowed}", "Correct it.")
+    _check_least({f"model.{field}": getattr(config.model, field, None) for field in _FIELDS}, 1, "Correct it.")
+    _check_least({"train.train_iters": config.train.train_iters, "optimizer.lr": rate}, 0, "Correct it.")
+
+
+def _check_least(values: Mapping[str, Any], least: int, remedy: str) -> None:
+    for name, value in values.items():
+        if isinstance(value, int | float) and value < least:
+            raise OptionError(name, value, f"at least {least}", remedy)
 
 
 def _check_model(model: Any) -> None:
@@ -119,9 +122,7 @@ def _check_batch(config: Any, gpus: int | None) -> None:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch is None or micro is None:
         return
-    for name, size in {"train.global_batch_size": batch, "train.micro_batch_size": micro}.items():
-        if size < 1:
-            raise OptionError(name, size, "at least 1", "Raise it.")
+    _check_least({"train.global_batch_size": batch, "train.micro_batch_size": micro}, 1, "Raise it.")
     replicas = 1 if gpus is None else _replicas(config.model, gpus)
     if batch % (micro * replicas):
         shared = f" times {replicas} data-parallel replicas" if replicas > 1 else ""

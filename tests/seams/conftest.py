@@ -43,6 +43,30 @@ def active(upstream):
         bridge_cg_plugin.activate()
 
 
+@pytest.fixture
+def graphs_wanted(monkeypatch):
+    """Batches of Qwen3-VL's are prepared as for a model on graphs."""
+    from .qwen_batches import graphs_are
+
+    graphs_are(True, monkeypatch)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """What prepares batches takes the CPU's tensors for a device's."""
+    from .qwen_batches import take_all_for_the_devices
+
+    take_all_for_the_devices(monkeypatch)
+
+
+@pytest.fixture
+def modelling(active):
+    """The module of upstream's Qwen3-VL between encoder and language model."""
+    from bridge_cg_plugin.upstream.hooks import between
+
+    return active[between.PATCHES[0].seam.module]
+
+
 @pytest.fixture(scope="session")
 def reader():
     """Upstream's sources, each parsed once."""

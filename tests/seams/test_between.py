@@ -33,15 +33,7 @@ from .qwen_batches import (
     without_layers,
 )
 
-
-@pytest.fixture
-def modelling(active):
-    return active[between.PATCHES[0].seam.module]
-
-
-@pytest.fixture(autouse=True)
-def graphs_wanted(monkeypatch):
-    graphs_are(True, monkeypatch)
+pytestmark = pytest.mark.usefixtures("graphs_wanted")
 
 
 @pytest.fixture

@@ -23,24 +23,15 @@ from .qwen_batches import (
     pack,
     patched,
     same,
-    take_all_for_the_devices,
     without_layers,
 )
 
-
-@pytest.fixture(autouse=True)
-def graphs_wanted(monkeypatch):
-    graphs_are(True, monkeypatch)
+pytestmark = pytest.mark.usefixtures("graphs_wanted")
 
 
 @pytest.fixture
 def model(active):
     return new_model()
-
-
-@pytest.fixture
-def on_a_device(monkeypatch):
-    take_all_for_the_devices(monkeypatch)
 
 
 def padded(model, call, lengths, waits=None):

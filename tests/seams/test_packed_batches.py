@@ -6,29 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import between, host_tokens, packed_rows
+from bridge_cg_plugin.upstream.hooks import host_tokens, packed_rows
 from bridge_cg_plugin.upstream.host_batch import KEPT, TOKENS
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from tests.unit.waits import no_host_waits
 
-from .qwen_batches import BATCHES, graphs_are, make, same, take_all_for_the_devices
+from .qwen_batches import BATCHES, make, same
 
-
-@pytest.fixture
-def modelling(active):
-    return active[between.PATCHES[0].seam.module]
-
-
-@pytest.fixture(autouse=True)
-def graphs_wanted(monkeypatch):
-    graphs_are(True, monkeypatch)
-
-
-@pytest.fixture
-def on_a_device(monkeypatch):
-    take_all_for_the_devices(monkeypatch)
+pytestmark = pytest.mark.usefixtures("graphs_wanted")
 
 
 def groups(tensor=1, context=1, rank=0):

@@ -1,0 +1,89 @@
+"""What `bridge-cg explain` refuses: what means nothing, contradicts itself, or training would refuse."""
+
+import json
+
+import pytest
+
+from bridge_cg_tools.explain import command
+
+from .explained import explain
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["vision_graph=on"], "vision_cuda_graph_impl"),
+        (["modle.x=4"], "Did you mean model?"),
+        (["model.vision_graph=on"], "vision_cuda_graph_impl"),
+        (["--max-paked-seqs", "64"], "--max_packed_seqs"),
+        (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
+        (["rng.te_rng_tracker=true", "model.use_te_rng_tracker=false"], "use_te_rng_tracker=false"),
+        (["--graphs", "h200"], "recipe"),
+    ],
+)
+def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, words, said):
+    status, out, err = explain(capsys, *words)
+    assert (status, out) == (2, "") and said in err
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("modle:\n  vision_cuda_graph_impl: transformer_engine\n", "Did you mean model?"),
+        ("model:\n  vision_graph: true\n", "vision_cuda_graph_impl"),
+        ("vision_graph: true\n", "vision_cuda_graph_impl"),
+        ("trian:\n  train_iters: 5\n", "Did you mean train?"),
+    ],
+)
+def test_names_in_a_file_that_mean_nothing_are_refused(capsys, tmp_path, text, said):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    status, out, err = explain(capsys, str(path))
+    assert (status, out) == (2, "") and said in err
+
+
+def test_a_file_may_have_other_fields_of_the_model_and_tuning_values(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "vision_cuda_graph_tuning:\n  kernels: exact\n"
+        "model:\n  num_layers: 4\n  vision_cuda_graph_impl: transformer_engine\n  cuda_graph_use_single_mempool: true\n"
+    )
+    found = json.loads(explain(capsys, "--json", str(path))[1])
+    assert found["vision"]["kernels"] == "exact"
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("train.train_iters=-5", "train.train_iters"),
+        ("train.micro_batch_size=0", "train.micro_batch_size"),
+        ("model.tensor_model_parallel_size=-2", "tensor_model_parallel_size"),
+        ("model.tensor_model_parallel_size=5", "a divisor of model.num_attention_heads"),
+        ("model.pipeline_model_parallel_size=3", "a divisor of model.num_layers"),
+        ("optimizer.lr=-1", "optimizer.lr"),
+    ],
+)
+def test_values_that_training_would_refuse_are_refused(capsys, active, word, said):
+    words = ["qwen3_vl_small_vision_graphs_pretrain_mock_config", word]
+    status, out, err = explain(capsys, *words)
+    assert (status, out) == (2, "") and said in err
+
+
+def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
+    if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
+        pytest.skip("the recipe comes with a later megatron-bridge")
+    from bridge_cg_tools.benchmarks.runs import train as run_recipe
+
+    words = ["qwen3_vl_8b_sft_config", "cuda_graph_impl=transformer_engine"]
+    status, out, err = explain(capsys, *words)
+    assert (status, out) == (2, "") and "cuda_graph_max_packed_seqs" in err
+    assert run_recipe.main(["--recipe", *words, "--dry-run"]) == 2
+    assert capsys.readouterr().err == err
+
+
+def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):
+    find = command.importlib.util.find_spec
+    absent = lambda name, *args: None if name == "megatron.bridge" else find(name, *args)  # noqa: E731
+    monkeypatch.setattr(command.importlib.util, "find_spec", absent)
+    status, out, err = explain(capsys, "qwen3_vl_8b_sft_config")
+    assert (status, out) == (2, "") and "megatron-bridge is not installed" in err
