@@ -62,6 +62,7 @@ def drawn(*shape, seed=1):
     return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("used", [TOKENS, 613])
 def test_products_are_as_near_to_fp32_as_transformer_engines(tower_module, used):
     from transformer_engine.pytorch import GroupedLinear
@@ -148,7 +149,6 @@ def compared(tower_module):
     return Compared()
 
 
-@pytest.mark.first
 def test_losses_and_gradients_are_as_near_to_fp32_as_eagers(compared):
     packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(PACKS)]
     with parity.deterministic(), graphs_on(compared.trained.model, lm.make_pack((500, 200))) as graphs:
@@ -163,6 +163,7 @@ def test_losses_and_gradients_are_as_near_to_fp32_as_eagers(compared):
     assert (found <= FARTHER_MODEL * eagers).all(), f"graphs {found.tolist()}, eager {eagers.tolist()} from fp32"
 
 
+@pytest.mark.first
 def test_replays_repeat_to_the_bit(compared):
     pack = lm.make_pack((1, 900, 20, 800))
     with parity.deterministic(), graphs_on(compared.trained.model, lm.make_pack((500, 200))) as graphs:

@@ -130,9 +130,7 @@ def test_dropout_inside_the_whole_language_model(trained, eager, graphs):
 
 
 SAVED = Training("graphs", ("--save", "{folder}/checkpoint", *BUCKETS), steps=4)
-RESUMED = Training(
-    "graphs", ("--save", "{folder}/checkpoint", "--load", "{folder}/checkpoint", *BUCKETS), steps=8, after=SAVED
-)
+RESUMED = Training("graphs", ("--load", "{folder}/checkpoint", *BUCKETS), steps=8, after=SAVED)
 
 
 @pytest.mark.parametrize("resumed, whole", [(RESUMED, Training("graphs", BUCKETS, steps=8))], ids=["resumed"])
