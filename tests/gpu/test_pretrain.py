@@ -129,11 +129,13 @@ def test_dropout_inside_the_whole_language_model(trained, eager, graphs):
     assert result["losses"] == pytest.approx(expected["losses"], rel=5e-2)
 
 
-SAVED = Training("graphs", ("--save", "{folder}/checkpoint", *BUCKETS), steps=4)
-RESUMED = Training("graphs", ("--load", "{folder}/checkpoint", *BUCKETS), steps=8, after=SAVED)
+# Checkpoints take their time by the size of the model.
+FEW_WEIGHTS = ("--language-model", "3x1024", *BUCKETS)
+SAVED = Training("graphs", ("--save", "{folder}/checkpoint", *FEW_WEIGHTS), steps=4)
+RESUMED = Training("graphs", ("--load", "{folder}/checkpoint", *FEW_WEIGHTS), steps=8, after=SAVED)
 
 
-@pytest.mark.parametrize("resumed, whole", [(RESUMED, Training("graphs", BUCKETS, steps=8))], ids=["resumed"])
+@pytest.mark.parametrize("resumed, whole", [(RESUMED, Training("graphs", FEW_WEIGHTS, steps=8))], ids=["resumed"])
 def test_checkpoint_resume(trained, resumed, whole):
     result = trained(resumed)
     assert len(result["losses"]) == 4
