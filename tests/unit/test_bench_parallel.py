@@ -14,11 +14,12 @@ from bridge_cg_tools.benchmarks.layouts import bench as layouts_bench
 from bridge_cg_tools.benchmarks.layouts import jobs as layout_runs
 from bridge_cg_tools.benchmarks.layouts import times as layout_times
 from bridge_cg_tools.benchmarks.measuring import machine
-from bridge_cg_tools.benchmarks.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
-from bridge_cg_tools.benchmarks.pages.markdown import fill
-from bridge_cg_tools.benchmarks.records.results import ROOT, check_record, read_records
+from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
+from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 from scripts.performance import bench_parallel
+
+from .idle_trainings import idle_trainings
 
 ALL = list(layout_runs.LAYOUTS.values())
 
@@ -80,49 +81,7 @@ def test_a_wave_waits_for_its_imports():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Processes that train nothing; the list of (mode, words, devices, cores), after who fails."""
-    asked, lock, busy = [], threading.Lock(), set()
-    failing = []
-
-    class Process:
-        def __init__(self, log, ranks, devices):
-            assert len(set(devices)) == len(devices) <= ranks
-            self._ranks, self._devices = range(ranks), devices
-
-        def wait_until_ready(self):
-            pass
-
-        def keep_to(self, cores):
-            assert len(cores) == len(self._ranks)
-            self._cores = cores
-
-        def train(self, mode, words, limit_s=None):
-            with lock:
-                assert not busy & set(self._devices), "another run has the GPU"
-                busy.update(self._devices)
-                asked.append((mode, tuple(words), self._devices, self._cores))
-            time.sleep(0.02)
-            with lock:
-                busy.difference_update(self._devices)
-            if "--tensor-parallel" in words and "TP2" in failing:
-                raise TrainingFailed("process 1 of 2 ended with status 1: no", "RuntimeError: out of memory")
-            steps = int(words[words.index("--steps") + 1])
-            samples = int(words[words.index("--global-batch") + 1])
-            grown = samples if "grow" in failing else 0
-            graphs = {"replays": samples, "fallbacks": {}, "memory_bytes": 2**30 + grown * 2**22}
-            graphs = graphs if mode == "graphs" else None
-            ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": graphs} for i in self._ranks]
-            ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
-            step_ms = [99.0] * (steps - 2) + [ms - 0.5, ms + 0.5]
-            run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": step_ms}
-            return {**run, "peak_gb": 2.0, "graphs": graphs, "ranks": ranks}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
-    asked.append(failing)
-    return asked
+    return idle_trainings(monkeypatch)
 
 
 @pytest.fixture
@@ -173,55 +132,6 @@ def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
     assert samples == {(1, False): "3", (2, True): "6", (2, False): "3"}
     records = {(r["case"], r["mode"]): r for r in read_records(out)}
     assert {record["microbatches"] for record in records.values()} == {3}
-
-
-def tables(text):
-    """Return the lines of each table by the names of its columns, a bar left at both ends."""
-    found = []
-    for block in text.split("\n\n"):
-        if block.startswith("|"):
-            header, _, *lines = block.splitlines()
-            found.append([dict(zip(header.split(" | "), line.split(" | "), strict=True)) for line in lines])
-    return found
-
-
-def test_the_page_has_a_line_for_each_layout(started, tmp_path):
-    out = tmp_path / "parallel.jsonl"
-    words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--microbatches", "3", "--layouts", "DP2", "one GPU"]
-    assert bench_parallel.main(words) == 0
-    cells, others = tables(layout_parts(tmp_path)["layouts"])
-    assert [each["| layout"] for each in cells] == ["| one_GPU", "| DP2"]
-    assert [each["ratio"] for each in cells] == ["**1.00**", "**0.78**"]
-    assert [(each["eager scales"], each["graphs scale |"]) for each in others] == [
-        ("1.00", "1.00 |"),
-        ("0.62", "0.80 |"),
-    ]
-    assert others[1]["graphs peak GiB"] == "1.0/2.0"
-    assert (cells[1]["losses"], cells[1]["gradient norms |"]) == ("0.00 (0.00)", "0.00 (0.00) |")
-    assert layout_parts(tmp_path / "none")["layouts"].startswith("Not measured yet: `./run gpu-table`")
-
-
-def test_the_page_holds_what_the_records_give():
-    folder = ROOT / "docs/benchmarks"
-    text = (folder / "parallel.md").read_text()
-    assert fill(text, layout_parts(folder)) == text
-
-
-def run_of(mode, losses):
-    return {"case": "DP2", "mode": mode, "losses": losses, "grad_norms": [1.0, 1.0]}
-
-
-def test_a_graphed_run_is_compared_as_each_eager_run_is():
-    """Allowed is 1.5 of the spread that the others have up to a step."""
-    eager = [run_of(f"eager{i + 1}", [4.0, loss]) for i, loss in enumerate((2.0, 2.01, 2.1))]
-    near, far = run_of("plugin", [4.0, 2.005]), run_of("plugin", [4.0, 2.3])
-    # 2.1 is 0.09 from 2.01, and the others span 0.01; 2.3 is 0.2 from 2.1, and those span 0.1.
-    compared = [shares(run, [*eager, run]) for run in (near, far)]
-    assert distances(compared[0]) == ["0.05 (9.00)", "0.00 (0.00)"]
-    assert distances(compared[1]) == ["2.00 (0.30)", "0.00 (0.00)"]
-    said = how_often_farthest(compared)
-    assert said.startswith("The graphed run is farther from the others than any eager run in 1 of 4 comparisons;")
-    assert said.endswith("by chance it would be in 1.")
 
 
 def test_the_last_steps_of_two_runs_are_timed(started, tmp_path):
@@ -371,23 +281,6 @@ def test_too_few_are_refused(option, value, least, capsys):
     with pytest.raises(SystemExit):
         bench_parallel.parse([option, value])
     assert f"{option} {value}: it must be {least} or more" in capsys.readouterr().err
-
-
-def test_scaling_is_over_one_gpu_of_the_same_commit_and_microbatches():
-    def run(case, ms, microbatches=2, commit="a"):
-        return {"case": case, "ms": ms, "microbatches": microbatches, "versions": {"commit": commit}}
-
-    alone = {"one_GPU_small": run("one_GPU_small", 5.0)}
-    assert scaling(run("DP4_small", 8.0), alone) == "0.62" and scaling(alone["one_GPU_small"], alone) == "1.00"
-    for other in (
-        run("DP4", 8.0),
-        run("DP4_small", 8.0, 8),
-        run("DP4_small", 8.0, commit="b"),
-        run("TP2_small", 8.0),
-        run("DP2xPP2_small", 8.0),
-        None,
-    ):
-        assert scaling(other, alone) == ""
 
 
 def test_what_has_no_time_left_leaves_no_record(started, tmp_path, capsys):
