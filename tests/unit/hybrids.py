@@ -20,7 +20,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -102,8 +106,9 @@ def stand_ins():
         yield
 
 
-def _stack_spec():
+def _stack_spec(experts):
     local = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules
+    moe = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm").submodules.mlp
     local.self_attention.submodules.core_attention = CausalSegments
     bda = get_bias_dropout_add
     mixer = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
@@ -111,6 +116,7 @@ def _stack_spec():
         input_layernorm=WrappedTorchNorm, self_attention=local.self_attention, self_attn_bda=bda
     )
     mlp = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=local.mlp, mlp_bda=bda)
+    routed = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=bda)
     mamba = MambaLayerSubmodules(
         norm=WrappedTorchNorm, mixer=ModuleSpec(mamba_mixer.MambaMixer, submodules=mixer), mamba_bda=bda
     )
@@ -120,6 +126,7 @@ def _stack_spec():
             mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+            moe_layer=ModuleSpec(MoETransformerLayer, submodules=routed),
         ),
     )
 
@@ -129,7 +136,7 @@ def new_hybrid(seed=0, pattern=PATTERN, rotary=False, pre_process=True, **config
 
     Args:
         seed: Of the weights.
-        pattern: A letter per layer: M Mamba, * attention, - MLP.
+        pattern: A letter per layer: M Mamba, * attention, - MLP, E experts.
         rotary: Whether attention rotates.
         pre_process: Whether this is the first pipeline stage.
         config: Further fields of the configuration.
@@ -141,7 +148,7 @@ def new_hybrid(seed=0, pattern=PATTERN, rotary=False, pre_process=True, **config
     with mock.patch(f"{mamba_block.MambaStack.__module__}.TENorm", WrappedTorchNorm):
         model = MambaModel(
             made,
-            _stack_spec(),
+            _stack_spec(made.num_moe_experts),
             VOCABULARY,
             1024,
             hybrid_layer_pattern=pattern,

@@ -1,15 +1,12 @@
 """Experts of several ranks inside packed graphs: equal to eager's dispatcher, on graphs together or not at all."""
 
 import random
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, strategies
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe import token_dispatcher
 from torch import distributed
 from torch.nn import functional
 
@@ -29,41 +26,11 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
 from tests.ranks import run_ranks
 from tests.routers import take_statistics
 
-from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
+from .dispatching import dispatching_on_cpu
+from .packs import EXPERTS, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
 from .towers import assert_close, poison
 
 EP2 = {"expert_model_parallel_size": 2}
-
-
-class Stream:
-    """Stands in for a CUDA stream, and for its events: on a CPU all has ended."""
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        pass
-
-
-def on_the_host(tensor, as_numpy=False, record_stream=False):
-    """Return counts as the dispatcher wants them, from a tensor that is on the CPU already."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-@contextmanager
-def dispatching_on_cpu():
-    """Let megatron-core's all-to-all dispatcher run without CUDA's streams."""
-    stream = Stream()
-    with ExitStack() as stack:
-        stack.enter_context(ON_CPU())
-        stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda *args, **kwargs: stream))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda *args: stream))
-        stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda *args: ExitStack()))
-        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", on_the_host))
-        yield
 
 
 def rank_model(seed=0, **changes):

@@ -14,7 +14,7 @@ from bridge_cg_plugin.upstream.hooks import pack_indices
 from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import ends, graphs_on, losses_and_gradients
+from .packs import EXPERTS, ends, graphs_on, losses_and_gradients
 from .towers import assert_close, poison
 
 WARMUP = (100, 150, 50)
@@ -107,6 +107,16 @@ def test_parts_of_layers(bare, modules, regions):
         assert len(graphs._regions) == replayed(graphs) == regions
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
     assert not any("forward" in vars(layer) for layer in bare.decoder.layers)
+
+
+@pytest.mark.parametrize("modules, regions", [([], 1), (["attn", "moe_router", "mamba"], 5)], ids=["whole", "parts"])
+def test_layers_of_experts(modules, regions):
+    model = new_hybrid(pattern="ME*EM", **EXPERTS)
+    expected = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
+    with graphs_on(model, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
+        found = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
+        assert len(graphs._regions) == replayed(graphs) == regions
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
 def test_layers_that_are_not_there_are_no_parts(bare):

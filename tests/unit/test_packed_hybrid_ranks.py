@@ -8,21 +8,28 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.packed_helper import without_exchanges
+from bridge_cg_plugin.upstream.parallel.process_groups import expert_group
 from bridge_cg_tools.benchmarks.models.language_model import held
 from tests.ranks import run_ranks
 
+from .dispatching import dispatching_on_cpu
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import graphs_on, losses_and_gradients, part_of
+from .packs import EXPERTS, graphs_on, losses_and_gradients, part_of
 from .towers import assert_close
 
-TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2, CP2, EP2 = ({f"{name}_parallel_size": 2} for name in ("tensor_model", "context", "expert_model"))
 PACKS = ((640,), (200, 380, 60), (140, 120, 260, 60, 60), (600, 300))
 ROOM = ((196, 388), (200, 440))
 BUCKETS = {"cuda_graph_packed_buckets": [640, 1024]}
 
 
 def rank_pack(sizes, *args, **kwargs):
-    """Return a rank's part of a pack, as Bridge's step gives it: total_tokens are those of the rank."""
+    """Return a rank's part of a pack, as Bridge's step gives it: total_tokens are those of the rank.
+
+    Ranks that share experts have tokens of their own.
+    """
+    if sizes == EP2:
+        kwargs["seed"] = 2 * kwargs.get("seed", 0) + distributed.get_rank()
     arguments = hybrid_pack(*args, **kwargs)
     if sizes != CP2:
         return arguments
@@ -40,7 +47,7 @@ def replay(sizes, room=None, modules=(), **config):
         packs = [(lengths, None) for lengths in PACKS] if room is None else [room]
         made = [rank_pack(sizes, lengths, seed=seed, room=room) for seed, (lengths, room) in enumerate(packs)]
         expected = [losses_and_gradients(model, arguments) for arguments in made]
-        executor = ReferenceExecutor(isolated=without_exchanges(model.decoder))
+        executor = ReferenceExecutor(isolated=without_exchanges(model.decoder, expert_group(model.decoder)))
         options = {"executor": executor, "cuda_graph_modules": list(modules), **BUCKETS}
         with graphs_on(model, made[0], **options) as graphs:
             indexed = rank_pack(sizes, packs[0][0], room=packs[0][1])["packed_seq_params"].seq_idx
@@ -63,6 +70,16 @@ def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
 @pytest.mark.parametrize("sizes", [TP2, CP2], ids=["TP2", "CP2"])
 def test_documents_with_padding_between_them(tmp_path, sizes):
     run_ranks(2, replay, tmp_path, sizes, ROOM, **sizes)
+
+
+@dispatching_on_cpu()
+def replay_experts(modules):
+    replay(EP2, modules=modules, pattern="ME*EM", **{**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
+
+
+@pytest.mark.parametrize("modules", [(), ("attn", "moe_router", "mamba")], ids=["whole", "attn,moe_router,mamba"])
+def test_experts_of_two_ranks(tmp_path, modules):
+    run_ranks(2, replay_experts, tmp_path, modules, **EP2)
 
 
 def test_attention_that_gives_tokens_for_heads(tmp_path):
