@@ -73,7 +73,9 @@ def performance_parts(folder: Path) -> dict[str, str]:
     bench, steps = (read_records(folder / f"{name}.jsonl") for name in ("vision_bench", "steps"))
     return {
         "gains": gains(bench),
-        "time": picture(folder, "time.svg", "time of forward plus backward against tokens, all modes", "benchmarks/"),
+        "time": picture(
+            folder, "time.svg", "time against tokens: eager, upstream's graphs, and the plugin", "benchmarks/"
+        ),
         "training": training(steps),
         "steps-plot": picture(folder, "steps.svg", "optimizer steps of pretrain()", "benchmarks/"),
         "limit": picture(folder, "limit.svg", "share of the arithmetic limit against tokens", "benchmarks/"),

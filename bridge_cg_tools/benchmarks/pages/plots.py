@@ -11,6 +11,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bridge_cg_tools.benchmarks.measuring.step_times import IDLE, PARTS
 from bridge_cg_tools.benchmarks.models.workloads import CASES, frames_of
+from bridge_cg_tools.benchmarks.pages.markdown import by_case
+from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.pages.whole_step_page import limit_of, mode_in_words, shown
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records, same_steps
 from bridge_cg_tools.report.plots import style
@@ -74,8 +76,11 @@ def of_one_image(record: dict[str, Any]) -> bool:
 
 
 def time_plot(axes: Axes, records: Records) -> bool:
-    """Draw time against tokens, single images, every mode."""
-    return _lines(axes, records, lambda r, limits: r["ms"], "forward plus backward, ms", logarithmic=True)
+    """Draw time against tokens, single images: eager, upstream's graphs, and the plugin with default options."""
+    compared = [r for r in records if r["mode"] in ("eager", "upstream", "limit")]
+    default = {**by_case(records, "plugin_fast"), **{r["case"]: r for r in by_default(records)}}
+    drawn = [*compared, *({**r, "mode": "plugin"} for r in default.values())]
+    return _lines(axes, drawn, lambda r, limits: r["ms"], "forward plus backward, ms", logarithmic=True)
 
 
 def share_plot(axes: Axes, records: Records) -> bool:
