@@ -344,8 +344,8 @@ def figures():
     return [
         f"busy for {small['gpu_busy_ms']:.0f} of {small['ms']:.0f} ms",
         f"the speedup is {eager_ms / replayed['ms']:.1f} with {replayed['padding_share']:.1%} padding",
-        f"on demand took {replayed['capture_s']:.0f} s in {replayed['microbatches']} microbatches",
-        f"at once took {coco['coco', 'plugin']['capture_s']:.0f} s",
+        f"In {replayed['microbatches']} microbatches of the COCO sizes, captures took {replayed['capture_s']:.0f} s on "
+        f"demand and {coco['coco', 'plugin']['capture_s']:.0f} s at once",
         "take {:.0%} longer than eager with two images, and {:.0%} longer with four".format(*siglip),
         f"increases the speedup from {fast:.1f} to {flash:.1f}",
         f"differ from eager's by {bench['1x2048', 'plugin_flash']['forward_rel']:.0e}".replace("e-0", "e-"),
