@@ -201,7 +201,7 @@ def _buckets(axes: "Axes", runs: Sequence[Run]) -> bool:
     axes.invert_yaxis()
     axes.set_xlabel(f"replays, {run.mode}")
     axes.set_ylabel("bucket")
-    axes.legend(fontsize=7.5)
+    axes.legend(fontsize=7.5, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0))  # bars may fill the axes
     return True
 
 
