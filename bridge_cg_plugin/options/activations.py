@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from .declaration import option
 from .errors import OptionError
-from .values import positive_number, some_of, whole_number
+from .values import flag, positive_number, some_of, whole_number
 
 # Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
 OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
@@ -34,6 +34,10 @@ class ActivationOptions(Protocol):
     @property
     def offload_host_max_gb(self) -> float | None:
         """Most page-locked host memory in GiB."""
+
+    @property
+    def offload_stream(self) -> bool:
+        """Whether replays have a stream of their own."""
 
 
 def offload_option(details: str = "") -> Any:
@@ -82,6 +86,19 @@ def offload_host_option() -> Any:
         "GIB",
         "most page-locked host memory of a process",
         "None is four fifths of the host's memory, divided among the run's processes on it",
+        tuning=True,
+    )
+
+
+def offload_stream_option() -> Any:
+    """Declare whether graphs that offload replay on a stream of their own."""
+    return option(
+        False,
+        flag,
+        "BOOL",
+        "replay on a stream of its own",
+        "The main stream then goes on from a forward's outputs while its last activations are copied to the host. No "
+        "effect without offloading",
         tuning=True,
     )
 

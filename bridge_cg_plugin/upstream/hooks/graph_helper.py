@@ -123,6 +123,7 @@ def default_executor(
     shared: bool = False,
     side_stream: bool = False,
     releasable: bool = False,
+    replays_aside: bool = False,
 ) -> Executor:
     """Return what can record on this machine.
 
@@ -133,13 +134,20 @@ def default_executor(
         side_stream: Whether recordings may have side work.
         releasable: Whether memory of recordings may leave the device. That of exchanges with other ranks may not: NCCL
             may have given it to them.
+        replays_aside: Whether replays have a stream of their own; the main stream waits for their results only.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)
     launched = WATCHDOG.launched if shared else None
     releasable = releasable and not shared
     return CudaGraphExecutor(
-        generators=generators, isolated=isolated, launched=launched, side_stream=side_stream, releasable=releasable
+        generators=generators,
+        isolated=isolated,
+        launched=launched,
+        cuda_graph_stream=torch.cuda.Stream() if replays_aside else None,
+        cuda_graph_event=torch.cuda.Event(external=True) if replays_aside else None,
+        side_stream=side_stream,
+        releasable=releasable,
     )
 
 

@@ -152,7 +152,9 @@ class DecoderHelper(GraphHelper):
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
         counted = in_flight if options.slots == "auto" else None
-        records = executor or _executor(decoder, experts, releasable)
+        records = executor or _executor(
+            decoder, experts, releasable, options.offload_stream and options.moves_activations
+        )
         self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
 
 
@@ -177,10 +179,15 @@ def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None
     return ShapeExchange(new_group(distributed.get_process_group_ranks(experts), "gloo"))
 
 
-def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool) -> Executor:
+def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool, aside: bool) -> Executor:
     """Return what records a decoder, whose layers and experts ranks may share."""
-    shared = experts is not None or bool(sharing_groups(decoder))
-    return default_executor(random_states, without_exchanges(decoder, experts), shared=shared, releasable=releasable)
+    return default_executor(
+        random_states,
+        without_exchanges(decoder, experts),
+        shared=experts is not None or bool(sharing_groups(decoder)),
+        releasable=releasable,
+        replays_aside=aside,
+    )
 
 
 def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:

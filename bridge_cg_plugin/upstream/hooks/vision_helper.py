@@ -112,7 +112,13 @@ class VisionTECudaGraphHelper(GraphHelper):
         """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
         side_stream = self.options.streams != 1
         isolated, shared = without_collectives(tensor), tensor is not None
-        return default_executor(isolated=isolated, shared=shared, side_stream=side_stream, releasable=releasable)
+        return default_executor(
+            isolated=isolated,
+            shared=shared,
+            side_stream=side_stream,
+            releasable=releasable,
+            replays_aside=self.options.offload_stream and self.options.moves_activations,
+        )
 
     def delete_cuda_graphs(self) -> None:
         """See `GraphHelper`; images stay on their ranks from now on."""

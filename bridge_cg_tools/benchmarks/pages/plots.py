@@ -78,7 +78,7 @@ def of_one_image(record: dict[str, Any]) -> bool:
 def time_plot(axes: Axes, records: Records) -> bool:
     """Draw time against tokens, single images: eager, upstream's graphs, and the plugin with default options."""
     compared = [r for r in records if r["mode"] in ("eager", "upstream", "limit")]
-    default = {**by_case(records, "plugin_fast"), **{r["case"]: r for r in by_default(records)}}
+    default = {**by_case(list(records), "plugin_fast"), **{r["case"]: r for r in by_default(list(records))}}
     drawn = [*compared, *({**r, "mode": "plugin"} for r in default.values())]
     return _lines(axes, drawn, lambda r, limits: r["ms"], "forward plus backward, ms", logarithmic=True)
 

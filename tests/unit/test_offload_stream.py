@@ -1,0 +1,60 @@
+"""The option that lets graphs which offload replay on a stream of their own: who gets one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks import graph_helper, packed_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+
+from ..executors import new_executor
+from .packs import DEFAULTS as PACKED
+from .packs import new_model
+from .towers import DEFAULTS, new_tower
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_stream_comes_with_the_event_that_leads_back(monkeypatch, aside):
+    given = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "Event", lambda external: SimpleNamespace(external=external))
+    monkeypatch.setattr(graph_helper, "CudaGraphExecutor", lambda **kwargs: given.update(kwargs))
+    graph_helper.default_executor(replays_aside=aside)
+    stream, event = given["cuda_graph_stream"], given["cuda_graph_event"]
+    assert (stream, event and event.external) == (("stream", True) if aside else (None, None))
+
+
+def keeping(asked):
+    return lambda *args, replays_aside, **kwargs: asked.append(replays_aside) or new_executor()
+
+
+CASES = {
+    "with offloading": ({"offload": ("mlp",), "offload_stream": True}, True),
+    "with a target": ({"offload_above_gb": 1.0, "offload_stream": True}, True),
+    "left out": ({"offload": ("mlp",)}, False),
+    "without offloading": ({"offload_stream": True}, False),
+}
+
+
+@pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
+def test_the_encoders_replays(monkeypatch, options, aside):
+    asked, model = [], new_tower()
+    monkeypatch.setattr(vision_helper, "default_executor", keeping(asked))
+    VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
+    assert asked == [aside]
+
+
+@pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
+def test_the_packed_decoders_replays(monkeypatch, options, aside):
+    asked, model = [], new_model()
+    monkeypatch.setattr(packed_helper, "default_executor", keeping(asked))
+    tuning = {name: value for name, value in options.items() if name == "offload_stream"}
+    fields = {f"cuda_graph_packed_{name}": value for name, value in options.items() if name not in tuning}
+    for name, value in {**PACKED, **fields, "cuda_graph_packed_tuning": tuning}.items():
+        setattr(model.config, name, value)
+    PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
+    assert asked == [aside]
