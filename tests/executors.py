@@ -1,6 +1,6 @@
 """The executor that tests capture with where they name none: either of the two that need no GPU."""
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from .tape import TapeExecutor
 

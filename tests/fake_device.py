@@ -1,6 +1,6 @@
 """A device's virtual memory on the host: it refuses what CUDA's driver refuses."""
 
-from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 
 class FakeVirtualMemory:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 
 from .tape import TapeExecutor, TapeRecording
 

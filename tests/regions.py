@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.executor import Executor
 from bridge_cg_plugin.graphs.piece import Piece, Surroundings
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.program import RegionProgram
+from bridge_cg_plugin.graphs.recordings.executor import Executor
 from bridge_cg_plugin.graphs.region import Region
 
 AROUND = {field.name for field in dataclasses.fields(Surroundings)}

@@ -4,9 +4,9 @@ import weakref
 
 import torch
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors, _in_larger_storage
-from bridge_cg_plugin.graphs.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors, _in_larger_storage
+from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from functools import cache
 from torch import Tensor, nan, no_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 UNWRITTEN = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 
 from ..announce import warn
-from . import ranges
-from .capture import collected_later
 from .changes.model_watch import ModelWatch
-from .compiling import TURNS
-from .demand import Demand
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, release_frames
-from .executor import Executor
 from .fallback import Fallback
-from .growing import Growing
 from .instance import InstanceMethod
+from .memory.virtual_memory import DeviceMemoryError
 from .parts import Parts
 from .piece import Piece, Surroundings
-from .progress import Progress
-from .ranges import named_range
+from .planning.demand import Demand
+from .planning.growing import Growing
+from .planning.room import UNLIMITED, MemoryLimit
+from .recordings.capture import collected_later
+from .recordings.compiling import TURNS
+from .recordings.executor import Executor
 from .region import Region
-from .report import merge_statistics, render
-from .room import UNLIMITED, MemoryLimit
-from .statistics import RegionStatistics
-from .virtual_memory import DeviceMemoryError
+from .reports import ranges
+from .reports.progress import Progress
+from .reports.ranges import named_range
+from .reports.report import merge_statistics, render
+from .reports.statistics import RegionStatistics
 from .workload import Call, Eager, Workload
 
 # Training steps whose tokens are kept, to see how far ranks are apart.

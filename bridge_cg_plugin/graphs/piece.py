@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .buckets import Bucket
 from .changes.model_watch import NOTHING_EXEMPT, Exempt
-from .gradients import Reduction
-from .offloading import Offloading
+from .planning.buckets import Bucket
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
-from .slot import SharedInputs
+from .recordings.offloading import Offloading
+from .replays.gradients import Reduction
+from .replays.slot import SharedInputs
 
 SINGLE_RANK = SingleRank()
 # Entered around everything that is recorded.

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .buckets import Bucket
 from .fallback import Fallback
+from .planning.buckets import Bucket
 
 Buffers = dict[str, Tensor]
 

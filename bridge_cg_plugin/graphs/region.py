@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import warn
-from . import ranges
-from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
 from .changes.sources import Sources
 from .errors import CaptureError, named
-from .executor import Executor
 from .fallback import Fallback
-from .late_recordings import LateRecordings, Wish
 from .piece import Piece, Surroundings
-from .progress import Progress
+from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
-from .recorder import Place as Recordable
-from .recorder import Recorder
-from .recording import TRAINING, Mode
-from .replay import BackwardObserver, replay, replay_in_range
-from .slot import Slot
-from .statistics import BucketStatistics, RegionStatistics
+from .recordings.executor import Executor
+from .recordings.late_recordings import LateRecordings, Wish
+from .recordings.recorder import Place as Recordable
+from .recordings.recorder import Recorder
+from .recordings.recording import TRAINING, Mode
+from .replays.replay import BackwardObserver, replay, replay_in_range
+from .replays.slot import Slot
+from .reports import ranges
+from .reports.progress import Progress
+from .reports.statistics import BucketStatistics, RegionStatistics
 
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
 # follow.

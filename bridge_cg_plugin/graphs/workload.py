@@ -7,14 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from .demand import Demand
-from .executor import Executor
 from .fallback import Fallback
 from .piece import Piece
+from .planning.demand import Demand
+from .planning.room import UNLIMITED, MemoryLimit
 from .rank_consensus import RankConsensus
+from .recordings.executor import Executor
 from .region import Region
-from .room import UNLIMITED, MemoryLimit
-from .statistics import RegionStatistics
+from .reports.statistics import RegionStatistics
 
 Eager = Callable[[], Any]
 

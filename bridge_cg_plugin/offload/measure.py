@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 from ..graphs.errors import OutOfMemoryInCapture
-from ..graphs.executor import Executor
-from ..graphs.recording import RegionBody
+from ..graphs.recordings.executor import Executor
+from ..graphs.recordings.recording import RegionBody
 from .host_memory import PinnedMemory
 from .observe import Observed, synchronize
 from .planner import Costs

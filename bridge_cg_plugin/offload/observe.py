@@ -37,7 +37,7 @@ class Observed:
 
 
 class Observer(Packing):
-    """Lets every activation stay and takes notes; see `graphs.activations.Activations`.
+    """Lets every activation stay and takes notes; see `graphs.recordings.activations.Activations`.
 
     Args:
         device: Where the work runs.

@@ -7,11 +7,11 @@ from math import ceil
 import torch
 
 from ..announce import announce
-from ..graphs.activations import Activations
-from ..graphs.buckets import Bucket
 from ..graphs.errors import CaptureError
-from ..graphs.executor import Executor
-from ..graphs.recording import RegionBody
+from ..graphs.planning.buckets import Bucket
+from ..graphs.recordings.activations import Activations
+from ..graphs.recordings.executor import Executor
+from ..graphs.recordings.recording import RegionBody
 from ..graphs.workload import Manager
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from ..options.activations import moves_activations
@@ -72,7 +72,7 @@ class _Planned:
 
 
 class RegionOffloading:
-    """See `graphs.offloading.Offloading`.
+    """See `graphs.recordings.offloading.Offloading`.
 
     Args:
         policy: What is asked for.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..graphs.activations import returned_storages
 from ..graphs.errors import CaptureError
+from ..graphs.recordings.activations import returned_storages
 from .device_only import is_marked
 from .inventory import Inventory
 from .registry import Recipe, Record, Registry, Source, registering
@@ -162,7 +162,7 @@ def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.Unt
 
 
 class ActivationStore(Packing):
-    """Carries out a plan in the forward and backward of one recording; see `graphs.activations.Activations`.
+    """Carries out a plan in the forward and backward of one recording; see `graphs.recordings.activations.Activations`.
 
     Args:
         inventory: What the pass before the recording saved.

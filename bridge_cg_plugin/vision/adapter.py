@@ -7,11 +7,11 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from ..graphs.compiling import Compilation
 from ..graphs.fallback import Fallback
-from ..graphs.inputs import want_gradients
 from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
+from ..graphs.recordings.compiling import Compilation
+from ..graphs.replays.inputs import want_gradients
 from ..graphs.workload import Call
 from .host_grids import Grid, HostGrids
 from .shape import Sized

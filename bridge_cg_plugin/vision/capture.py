@@ -9,16 +9,16 @@ from torch import nn
 
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
-from ..graphs.buckets import Bucket, BucketPlan
-from ..graphs.compiling import KernelCompiler
-from ..graphs.demand import BEGIN_WITH, Demand
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Growth, Piece
+from ..graphs.planning.buckets import Bucket, BucketPlan
+from ..graphs.planning.demand import BEGIN_WITH, Demand
+from ..graphs.planning.room import MemoryLimit
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
+from ..graphs.recordings.compiling import KernelCompiler
 from ..graphs.region import Region
-from ..graphs.report import GIB
-from ..graphs.room import MemoryLimit
+from ..graphs.reports.report import GIB
 from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..announce import announce, warn
 from ..graphs.changes.source import Source
-from ..graphs.recording import Gradients
+from ..graphs.recordings.recording import Gradients
 from ..upstream_types import MegatronParameter
 from .adapter import EncoderBatch
 

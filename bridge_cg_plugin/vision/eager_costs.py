@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..graphs.buckets import Bucket
-from ..graphs.recording import Gradients
+from ..graphs.planning.buckets import Bucket
+from ..graphs.recordings.recording import Gradients
 from .adapter import EncoderBatch
 from .shape import Shape
 

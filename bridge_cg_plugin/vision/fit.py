@@ -1,7 +1,7 @@
 """Which images a bucket takes: what the runtime and the planner ask. Imports no torch."""
 
-from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
+from ..graphs.planning.buckets import Bucket
 from .shape import Shape
 
 

@@ -17,8 +17,8 @@ from ..announce import warn
 from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
 from ..graphs.changes.sources import are_deterministic, matmul_precision
-from ..graphs.inputs import want_gradients
 from ..graphs.region import Region
+from ..graphs.replays.inputs import want_gradients
 from ..graphs.workload import Manager
 from ..options import VisionGraphOptions
 from .adapter import EncoderBatch

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..graphs.buckets import Bucket
-from ..graphs.executor import Executor, run_once
-from ..graphs.gradients import GradientSinks
-from ..graphs.parameters import ParameterAliases
+from ..graphs.planning.buckets import Bucket
 from ..graphs.program import RegionProgram
-from ..graphs.recording import RegionBody
-from ..graphs.slot import Arena
+from ..graphs.recordings.executor import Executor, run_once
+from ..graphs.recordings.parameters import ParameterAliases
+from ..graphs.recordings.recording import RegionBody
+from ..graphs.replays.gradients import GradientSinks
+from ..graphs.replays.slot import Arena
 
 # Large enough that activations outweigh what does not grow with the batch.
 PROBE_TOKENS = 1024

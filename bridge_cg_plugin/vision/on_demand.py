@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from ..attention_bounds import replay_cost
-from ..graphs.buckets import Bucket
-from ..graphs.demand import Demand, Menu
 from ..graphs.fallback import Fallback
 from ..graphs.piece import Growth
+from ..graphs.planning.buckets import Bucket
+from ..graphs.planning.demand import Demand, Menu
 from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
 from .adapter import EncoderBatch, LayerPart

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable
 
 from ..attention_bounds import deterministic, replay_cost
-from ..graphs.buckets import Bucket, BucketPlan, named_buckets, plan_buckets
-from ..graphs.demand import WINDOW
 from ..graphs.errors import CaptureError
-from ..graphs.executor import Executor
+from ..graphs.planning.buckets import Bucket, BucketPlan, named_buckets, plan_buckets
+from ..graphs.planning.demand import WINDOW
 from ..graphs.program import RegionProgram
-from ..graphs.report import GIB
+from ..graphs.recordings.executor import Executor
+from ..graphs.reports.report import GIB
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
 from .memory import measure_memory

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention_bounds import deterministic
-from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
+from ..graphs.planning.buckets import Bucket
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager
 from ..options import VisionGraphOptions

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import BucketPlan, next_run_options
+from ..graphs.planning.buckets import BucketPlan, next_run_options
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions

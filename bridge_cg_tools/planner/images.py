@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.attention_bounds import frame_limits
-from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from bridge_cg_plugin.graphs.buckets import round_up
+from bridge_cg_plugin.graphs.planning.buckets import round_up
 
 from .errors import PlanError
 

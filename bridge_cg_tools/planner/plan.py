@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import RankLayout
 

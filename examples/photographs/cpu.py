@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower

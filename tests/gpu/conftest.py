@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.compiling import TURNS
 from bridge_cg_plugin.graphs.errors import release_frames
+from bridge_cg_plugin.graphs.recordings.compiling import TURNS
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import free_port
 

@@ -11,7 +11,7 @@ import torch
 
 def second_rank_cannot_capture() -> None:
     """Let rank 1 run out of memory in its second recording, after both ranks began to capture."""
-    from bridge_cg_plugin.graphs import executor
+    from bridge_cg_plugin.graphs.recordings import executor
 
     original, calls = executor.CudaGraphRecording, []
 

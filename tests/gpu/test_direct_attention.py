@@ -89,7 +89,7 @@ def test_gradients_lie_as_the_projections_output():
 
 @pytest.mark.parametrize("layout", RECORDED)
 def test_a_recorded_call_follows_its_offsets(layout):
-    from bridge_cg_plugin.graphs.capture import capture_graph
+    from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
     lengths, others, segments, rows = RECORDED[layout]
     parts, gradient = draw(lengths, rows)

@@ -58,7 +58,7 @@ def test_as_near_to_fp32_as_cudnns(flash, layout):
 
 @pytest.mark.parametrize("layout", RECORDED)
 def test_a_recorded_call_follows_its_offsets(flash, layout):
-    from bridge_cg_plugin.graphs.capture import capture_graph
+    from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
     lengths, others, segments, rows = RECORDED[layout]
     parts, gradient = draw(lengths, rows)

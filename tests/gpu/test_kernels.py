@@ -262,7 +262,7 @@ def test_sums_that_wait_equal_those_that_do_not(rows):
 def test_recordings_find_their_kernels_compiled(tower_module, model, grads, graphs_of, monkeypatch):
     from triton import knobs
 
-    from bridge_cg_plugin.graphs.compiling import BEGIN_WITH
+    from bridge_cg_plugin.graphs.recordings.compiling import BEGIN_WITH
     from bridge_cg_plugin.upstream.kernels.precompile import compilations
     from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
 

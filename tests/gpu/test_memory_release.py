@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.capture import capture_graph
 from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
-from bridge_cg_plugin.graphs.releasable_pools import ReleasablePools, allocating
+from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools, allocating
+from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
 pytestmark = pytest.mark.alone  # others would take and free memory of the GPU
 

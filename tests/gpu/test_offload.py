@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import CudaGraphExecutor
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER

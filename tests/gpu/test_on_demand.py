@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.room import MemoryLimit
+from bridge_cg_plugin.graphs.planning.room import MemoryLimit
 
 from .test_parity import MIXES, check_grid
 

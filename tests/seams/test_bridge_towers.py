@@ -7,7 +7,7 @@ import torch
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL

@@ -11,7 +11,7 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.whole_model import workload as workload_module
 from bridge_cg_plugin.language.whole_model.program import dense_order
 from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length

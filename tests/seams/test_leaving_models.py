@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs import returning_storages
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.returning_storages import ReturningStorages
+from bridge_cg_plugin.graphs.memory import returning_storages
+from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import emptied_cache, resized_storages, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS

@@ -12,7 +12,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.compiling import KernelCompiler
+from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
 from bridge_cg_plugin.upstream.hooks import loss_checks, train_loop
 from tests.unit.waits import HostWait, no_host_waits
 

@@ -15,7 +15,7 @@ from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.hooks import graph_helper
 from bridge_cg_plugin.upstream.hooks import vision_helper as helpers

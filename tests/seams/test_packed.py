@@ -71,7 +71,7 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
 
 def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
     """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
-    from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+    from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
     from bridge_cg_plugin.upstream.hooks import packed_helper
     from bridge_cg_plugin.upstream.random_states import random_states
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions, vision_options
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder

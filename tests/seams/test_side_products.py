@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.gradients import SMALL
-from bridge_cg_plugin.graphs.side_stream import SideStream
+from bridge_cg_plugin.graphs.recordings.side_stream import SideStream
+from bridge_cg_plugin.graphs.replays.gradients import SMALL
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, fused_kernels
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.kernels import side_products

@@ -12,7 +12,7 @@ from transformers.utils import hub
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import SMALL_RECIPES

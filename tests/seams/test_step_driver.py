@@ -8,7 +8,7 @@ import torch
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.qwen3_vl_patches import PATCHES
 from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers

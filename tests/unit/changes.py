@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.demand import Demand, Menu
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.piece import CallSite, Growth, Piece, Surroundings
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.planning.demand import Demand, Menu
 from bridge_cg_plugin.graphs.workload import Call, Workload
 
 from ..leaving import LeavingExecutor

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
-from bridge_cg_plugin.graphs.buckets import GRANULARITY, LARGEST_STEP, Bucket, _least_padding, plan_buckets
+from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, LARGEST_STEP, Bucket, _least_padding, plan_buckets
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs import capture
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
-from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.parts import Parts
+from bridge_cg_plugin.graphs.recordings import capture
+from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.language.packed.plan import PackPlan
 from bridge_cg_plugin.language.packed.workload import PackedWorkload

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.compiling import TURNS
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.compiling import TURNS
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 
 from .mixes import MODULES

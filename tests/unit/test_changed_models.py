@@ -10,7 +10,7 @@ from megatron.bridge.peft.lora import LoRA
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from ..tape import TapeExecutor
 from . import packs

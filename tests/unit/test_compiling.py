@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.compiling import BEGIN_WITH, TURNS, KernelCompiler
+from bridge_cg_plugin.graphs.recordings.compiling import BEGIN_WITH, TURNS, KernelCompiler
 from bridge_cg_plugin.upstream.kernels import precompile
 
 from .towers import forward, graphs_on, new_tower, tower
@@ -224,7 +224,7 @@ def test_a_process_that_ends_waits_for_no_more_than_a_kernel():
     script = """
 import time
 from functools import partial
-from bridge_cg_plugin.graphs.compiling import KernelCompiler
+from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
 
 def compilations(tokens):
     while True:

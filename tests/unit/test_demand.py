@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import replay_cost, scanned_limits
-from bridge_cg_plugin.graphs.buckets import GRANULARITY, Bucket
-from bridge_cg_plugin.graphs.demand import LONGEST_WAIT, WINDOW, Demand, Menu
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
+from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, WINDOW, Demand, Menu
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches

@@ -10,8 +10,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 from torch.nn import functional
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
 from bridge_cg_plugin.language.packed import shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
+from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
 
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.growing import SETTLED
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
-from bridge_cg_plugin.graphs.late_recordings import LateRecordings
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.planning.growing import SETTLED
+from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 

@@ -8,8 +8,8 @@ from tests.seams.test_layer_kernels import STREAM_SCRIPT
 REGION = """
 from contextlib import contextmanager
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from tests.regions import new_region

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.packed_helper import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group
 from bridge_cg_tools.benchmarks.models.language_model import held

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.slot import Arena
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.replays.slot import Arena
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from bridge_cg_plugin.language.packed.program import PackedProgram, PackLayout
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import context_exchange
 from bridge_cg_plugin.upstream.hooks.packed_helper import without_exchanges

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
-from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
 from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of

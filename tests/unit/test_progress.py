@@ -3,11 +3,11 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bridge_cg_plugin.graphs import ranges
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.progress import EVERY_S, Progress
-from bridge_cg_plugin.graphs.statistics import RegionStatistics
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.reports import ranges
+from bridge_cg_plugin.graphs.reports.progress import EVERY_S, Progress
+from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 
 from .towers import forward, graphs_on, loss_of, new_tower
 

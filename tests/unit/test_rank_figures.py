@@ -9,10 +9,16 @@ from types import SimpleNamespace
 import pytest
 from torch import distributed
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.report import metrics, metrics_of_ranks, pause_metrics, render_ranks, token_imbalance
-from bridge_cg_plugin.graphs.statistics import BucketStatistics, RegionStatistics
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.reports.report import (
+    metrics,
+    metrics_of_ranks,
+    pause_metrics,
+    render_ranks,
+    token_imbalance,
+)
+from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.rank_figures import LastFigures, pauses_of_ranks
 from bridge_cg_plugin.upstream.parallel.failures import named_failure

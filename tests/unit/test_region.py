@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.slot import Arena
-from bridge_cg_plugin.graphs.statistics import EagerRun
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.replays.slot import Arena
+from bridge_cg_plugin.graphs.reports.statistics import EagerRun
 
 from ..regions import new_region
 from .toy import (

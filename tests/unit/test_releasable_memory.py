@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from bridge_cg_plugin.graphs import releasable_pools as pools_module
-from bridge_cg_plugin.graphs import virtual_memory
-from bridge_cg_plugin.graphs.releasable_memory import ReleasableMemory
-from bridge_cg_plugin.graphs.releasable_pools import ReleasablePools, allocating, releasable_pools, tidy_orphans
-from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.memory import releasable_pools as pools_module
+from bridge_cg_plugin.graphs.memory import virtual_memory
+from bridge_cg_plugin.graphs.memory.releasable_memory import ReleasableMemory
+from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools, allocating, releasable_pools, tidy_orphans
+from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 from ..fake_device import FakeVirtualMemory
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.report import merge_statistics, metrics, render, render_steps
-from bridge_cg_plugin.graphs.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.reports.report import merge_statistics, metrics, render, render_steps
+from bridge_cg_plugin.graphs.reports.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_tools import cli
 from bridge_cg_tools.report.kinds import KINDS

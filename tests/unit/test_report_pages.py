@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from bridge_cg_plugin.graphs.statistics import RegionStatistics
+from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 from bridge_cg_tools.report.gpus import peak_tflops
 from bridge_cg_tools.report.page import Table, make_page
 from bridge_cg_tools.report.plots import INK, draw

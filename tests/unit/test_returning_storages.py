@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs import releasable_pools, returning_storages
-from bridge_cg_plugin.graphs.returning_storages import ReturningPlace, ReturningStorages
-from bridge_cg_plugin.graphs.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.memory import releasable_pools, returning_storages
+from bridge_cg_plugin.graphs.memory.returning_storages import ReturningPlace, ReturningStorages
+from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 DEVICE = torch.device("cuda", 0)
 BYTES = 64

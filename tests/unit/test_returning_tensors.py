@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.returning_tensors import ReturningTensors
+from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
 from ..regions import new_region
 from ..returning import CPU, Memories, Returning

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.demand import Demand
-from bridge_cg_plugin.graphs.late_recordings import LateRecordings
-from bridge_cg_plugin.graphs.report import GIB
-from bridge_cg_plugin.graphs.room import MemoryLimit
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.planning.demand import Demand
+from bridge_cg_plugin.graphs.planning.room import MemoryLimit
+from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
+from bridge_cg_plugin.graphs.reports.report import GIB
 
 from ..executors import new_executor
 from ..ranks import run_ranks

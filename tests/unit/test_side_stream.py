@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs import side_stream as side_stream
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.side_stream import (
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings import side_stream as side_stream
+from bridge_cg_plugin.graphs.recordings.side_stream import (
     GROUP_SIZE,
     SideStream,
     current_side_stream,

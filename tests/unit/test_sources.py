@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 
 from ..regions import new_region

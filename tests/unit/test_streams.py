@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
-from bridge_cg_plugin.graphs.streams import ReplayStream
+from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
+from bridge_cg_plugin.graphs.replays.streams import ReplayStream
 
 from .toy import ToyProgram, toy_region
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.report import metrics
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.reports.report import metrics
 from bridge_cg_plugin.offload import host_memory
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions

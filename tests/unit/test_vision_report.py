@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.report import metrics_of_ranks
-from bridge_cg_plugin.graphs.statistics import EagerRun
+from bridge_cg_plugin.graphs.reports.report import metrics_of_ranks
+from bridge_cg_plugin.graphs.reports.statistics import EagerRun
 
 from .mixes import EXACT, IMAGES, TOO_MANY_FRAMES, TOO_MANY_TOKENS
 from .towers import forward, graphs_on, new_tower, results

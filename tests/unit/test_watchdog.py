@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.announce import warn
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recording import NotifyingRecording
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
 from bridge_cg_plugin.upstream.parallel import watchdog_exit

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.program import TensorSpec
-from bridge_cg_plugin.graphs.recording import Gradients
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.graphs.region import Region
 
 from ..regions import new_region

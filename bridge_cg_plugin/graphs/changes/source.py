@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import Bucket
-from ..gradients import GradientSinks, ParameterHooks, Reduction
-from ..parameters import ParameterAliases
+from ..planning.buckets import Bucket
 from ..program import RegionProgram
-from ..recording import Mode, Recording
-from ..slot import Slot
+from ..recordings.parameters import ParameterAliases
+from ..recordings.recording import Mode, Recording
+from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
+from ..replays.slot import Slot
 
 _requires_grad = operator.attrgetter("requires_grad")
 # Parameters that a look inside a step takes.

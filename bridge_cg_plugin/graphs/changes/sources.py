@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ...announce import announce, warn
 from ..errors import CaptureError
 from ..fallback import Fallback
-from ..gradients import ParameterHooks, Reduction
+from ..memory.returning_tensors import ReturningTensors
 from ..modules import every_module
 from ..program import RegionProgram
-from ..returning_tensors import ReturningTensors
+from ..replays.gradients import ParameterHooks, Reduction
 from .model_watch import Differences, ModelWatch
 from .source import Source, State, autocast_dtype
 from .values import token

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ...graphs.compiling import Compilation
 from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
+from ...graphs.recordings.compiling import Compilation
 from ..experts.exchange import ExpertExchange
 from .program import Run
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from ...attention_bounds import segment_limits
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 
 
 def pack_buckets(capacities: Iterable[int], documents: int, longest: int | None = None) -> list[Bucket]:

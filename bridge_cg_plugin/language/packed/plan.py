@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from ...attention_bounds import replay_cost
-from ...graphs.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets
-from ...graphs.demand import Menu
+from ...graphs.planning.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets
+from ...graphs.planning.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import JointShape, PackedBatch, PackShape
 from .decoder import DecoderFamily

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import leading, write_rows
 from ...graphs.segments import fill_one_segment, fill_segments, write_offsets

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from ...announce import announce
 from ...attention_bounds import replay_cost
-from ...graphs.buckets import EXACT_BELOW, BucketPlan, next_run_options
-from ...graphs.compiling import KernelCompiler
-from ...graphs.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
-from ...graphs.inputs import want_gradients
 from ...graphs.piece import Growth, Piece
+from ...graphs.planning.buckets import EXACT_BELOW, BucketPlan, next_run_options
+from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
-from ...graphs.slot import SharedInputs
+from ...graphs.recordings.compiling import KernelCompiler
+from ...graphs.replays.inputs import want_gradients
+from ...graphs.replays.slot import SharedInputs
 from ...graphs.workload import Call, Manager, Workload
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions

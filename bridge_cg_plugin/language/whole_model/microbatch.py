@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
-from ...graphs.inputs import want_gradients
+from ...graphs.planning.buckets import Bucket
+from ...graphs.replays.inputs import want_gradients
 
 DIFFERENTIABLE = "decoder_input"
 POSITIONS = "visual_pos_masks"

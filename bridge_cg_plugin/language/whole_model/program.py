@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import announce
-from ...graphs.buckets import Bucket
-from ...graphs.demand import Demand, Menu
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.piece import Growth, Piece
+from ...graphs.planning.buckets import Bucket
+from ...graphs.planning.demand import Demand, Menu
 from ...graphs.workload import Call, Workload
 from .microbatch import Microbatch, read_call
 from .program import Check, LanguageModel, Recording

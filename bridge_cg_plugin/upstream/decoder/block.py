@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.compiling import Compilation
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
+from ...graphs.recordings.compiling import Compilation
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS

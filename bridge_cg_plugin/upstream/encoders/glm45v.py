@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...graphs.buckets import Bucket
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
 from ...options import OptionError
 from ...upstream_types import UpstreamModule

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
-from ...graphs.inputs import want_gradients
 from ...graphs.piece import CallSite
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
+from ...graphs.replays.inputs import want_gradients
 from ...graphs.rows import write_rows
 from ...graphs.segments import fill_one_segment, write_offsets
 from ...upstream_types import UpstreamModule

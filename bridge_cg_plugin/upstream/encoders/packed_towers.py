@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import scanned_limits
-from ...graphs.buckets import Bucket
 from ...graphs.modules import every_module
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import RegionProgram
 from ...graphs.workload import Call
 from ...offload import never_offload

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...attention_bounds import scanned_limits
-from ...graphs.buckets import Bucket
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, RegionProgram
 from ...graphs.workload import Call
 from ...options import OptionError

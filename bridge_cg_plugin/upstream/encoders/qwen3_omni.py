@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...graphs.buckets import Bucket
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
 from ...vision.adapter import EncoderFamily
 from ...vision.batch import VisionBatch

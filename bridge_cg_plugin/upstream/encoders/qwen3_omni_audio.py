@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.workload import Call

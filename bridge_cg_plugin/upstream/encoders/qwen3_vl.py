@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
-from ...graphs.buckets import Bucket
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
-from ...graphs.side_stream import run_on_side_stream, start_on_side_stream
+from ...graphs.recordings.side_stream import run_on_side_stream, start_on_side_stream
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, MovableImages, OtherAttention, RecordingKernels, encoder_call

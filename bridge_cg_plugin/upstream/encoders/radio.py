@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits
-from ...graphs.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.workload import Call

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
-from ...graphs.side_stream import current_side_stream, output_on_side_stream
+from ...graphs.recordings.side_stream import current_side_stream, output_on_side_stream
 from ..attributes import overridden
 from ..seams.registry import seam
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.workload import Call

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...graphs.releasable_pools import tidy_orphans
+from ...graphs.memory.releasable_pools import tidy_orphans
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch
 from ..seams.seam import Seam

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...announce import announce
-from ...graphs.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ...graphs.manager import GraphManager
+from ...graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ...options import PROVIDER_FIELDS
 from ..parallel.failures import named_failure
 from ..parallel.reduction_order import ReductionOrder

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import distributed, nn
 
-from ...graphs.executor import Executor, Isolated
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
+from ...graphs.recordings.executor import Executor, Isolated
 from ...language.packed.shape_exchange import ShapeExchange
 from ...language.packed.workload import PackedWorkload
 from ...options import PackedOptions, check_options, facts_of, packed_options

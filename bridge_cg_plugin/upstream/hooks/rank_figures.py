@@ -7,8 +7,8 @@ from torch import distributed
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.report import merge_statistics, pause_metrics, render_ranks, render_steps
-from ...graphs.statistics import RegionStatistics
+from ...graphs.reports.report import merge_statistics, pause_metrics, render_ranks, render_steps
+from ...graphs.reports.statistics import RegionStatistics
 from ..parallel.failures import several_ranks
 from .graph_helper import GraphHelper, asks_for_graphs
 

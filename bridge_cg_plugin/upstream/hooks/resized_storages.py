@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import UntypedStorage, nn
 
-from ...graphs.releasable_pools import tidy_orphans
-from ...graphs.returning_storages import Resize, ReturningStorages
+from ...graphs.memory.releasable_pools import tidy_orphans
+from ...graphs.memory.returning_storages import Resize, ReturningStorages
 from ...upstream_types import MegatronParameter
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch

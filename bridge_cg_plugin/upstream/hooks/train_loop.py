@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ...graphs.compiling import TURNS
 from ...graphs.joint_step import joint_step
-from ...graphs.report import metrics_of_ranks, pause_metrics
+from ...graphs.recordings.compiling import TURNS
+from ...graphs.reports.report import metrics_of_ranks, pause_metrics
 from ..parallel.failures import named_failure, several_ranks
 from ..parallel.watchdog import WATCHDOG, timeout_s
 from ..seams.call_arguments import arguments_of

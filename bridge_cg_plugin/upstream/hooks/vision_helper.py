@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ...graphs.executor import Executor
 from ...graphs.manager import GraphManager
 from ...graphs.piece import Surroundings
+from ...graphs.recordings.executor import Executor
 from ...options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ...options.capture import CaptureMode
 from ...vision.workload import VisionWorkload

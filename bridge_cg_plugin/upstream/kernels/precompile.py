@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...graphs.compiling import Compilation
 from ...graphs.modules import every_module
+from ...graphs.recordings.compiling import Compilation
 from ...upstream_types import UpstreamModule
 from .head_norms import is_head_norm
 from .layers import (

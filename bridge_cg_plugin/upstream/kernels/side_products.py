@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import SideStream, current_side_stream
+from ...graphs.recordings.side_stream import SideStream, current_side_stream
+from ...graphs.replays.gradients import SMALL
 from ..attributes import overridden
 from ..seams.registry.engine import TE_GEMM
 from .transformer_engine import in_linear_modules

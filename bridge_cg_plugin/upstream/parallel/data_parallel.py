@@ -47,7 +47,7 @@ def gradient_reduction(
 
 
 class MegatronReduction:
-    """The gradient reduction of `DistributedDataParallel`; see `graphs.gradients.Reduction`."""
+    """The gradient reduction of `DistributedDataParallel`; see `graphs.replays.gradients.Reduction`."""
 
     def __init__(self, chunk: UpstreamModule, groups: Sequence[Any], order: ReductionOrder | None) -> None:
         self._chunk, self._groups, self._order = chunk, groups, order

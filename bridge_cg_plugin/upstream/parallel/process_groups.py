@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from ...graphs.executor import Isolated
 from ...graphs.rank_consensus import GroupConsensus, RankConsensus, SingleRank
+from ...graphs.recordings.executor import Isolated
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
+from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from ...upstream_types import UpstreamModule

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ...graphs.gradients import SMALL
 from ...graphs.modules import every_module
-from ...graphs.side_stream import current_side_stream, run_on_side_stream
+from ...graphs.recordings.side_stream import current_side_stream, run_on_side_stream
+from ...graphs.replays.gradients import SMALL
 from .launch import launch
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.

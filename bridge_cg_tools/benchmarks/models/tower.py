@@ -141,11 +141,11 @@ class MainGrads:
         return accumulate
 
     def waits(self) -> bool:
-        """See `graphs.gradients.Reduction`."""
+        """See `graphs.replays.gradients.Reduction`."""
         return self._awaited
 
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See `graphs.gradients.Reduction`."""
+        """See `graphs.replays.gradients.Reduction`."""
 
     @contextmanager
     def not_awaited(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 from bridge_cg_tools.benchmarks.measuring.memory import GIB, collect
 from bridge_cg_tools.benchmarks.models.tower import MegatronParameter

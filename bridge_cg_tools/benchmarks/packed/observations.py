@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_tools.benchmarks.models.language_model import (
     EXPERTS_OF_RANKS,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge_cg_plugin.attention_bounds import COMMON_SEGMENTS
-from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.packing import Pack, first_fit_shuffle

@@ -144,7 +144,7 @@ class Training:
     @contextmanager
     def marked(self) -> Iterator[None]:
         """Note the phases of microbatches inside."""
-        from bridge_cg_plugin.graphs.slot import Lease
+        from bridge_cg_plugin.graphs.replays.slot import Lease
 
         (region,), marks = self.graphs._regions, self.marks
         source = region.sources.current

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge_cg_plugin.attention_bounds import scanned_limits
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.program import Buffers, TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
 from bridge_cg_plugin.graphs.workload import Call

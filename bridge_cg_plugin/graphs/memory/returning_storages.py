@@ -7,7 +7,7 @@ import torch
 from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..announce import warn
+from ...announce import warn
 from .releasable_pools import Pool, ReleasablePools, allocating_in, releasable_pools
 from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
-from ..announce import announce
-from .buckets import Bucket
+from ...announce import announce
+from ..planning.buckets import Bucket
 
 # From so many recordings on, a capture takes more than a few seconds.
 MANY = 4

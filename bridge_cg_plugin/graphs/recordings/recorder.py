@@ -7,19 +7,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..announce import LOGGER
-from .buckets import Bucket
-from .changes.model_watch import ModelWatch
-from .changes.source import Recorded, Source
-from .changes.tables import Entry
+from ...announce import LOGGER
+from ..changes.model_watch import ModelWatch
+from ..changes.source import Recorded, Source
+from ..changes.tables import Entry
+from ..errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
+from ..piece import Piece
+from ..planning.buckets import Bucket
+from ..replays.slot import Slot
+from ..reports.ranges import named_range
 from .compiling import TURNS
-from .errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
 from .executor import Executor
 from .generators import put_back
-from .piece import Piece
-from .ranges import named_range
 from .recording import Mode, RegionBody
-from .slot import Slot
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]

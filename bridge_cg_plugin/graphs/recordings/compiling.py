@@ -9,7 +9,7 @@ from threading import Condition
 
 import torch
 
-from ..announce import LOGGER
+from ...announce import LOGGER
 
 # Compiles one kernel in any thread when called; equal ones compile the same.
 Compilation = Callable[[], None]

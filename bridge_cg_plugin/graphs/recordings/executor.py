@@ -8,15 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import CaptureError, release_frames
+from ..memory.releasable_pools import allocating, releasable_pools
+from ..memory.returning_tensors import ReturningTensors
+from ..replays.slot import Making
+from ..replays.streams import ReplayStream
 from .activations import Activations
-from .errors import CaptureError, release_frames
 from .generators import default_generator
 from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
-from .releasable_pools import allocating, releasable_pools
-from .returning_tensors import ReturningTensors
 from .side_stream import SideStream
-from .slot import Making
-from .streams import ReplayStream
 
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
 # gradients flow: a second pass, over one layer of each kind, sees none of it.

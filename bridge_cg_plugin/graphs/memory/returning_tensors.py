@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..announce import LOGGER
+from ...announce import LOGGER
 from .releasable_pools import allocating_in, releasable_pools
 from .virtual_memory import DeviceMemoryError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..announce import LOGGER, announce, rank
-from .buckets import Bucket
-from .fallback import Fallback
+from ...announce import LOGGER, announce, rank
+from ..fallback import Fallback
+from ..planning.buckets import Bucket
 
 LAST_FALLBACKS = 5
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .changes.dict_watch import WATCHER
-from .changes.values import plain
-from .instance import InstanceMethod
+from ..changes.dict_watch import WATCHER
+from ..changes.values import plain
+from ..instance import InstanceMethod
 
 # What counts or names layers; those of one kind differ in it.
 NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))

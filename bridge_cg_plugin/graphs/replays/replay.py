@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from . import ranges
-from .buckets import Bucket
-from .changes.source import Recorded, Source
-from .errors import ReplayError
-from .program import RegionProgram
-from .ranges import named_range
-from .recording import Gradients
-from .rows import copies, write_each
+from ..changes.source import Recorded, Source
+from ..errors import ReplayError
+from ..planning.buckets import Bucket
+from ..program import RegionProgram
+from ..recordings.recording import Gradients
+from ..reports import ranges
+from ..reports.ranges import named_range
+from ..rows import copies, write_each
 from .slot import Lease, Slot, second_backward
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..fallback import Fallback
 from .buckets import GRANULARITY, Bucket, round_up
-from .fallback import Fallback
 
 # Microbatches that a choice rests on.
 WINDOW = 256

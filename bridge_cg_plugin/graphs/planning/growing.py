@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from ..announce import announce, warn
+from ...announce import announce, warn
+from ..errors import CaptureError, OtherRankFailed, named
+from ..piece import Growth
+from ..rank_consensus import RankConsensus
+from ..recordings.executor import give_back_after
+from ..recordings.late_recordings import Wish
+from ..region import Region
 from .buckets import Bucket
 from .demand import Demand
-from .errors import CaptureError, OtherRankFailed, named
-from .executor import give_back_after
-from .late_recordings import Wish
-from .piece import Growth
-from .rank_consensus import RankConsensus
-from .region import Region
 from .room import MemoryLimit, Room
 
 # Steps without a larger bucket after which recordings move into the memory of the largest.

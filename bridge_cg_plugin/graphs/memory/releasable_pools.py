@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..announce import LOGGER, announce
+from ...announce import LOGGER, announce
+from ..replays.slot import Making
 from .releasable_memory import ReleasableMemory
-from .slot import Making
 from .virtual_memory import CudaVirtualMemory, NoDeviceMemory, VirtualMemory
 
 # What PyTorch calls for memory of a pool: bytes, device and stream, for an address.

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..modules import every_module, walked_once
+from ..planning.buckets import Bucket
+from ..program import Buffers, RegionProgram
+from ..replays.gradients import GradientSinks
+from ..replays.streams import ReplayStream
 from .activations import Activations
-from .buckets import Bucket
 from .capture import capture_graph
-from .gradients import GradientSinks
 from .layer_kinds import one_layer_of_each_kind
-from .modules import every_module, walked_once
 from .parameters import ParameterAliases
-from .program import Buffers, RegionProgram
 from .side_stream import SideStream
-from .streams import ReplayStream
 
 MAIN_STREAM = ReplayStream()
 

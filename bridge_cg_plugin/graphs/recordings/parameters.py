@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .changes.dict_watch import WATCHER
-from .modules import every_module
+from ..changes.dict_watch import WATCHER
+from ..modules import every_module
 
 
 class ParameterAliases:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .fallback import Fallback
+from ..fallback import Fallback
 
 # Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
 GRANULARITY = 64

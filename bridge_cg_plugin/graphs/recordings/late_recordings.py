@@ -7,20 +7,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..announce import warn
-from .buckets import Bucket
-from .changes.source import Recorded, Source
-from .changes.sources import LASTING, Sources
-from .errors import CaptureError, OtherRankFailed, named
+from ...announce import warn
+from ..changes.source import Recorded, Source
+from ..changes.sources import LASTING, Sources
+from ..errors import CaptureError, OtherRankFailed, named
+from ..fallback import Fallback
+from ..piece import SINGLE_RANK
+from ..planning.buckets import Bucket
+from ..rank_consensus import RankConsensus, SingleRank
+from ..replays.gradients import NO_BACKWARD
+from ..replays.slot import Slot
+from ..reports.statistics import RegionStatistics
 from .executor import give_back_after
-from .fallback import Fallback
-from .gradients import NO_BACKWARD
-from .piece import SINGLE_RANK
-from .rank_consensus import RankConsensus, SingleRank
 from .recorder import Recorder
 from .recording import EVALUATION, Mode
-from .slot import Slot
-from .statistics import RegionStatistics
 
 # A recording of a region: the slot's number, bucket and mode.
 Wish = tuple[int, Bucket, Mode]

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
-from .errors import ReplayError
-from .program import Buffers, TensorSpec
+from ..errors import ReplayError
+from ..planning.buckets import Bucket
+from ..program import Buffers, TensorSpec
 
 Making = Callable[[], AbstractContextManager[None]]
 

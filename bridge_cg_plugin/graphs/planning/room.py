@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..piece import Growth
+from ..region import Region
 from .buckets import Bucket
 from .demand import Demand
-from .piece import Growth
-from .region import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import CaptureError, OutOfMemoryInCapture, first_line
+from ..errors import CaptureError, OutOfMemoryInCapture, first_line
 from .generators import CapturedStates, default_generator
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from ..upstream_types import MegatronParameter
-from .changes.dict_watch import WATCHER
+from ...upstream_types import MegatronParameter
+from ..changes.dict_watch import WATCHER
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16

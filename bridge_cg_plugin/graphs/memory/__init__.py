@@ -1,0 +1,1 @@
+"""Device memory under graphs that leaves and comes back to the same addresses."""

@@ -1,0 +1,1 @@
+"""Recording a region: executors, warm-up passes, kernels compiled ahead, CUDA graphs."""

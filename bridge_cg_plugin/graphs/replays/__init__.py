@@ -1,0 +1,1 @@
+"""Replaying a recording: slots, the autograd node, gradients, streams."""

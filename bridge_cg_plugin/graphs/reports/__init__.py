@@ -1,0 +1,1 @@
+"""What graphs did: statistics, the report, progress messages, ranges in profiles."""
