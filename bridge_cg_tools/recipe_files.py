@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES
+from bridge_cg_plugin.upstream.hooks.configuration.recipes import PACKAGES
 
 IMPL = "vision_cuda_graph_impl"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.recipes import no_configuration
+from bridge_cg_plugin.upstream.hooks.configuration.recipes import no_configuration
 
 SECONDS = 3.0
 

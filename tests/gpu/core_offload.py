@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.packed import training as packed_training
 from bridge_cg_tools.benchmarks.photographs.training import Recorder

@@ -3,7 +3,7 @@
 import json
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models import tower
 
 if __name__ == "__main__":

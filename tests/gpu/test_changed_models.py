@@ -176,7 +176,7 @@ def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_mo
 
 
 def test_buffers_that_return_to_their_addresses_need_no_further_capture(deterministic, tower_module, start):
-    from bridge_cg_plugin.upstream.hooks.resized_storages import PATCH, follow_storages
+    from bridge_cg_plugin.upstream.hooks.loops.resized_storages import PATCH, follow_storages
 
     try:
         found = Training(tower_module, start, partial(Buffers.move, elsewhere=False), follow_storages)
@@ -191,7 +191,7 @@ def test_buffers_that_return_to_their_addresses_need_no_further_capture(determin
 
 def new_helper(model, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
     settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
     helper = VisionTECudaGraphHelper(model, model.config, options=settings)

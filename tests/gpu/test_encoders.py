@@ -72,7 +72,7 @@ class Encoder:
 
     def on_graphs(self, **options):
         from bridge_cg_plugin.options import VisionGraphOptions
-        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+        from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
         settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact", "cost_fallback": False}
         options = VisionGraphOptions(**{**settings, **self.options, **options})
@@ -276,7 +276,7 @@ def test_bridges_model_trains_as_eager(tower_module, build, samples, buckets):
     """
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
     steps, warm_up, with_images = 6, 2, sum("pixel_values" in sample.visual for sample in samples)
     model = build()

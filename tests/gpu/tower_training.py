@@ -23,7 +23,7 @@ from transformers import SiglipVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_tools.benchmarks.photographs.arguments import parse
 from bridge_cg_tools.benchmarks.photographs.training import RankResults, Run, merge_ranks, training_config
 

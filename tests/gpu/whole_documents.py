@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel import utils
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, inference_graphs
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, inference_graphs
+from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.wrappers import unwrapped
 from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings
 from bridge_cg_tools.benchmarks.packed import parity

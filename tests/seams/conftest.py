@@ -62,7 +62,7 @@ def on_a_device(monkeypatch):
 @pytest.fixture
 def modelling(active):
     """The module of upstream's Qwen3-VL between encoder and language model."""
-    from bridge_cg_plugin.upstream.hooks import between
+    from bridge_cg_plugin.upstream.hooks.data import between
 
     return active[between.PATCHES[0].seam.module]
 

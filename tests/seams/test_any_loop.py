@@ -19,10 +19,10 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
+from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
 from tests.unit.towers import assert_close
 
 from .loops import FIELDS, Policy, assert_equal, call, in_one_process

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import batch_copies, batches, graph_helper, host_tokens
-from bridge_cg_plugin.upstream.hooks.batch_copies import MAX_BATCHES_IN_FLIGHT, CopyStream
+from bridge_cg_plugin.upstream.hooks.data import batch_copies, batches, host_tokens
+from bridge_cg_plugin.upstream.hooks.data.batch_copies import MAX_BATCHES_IN_FLIGHT, CopyStream
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 
 DEVICE = "meta"
 KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
-from bridge_cg_plugin.upstream.hooks.batches import PATCHES, _Noting
+from bridge_cg_plugin.upstream.hooks.data.batches import PATCHES, _Noting
 from bridge_cg_plugin.upstream.host_batch import GRIDS
 
 GRID = torch.tensor([[[1, 4, 6], [3, 2, 8]]])

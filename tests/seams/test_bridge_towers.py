@@ -17,10 +17,11 @@ from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
-from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process

@@ -5,8 +5,8 @@ import copy
 import pytest
 
 from bridge_cg_plugin.options import normalize
-from bridge_cg_plugin.upstream.hooks.overrides import apply_flags
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 
 from .test_features import GPT, QWEN3_VL, config_of
 

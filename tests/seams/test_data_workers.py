@@ -30,7 +30,7 @@ def train(**given):
 """
 BY_ITSELF = "train()"
 BY_THE_SCRIPT = """
-from bridge_cg_plugin.upstream.hooks import steps
+from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_tools.benchmarks.runs import recipe
 
 steps.train_function = lambda mode: train

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from bridge_cg_plugin.upstream.hooks import dataset_helper
-from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.data import dataset_helper
+from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN

@@ -11,7 +11,7 @@ import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
-from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_tools.cli import main
 from bridge_cg_tools.explain.encoders import encoder_of
 from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of

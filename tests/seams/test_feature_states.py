@@ -3,8 +3,8 @@
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import training_config
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration import training_config
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.features import FEATURES, feature_states
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import Feature as F

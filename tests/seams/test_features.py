@@ -11,8 +11,9 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.upstream.hooks import train_loop, training_config
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration import training_config
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import states
 from bridge_cg_plugin.upstream.seams.activation import broken_seams, seam_states

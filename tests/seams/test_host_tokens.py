@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import batches, host_tokens
-from bridge_cg_plugin.upstream.hooks.host_tokens import STEP_TOKENS
+from bridge_cg_plugin.upstream.hooks.data import batches, host_tokens
+from bridge_cg_plugin.upstream.hooks.data.host_tokens import STEP_TOKENS
 from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 
 from .test_patches import made_up
 

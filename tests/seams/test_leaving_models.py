@@ -9,9 +9,10 @@ from bridge_cg_plugin.graphs.memory import returning_storages
 from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import emptied_cache, resized_storages, vision_helper
-from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
 from tests.leaving import LeavingExecutor
 from tests.returning import Returning
 

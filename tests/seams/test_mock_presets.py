@@ -9,7 +9,7 @@ from transformers.utils import hub
 
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.models import local_hub
 from bridge_cg_tools.benchmarks.runs.recipe import prepare

@@ -17,10 +17,10 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.hooks import graph_helper
-from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loop_driver import LoopDriver
-from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
+from bridge_cg_plugin.upstream.hooks.loops.loop_driver import LoopDriver
+from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from ..unit.moonvit_towers import REMOTE_CODE, SIDE, region

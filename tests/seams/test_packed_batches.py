@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import host_tokens, packed_rows
+from bridge_cg_plugin.upstream.hooks.data import host_tokens, packed_rows
 from bridge_cg_plugin.upstream.host_batch import KEPT, TOKENS
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift

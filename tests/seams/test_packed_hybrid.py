@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, find_decoders
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.registry.hybrid import SEAMS
@@ -101,7 +101,7 @@ def test_a_packed_hybrids_configuration(active):
 
 @pytest.mark.parametrize("name", [entry.name for entry in SEAMS])
 def test_a_broken_seam_refuses_packed_hybrids_only(active, monkeypatch, name):
-    from bridge_cg_plugin.upstream.hooks import training_config
+    from bridge_cg_plugin.upstream.hooks.configuration import training_config
 
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it is gone"})
     with pytest.raises(DriftError, match=f"{name}: it is gone"):

@@ -5,8 +5,8 @@ import pytest
 from bridge_cg_plugin.options import OptionError, facts_of
 from bridge_cg_plugin.options.sources import collect
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks import recipe_names
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from .test_recipes import PACKED_BASES, changed, gpus_of, launched

@@ -9,22 +9,11 @@ from bridge_cg_plugin.upstream.decoder import offload as language_offload
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.decoder import variable_lengths
 from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
-from bridge_cg_plugin.upstream.hooks import (
-    any_loop,
-    batch_copies,
-    batches,
-    between,
-    full_iteration,
-    host_tokens,
-    loss_checks,
-    pack_indices,
-    packed_helper,
-    provider_fields,
-    recipe_names,
-    train_loop,
-    training_config,
-)
-from bridge_cg_plugin.upstream.hooks import performance_scripts as performance
+from bridge_cg_plugin.upstream.hooks.configuration import performance_scripts as performance
+from bridge_cg_plugin.upstream.hooks.configuration import provider_fields, recipe_names, training_config
+from bridge_cg_plugin.upstream.hooks.data import batch_copies, batches, between, host_tokens, pack_indices
+from bridge_cg_plugin.upstream.hooks.helpers import full_iteration, packed_helper
+from bridge_cg_plugin.upstream.hooks.loops import any_loop, loss_checks, train_loop
 from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.patches import Patch, bridge_release

@@ -15,9 +15,9 @@ from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, graph_options
-from bridge_cg_plugin.upstream.hooks import performance_scripts as performance
-from bridge_cg_plugin.upstream.hooks import steps
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks.configuration import performance_scripts as performance
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.activation import patch_module
 
 from .lookalike import PARSER, write_lookalike

@@ -13,10 +13,10 @@ from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
-from bridge_cg_plugin.upstream.hooks import recipes
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe_release, read_options
-from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_tools.cli import main as bridge_cg
 from bridge_cg_tools.explain import command
 

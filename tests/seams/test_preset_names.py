@@ -8,7 +8,7 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES
-from bridge_cg_plugin.upstream.hooks import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 BRIDGE = "megatron.bridge.recipes"

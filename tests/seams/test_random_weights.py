@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.upstream.hooks import recipe_names
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
 from bridge_cg_tools.benchmarks.runs import random_weights, recipe_bench, recipe_cases

@@ -16,8 +16,8 @@ from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_opti
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks import recipe_names
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"

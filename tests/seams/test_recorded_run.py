@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import steps
+from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.releases import minor
 from bridge_cg_tools.benchmarks.records.results import check_record
@@ -103,7 +103,7 @@ def test_the_plugins_run_has_it_on(calls, tmp_path):
 
 
 def test_a_preset_is_trained_eager_too(calls, tmp_path):
-    from bridge_cg_plugin.upstream.hooks import recipe_names
+    from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")

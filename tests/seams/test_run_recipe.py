@@ -12,9 +12,10 @@ import torch
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.upstream.hooks import recipes, steps
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
@@ -244,7 +245,7 @@ def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
 
 
 def test_a_preset_is_a_recipe(trained, capsys):
-    from bridge_cg_plugin.upstream.hooks import recipe_names
+    from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 
     if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")

@@ -9,8 +9,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_options
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, describe_release, read_options
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_OFFLOAD
 
 PARTS = ["attention", "mlp", "layernorm", "merger", "other"]

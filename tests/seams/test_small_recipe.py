@@ -16,8 +16,8 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
 

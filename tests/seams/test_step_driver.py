@@ -11,9 +11,10 @@ from torch import nn
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.qwen3_vl_patches import PATCHES
-from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop
-from bridge_cg_plugin.upstream.hooks import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.step_driver import StepDriver
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
 from ..unit.towers import draw, new_tower

@@ -11,9 +11,9 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
 from bridge_cg_plugin.upstream.parallel.data_parallel import gradient_reduction, parameter_gather
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam

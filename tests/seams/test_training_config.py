@@ -8,9 +8,10 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.encoders import deepstack
 from bridge_cg_plugin.upstream.environment import check_process
-from bridge_cg_plugin.upstream.hooks import train_loop, training_config
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.configuration import training_config
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.seams import states
 from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam

@@ -19,7 +19,7 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
 from bridge_cg_tools.benchmarks.models.language_model import held
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import distributed
 
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision.balance import exchange
 from bridge_cg_plugin.vision.balance import exchange_costs as exchange_costs
 from bridge_cg_plugin.vision.balance.assignment import plan_moves

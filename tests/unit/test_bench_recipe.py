@@ -6,7 +6,7 @@ import pytest
 
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.upstream.hooks.overrides import graph_words
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from bridge_cg_tools.benchmarks.runs import recipe_arguments, recipe_bench
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed

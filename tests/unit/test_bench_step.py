@@ -238,7 +238,7 @@ def test_a_run_of_upstreams_graphs_is_without_the_plugin(training, monkeypatch):
         bridge_cg_plugin.activate()
     assert seen == [
         ("megatron.core.transformer.cuda_graphs", 6912),
-        ("bridge_cg_plugin.upstream.hooks.vision_helper", None),
+        ("bridge_cg_plugin.upstream.hooks.helpers.vision_helper", None),
     ]
 
 

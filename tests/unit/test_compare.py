@@ -11,7 +11,7 @@ import torch
 
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.upstream.hooks.overrides import graph_words
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
 from bridge_cg_tools.benchmarks.runs import compare, comparison, recipe_arguments
 from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
 from bridge_cg_tools.report.records import read_records

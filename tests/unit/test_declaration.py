@@ -15,7 +15,7 @@ from bridge_cg_plugin.options.groups import GROUPS
 from bridge_cg_plugin.options.releases import RELEASES, fields_since
 from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION
-from bridge_cg_plugin.upstream.hooks.provider_fields import accepting_init, extended_fields
+from bridge_cg_plugin.upstream.hooks.configuration.provider_fields import accepting_init, extended_fields
 
 FIELD = "vision_cuda_graph_echoes"
 

@@ -43,8 +43,8 @@ import sys
 
 from bridge_cg_plugin.upstream.seams.activation import PATCHED
 
-assert PATCHED["tests.unit.mean_provider"] == ("hooks.provider_fields",)
-assert PATCHED["example.mean_step"] == ("hooks.batches",)
+assert PATCHED["tests.unit.mean_provider"] == ("hooks.configuration.provider_fields",)
+assert PATCHED["example.mean_step"] == ("hooks.data.batches",)
 assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
 
 from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS

@@ -15,7 +15,7 @@ from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.growing import SETTLED
 from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
 from bridge_cg_plugin.options import vision_options
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
 from ..ranks import run_ranks

@@ -10,8 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import block as packed_decoder
-from bridge_cg_plugin.upstream.hooks import pack_indices
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.data import pack_indices
+from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import EXPERTS, ends, graphs_on, losses_and_gradients

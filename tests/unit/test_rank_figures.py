@@ -19,8 +19,8 @@ from bridge_cg_plugin.graphs.reports.report import (
     token_imbalance,
 )
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
-from bridge_cg_plugin.upstream.hooks import rank_figures, train_loop
-from bridge_cg_plugin.upstream.hooks.rank_figures import LastFigures, pauses_of_ranks
+from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
+from bridge_cg_plugin.upstream.hooks.loops.rank_figures import LastFigures, pauses_of_ranks
 from bridge_cg_plugin.upstream.parallel.failures import named_failure
 from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
 from bridge_cg_plugin.vision.host_grids import token_count

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.process_groups import (
     consensus_of,
     shared_group,

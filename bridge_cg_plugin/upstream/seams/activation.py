@@ -17,37 +17,40 @@ from .encoders import models
 # Upstream module -> modules of this package that patch it when it is imported. The registry has the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.
 PATCHED: dict[str, tuple[str, ...]] = {
-    "megatron.bridge.training.train": ("hooks.train_loop", "hooks.packed_helper"),
-    "megatron.bridge.training.config": ("hooks.training_config",),
-    "megatron.bridge.training.gpt_step": ("hooks.batches",),
-    "megatron.bridge.training.utils.visual_inputs": ("hooks.batch_copies",),
+    "megatron.bridge.training.train": ("hooks.loops.train_loop", "hooks.helpers.packed_helper"),
+    "megatron.bridge.training.config": ("hooks.configuration.training_config",),
+    "megatron.bridge.training.gpt_step": ("hooks.data.batches",),
+    "megatron.bridge.training.utils.visual_inputs": ("hooks.data.batch_copies",),
     "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
-        *("hooks.batches", "hooks.host_tokens", "decoder.per_layer_graphs"),
+        *("hooks.data.batches", "hooks.data.host_tokens", "decoder.per_layer_graphs"),
     ),
     "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
-    "megatron.core.packed_seq_params": ("hooks.pack_indices",),
-    "megatron.bridge.models.gpt_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.provider_fields",),
-    "megatron.bridge.models.mamba.mamba_provider": ("hooks.provider_fields",),
-    "megatron.core.rerun_state_machine": ("hooks.loss_checks",),
-    "megatron.core.full_cuda_graph": ("hooks.full_iteration",),
-    "megatron.core.pipeline_parallel.schedules": ("hooks.any_loop",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": ("hooks.provider_fields", "parallel.virtual_stages"),
-    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.provider_fields",),
+    "megatron.core.packed_seq_params": ("hooks.data.pack_indices",),
+    "megatron.bridge.models.gpt_provider": ("hooks.configuration.provider_fields",),
+    "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.configuration.provider_fields",),
+    "megatron.bridge.models.mamba.mamba_provider": ("hooks.configuration.provider_fields",),
+    "megatron.core.rerun_state_machine": ("hooks.loops.loss_checks",),
+    "megatron.core.full_cuda_graph": ("hooks.helpers.full_iteration",),
+    "megatron.core.pipeline_parallel.schedules": ("hooks.loops.any_loop",),
+    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": (
+        "hooks.configuration.provider_fields",
+        "parallel.virtual_stages",
+    ),
+    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.configuration.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
-        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.between", "decoder.variable_lengths"),
+        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.data.between", "decoder.variable_lengths"),
     ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
-    "megatron.bridge.recipes": ("hooks.recipe_names",),
-    "megatron.bridge.recipes.qwen_vl": ("hooks.recipe_names",),
-    "megatron.bridge.training.utils.omegaconf_utils": ("hooks.performance_scripts",),
+    "megatron.bridge.recipes": ("hooks.configuration.recipe_names",),
+    "megatron.bridge.recipes.qwen_vl": ("hooks.configuration.recipe_names",),
+    "megatron.bridge.training.utils.omegaconf_utils": ("hooks.configuration.performance_scripts",),
     # Modules of upstream's scripts/performance; others of these names are left alone.
-    "argument_parser": ("hooks.performance_scripts",),
-    "utils.overrides": ("hooks.performance_scripts",),
-    "utils.utils": ("hooks.performance_scripts",),
-    **{model.module: ("hooks.provider_fields",) for model in models()},
-    **{step.module: ("hooks.batches",) for model in models() for step in model.steps},
+    "argument_parser": ("hooks.configuration.performance_scripts",),
+    "utils.overrides": ("hooks.configuration.performance_scripts",),
+    "utils.utils": ("hooks.configuration.performance_scripts",),
+    **{model.module: ("hooks.configuration.provider_fields",) for model in models()},
+    **{step.module: ("hooks.data.batches",) for model in models() for step in model.steps},
 }
 _on = False
 _hooked = False
@@ -78,7 +81,7 @@ def _patch_other_providers() -> None:
     """Have the providers patched whose encoder another package brings."""
     try:
         for module, _ in other_providers():
-            PATCHED.setdefault(module, ("hooks.provider_fields",))
+            PATCHED.setdefault(module, ("hooks.configuration.provider_fields",))
     except Exception:
         LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
 

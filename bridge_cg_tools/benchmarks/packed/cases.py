@@ -20,7 +20,7 @@ MODULE = "bridge_cg_tools.benchmarks.packed.cases"
 STACK = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.models.gpt.gpt_model",
-    "bridge_cg_plugin.upstream.hooks.packed_helper",
+    "bridge_cg_plugin.upstream.hooks.helpers.packed_helper",
 )
 # Cases that measure the planner's predictions begin with this; then comes the model.
 PLANS = "plans_"

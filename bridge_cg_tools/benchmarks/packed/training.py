@@ -43,9 +43,9 @@ from torch.utils.data import Dataset
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.recipes.captioned_images import CaptionedImages
-from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
 from bridge_cg_tools.benchmarks.photographs import training as photographs
 from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset, PhotographProvider

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 from bridge_cg_tools.benchmarks.photographs.comparison import compare
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess

@@ -16,7 +16,7 @@ from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.hooks.steps import LANGUAGE_MODEL_STEP, step_name
+from bridge_cg_plugin.upstream.hooks.loops.steps import LANGUAGE_MODEL_STEP, step_name
 from bridge_cg_tools.benchmarks.models.workloads import WRONG
 from bridge_cg_tools.benchmarks.records.results import (
     check_record,

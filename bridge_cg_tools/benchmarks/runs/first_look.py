@@ -48,7 +48,7 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         OptionError: The command line would be refused later too.
     """
-    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
+    from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
 
     parsed, words = read(arguments)
     require_bridge(parsed.recipe)

@@ -12,7 +12,7 @@ from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
-from bridge_cg_plugin.upstream.hooks.steps import Mode
+from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
         OptionError: There is no such recipe, field or step, or the options cannot work.
     """
     bridge_cg_plugin.activate()
-    from bridge_cg_plugin.upstream.hooks.overrides import resolve
-    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
-    from bridge_cg_plugin.upstream.hooks.steps import forward_step
+    from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
+    from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
+    from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
 
     config = with_presets(build_recipe(parsed.recipe), parsed)
     options = resolve(config, given_flags(parsed), words)
@@ -70,8 +70,8 @@ def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
     Raises:
         OptionError: The name does not tell how to train, or there is no such step.
     """
-    from bridge_cg_plugin.upstream.hooks.recipes import is_benchmark
-    from bridge_cg_plugin.upstream.hooks.steps import check_step, mode_of, step_name
+    from bridge_cg_plugin.upstream.hooks.configuration.recipes import is_benchmark
+    from bridge_cg_plugin.upstream.hooks.loops.steps import check_step, mode_of, step_name
 
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)
@@ -81,8 +81,8 @@ def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
-    from bridge_cg_plugin.upstream.hooks.dataset_helper import helper_as_shipped
-    from bridge_cg_plugin.upstream.hooks.steps import train_function
+    from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+    from bridge_cg_plugin.upstream.hooks.loops.steps import train_function
 
     # Bridge sets it to True, which takes the tokenizer's guard away: a forked data worker would wait for ever for
     # threads that only its parent has.

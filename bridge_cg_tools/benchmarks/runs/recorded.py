@@ -26,12 +26,12 @@ def with_upstreams_graphs(run: Prepared) -> Prepared:
         OptionError: The installed release has no vision graphs.
     """
     import bridge_cg_plugin
-    from bridge_cg_plugin.upstream.hooks.steps import forward_step
+    from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
     from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
     bridge_cg_plugin.deactivate()
     importlib.import_module(TRAIN)
-    from bridge_cg_plugin.upstream.hooks.train_loop import drives_vision_graphs
+    from bridge_cg_plugin.upstream.hooks.loops.train_loop import drives_vision_graphs
 
     if getattr(run.config.model, PROVIDER_FIELDS["impl"], "none") != "none" and not drives_vision_graphs():
         raise OptionError("as", "upstream", "eager or plugin", "The installed release has no vision graphs.")

@@ -129,8 +129,8 @@ class Recorder(Callback):
 
 def graph_statistics() -> dict[str, dict[str, Any]]:
     """Return the statistics of the plugin's graphs that exist now, by `GraphKind.group`."""
-    from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+    from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 
     found = {helper.graphs.workload.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
     found |= {WHOLE_MODEL: CURRENT.graphs} if CURRENT.graphs is not None else {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.steps import Mode
+from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
 from bridge_cg_tools.gpus import check_gpus
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")

@@ -86,7 +86,7 @@ def _of_one_model(
 ) -> list[dict[str, Any]]:
     """Record the first size after a warm-up step with it, the second one before the step after that which asks."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
     from bridge_cg_tools.benchmarks.models import tower
 
     buckets = tuple(sorted(batch.tokens for batch in batches))

@@ -9,7 +9,7 @@ from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder, step
 from bridge_cg_tools.benchmarks.records.results import provenance
 
 if TYPE_CHECKING:
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 GIB = 2**30
 SECONDS = 1.0  # no further repeat of a measurement begins after this long
@@ -54,7 +54,7 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
 def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
     """Capture at once and strictly, with the given graph options; returns the helper."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
     options = VisionGraphOptions(
         impl="transformer_engine", evaluation=False, strict=True, cost_fallback=False, **settings

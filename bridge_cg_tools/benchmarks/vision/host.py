@@ -120,7 +120,7 @@ class Training:
         from megatron.core.transformer import TransformerConfig
 
         from bridge_cg_plugin.options import VisionGraphOptions
-        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+        from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
         encoder = build()
         self.batches = {name: tower.make_batch(grid, encoder) for name, grid in grids.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision.batch import VisionBatch
 from bridge_cg_plugin.vision.host_grids import as_grid
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu

@@ -57,7 +57,7 @@ def on_graphs(
 ) -> dict[str, Any]:
     """Run all microbatches on graphs twice, first as training meets them; returns what is measured."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
     from bridge_cg_tools.benchmarks.models import tower
 
     chosen = VisionGraphOptions(impl="transformer_engine", slots=1, evaluation=False, strict=True, **options)

@@ -19,7 +19,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("tokens",),
         since=STEP_PACKING,
-        patched_by="hooks.host_tokens",
+        patched_by="hooks.data.host_tokens",
     ),
     Seam(
         name="batch_of_model",
@@ -41,7 +41,7 @@ SEAMS = (
         features=(Feature.BETWEEN,),
         undo=RESTORED,
         parameters=("input_ids", "image_grid_thw", "video_grid_thw", "image_input_mask", "video_input_mask"),
-        patched_by="hooks.between",
+        patched_by="hooks.data.between",
     ),
     Seam(
         name="deepstack_parts",
@@ -53,7 +53,7 @@ SEAMS = (
         features=(Feature.BETWEEN,),
         undo=RESTORED,
         parameters=("visual_pos_masks", "deepstack_visual_embeds"),
-        patched_by="hooks.between",
+        patched_by="hooks.data.between",
     ),
     Seam(
         name="packed_rows",
@@ -70,7 +70,7 @@ SEAMS = (
             "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
             "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
         ),
-        patched_by="hooks.between",
+        patched_by="hooks.data.between",
     ),
     Seam(
         name="positions",
@@ -82,7 +82,7 @@ SEAMS = (
         features=(Feature.BETWEEN,),
         undo=RESTORED,
         parameters=("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "packed_seq_params"),
-        patched_by="hooks.between",
+        patched_by="hooks.data.between",
     ),
     Seam(
         name="step_packing",

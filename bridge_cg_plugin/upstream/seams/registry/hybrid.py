@@ -80,6 +80,6 @@ SEAMS = (
         features=(Feature.PACKED_HYBRIDS,),
         undo=RESTORED,
         uses=("self.total_tokens", "self.seq_idx", "repeat_interleave"),
-        patched_by="hooks.pack_indices",
+        patched_by="hooks.data.pack_indices",
     ),
 )

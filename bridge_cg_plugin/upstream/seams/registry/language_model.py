@@ -60,7 +60,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("self",),
         uses=("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
-        patched_by="hooks.full_iteration",
+        patched_by="hooks.helpers.full_iteration",
     ),
     Seam(
         name="full_iteration_wrapper",

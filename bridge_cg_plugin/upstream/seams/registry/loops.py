@@ -21,7 +21,7 @@ SEAMS = (
             features=(Feature.LOOPS,),
             undo="deactivate() puts the same object back",
             parameters=("model", "num_microbatches", "forward_only"),
-            patched_by="hooks.any_loop",
+            patched_by="hooks.loops.any_loop",
         )
         for name, target in SCHEDULES.items()
     ),

@@ -39,7 +39,7 @@ def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam
             models=(provider,),
             undo=RESTORED,
             since=since,
-            patched_by="hooks.provider_fields",
+            patched_by="hooks.configuration.provider_fields",
         ),
         Seam(
             name=f"{provider}.fields",
@@ -52,7 +52,7 @@ def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam
             models=(provider,),
             undo=RESTORED,
             since=since,
-            patched_by="hooks.provider_fields",
+            patched_by="hooks.configuration.provider_fields",
         ),
     )
 

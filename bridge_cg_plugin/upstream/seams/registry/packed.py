@@ -38,7 +38,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("model", "config", "seq_length", "micro_batch_size", "optimizers"),
         attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
-        patched_by="hooks.packed_helper",
+        patched_by="hooks.helpers.packed_helper",
     ),
     Seam(
         name="packed_loop",
@@ -64,7 +64,7 @@ SEAMS = (
         features=(Feature.PACKED_ATTENTION, Feature.PACKED_HYBRIDS),
         undo=RESTORED,
         parameters=("data_iterator",),
-        patched_by="hooks.batches",
+        patched_by="hooks.data.batches",
     ),
     Seam(
         name="packed_decoder",
@@ -337,7 +337,7 @@ SEAMS = (
             models=(provider,),
             since=since,
             undo=RESTORED,
-            patched_by="hooks.provider_fields",
+            patched_by="hooks.configuration.provider_fields",
         )
         for module, provider, since in PROVIDERS
         for name, target, kind in CONSTRUCTOR_AND_FIELDS

@@ -15,7 +15,7 @@ SEAMS = (
         purpose="the performance scripts have the graph flags",
         features=(Feature.PERFORMANCE,),
         undo=RESTORED,
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
         packaged=False,
     ),
     Seam(
@@ -28,7 +28,7 @@ SEAMS = (
         features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "cuda_graph_impl", "cuda_graph_scope"),
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
         packaged=False,
     ),
     Seam(
@@ -41,7 +41,7 @@ SEAMS = (
         features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "args"),
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
         packaged=False,
     ),
     Seam(
@@ -54,7 +54,7 @@ SEAMS = (
         features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("recipe", "cli_overrides"),
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
         packaged=False,
     ),
     Seam(
@@ -68,7 +68,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("config", "args"),
         since="0.6.2",
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
         packaged=False,
     ),
     Seam(
@@ -81,6 +81,6 @@ SEAMS = (
         features=(Feature.PERFORMANCE,),
         undo=RESTORED,
         parameters=("config", "cli_overrides"),
-        patched_by="hooks.performance_scripts",
+        patched_by="hooks.configuration.performance_scripts",
     ),
 )

@@ -16,7 +16,7 @@ SEAMS = tuple(
         features=(Feature.RECIPES,),
         since=NAMES_BY_TASK,
         undo="deactivate() takes the names off",
-        patched_by="hooks.recipe_names",
+        patched_by="hooks.configuration.recipe_names",
     )
     for name, module in (("recipe_names", RECIPES), ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl"))
 )

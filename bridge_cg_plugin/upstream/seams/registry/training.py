@@ -32,7 +32,7 @@ def _batches(step: Step, features: tuple[str, ...]) -> Seam:
         undo=RESTORED,
         parameters=("data_iterator",),
         since=step.since or RELEASES[-1].bridge,
-        patched_by="hooks.batches",
+        patched_by="hooks.data.batches",
     )
 
 
@@ -59,7 +59,7 @@ SEAMS = (
         parameters=("model", "vision_config", "vision_seq_length", "micro_batch_size", "num_microbatches"),
         attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
         since=VISION_LOOP,
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_seq_length",
@@ -72,7 +72,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("vision_config",),
         since=VISION_LOOP,
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_find_encoder",
@@ -85,7 +85,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("model", "attr", "allow_none", "return_model_obj"),
         since=VISION_LOOP,
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_step",
@@ -97,7 +97,7 @@ SEAMS = (
         features=(Feature.VISION, Feature.PACKED),
         undo=RESTORED,
         parameters=("model", "global_state"),
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_log",
@@ -109,7 +109,7 @@ SEAMS = (
         features=(Feature.REPORTS,),
         undo=RESTORED,
         parameters=("loss_dict", "global_state"),
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_end",
@@ -120,7 +120,7 @@ SEAMS = (
         purpose="graphs are reported and freed when training ends",
         features=GRAPHS,
         undo=RESTORED,
-        patched_by="hooks.train_loop",
+        patched_by="hooks.loops.train_loop",
     ),
     Seam(
         name="train_loop",
@@ -158,7 +158,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("result", "rejection_func", "message", "fatal"),
         uses=("if self.mode == RerunMode.DISABLED:", "result_rejected: bool = rejection_func(result)"),
-        patched_by="hooks.loss_checks",
+        patched_by="hooks.loops.loss_checks",
     ),
     Seam(
         name="rerun_question",
@@ -171,7 +171,7 @@ SEAMS = (
         undo=RESTORED,
         parameters=("data_iterator",),
         uses=("if self.mode == RerunMode.DISABLED:",),
-        patched_by="hooks.loss_checks",
+        patched_by="hooks.loops.loss_checks",
     ),
     Seam(
         name="rerun_loop",
@@ -193,7 +193,7 @@ SEAMS = (
         features=CHECKED,
         undo=RESTORED,
         parameters=("self",),
-        patched_by="hooks.training_config",
+        patched_by="hooks.configuration.training_config",
     ),
     Seam(
         name="config_sections",
@@ -255,7 +255,7 @@ SEAMS = (
         purpose="data loaders page-lock images with the rest of a batch",
         features=(Feature.COPIES,),
         undo=RESTORED,
-        patched_by="hooks.batch_copies",
+        patched_by="hooks.data.batch_copies",
     ),
     Seam(
         name="dataset_helper",

@@ -1,0 +1,1 @@
+"""Options on providers, configurations, recipes and command lines."""

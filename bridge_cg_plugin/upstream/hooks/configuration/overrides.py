@@ -1,0 +1,278 @@
+"""A command line, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ....options import GraphOptions, OptionError, check_options, facts_of, normalize
+from ....options.choice import SETTING
+from ....options.groups import split_name, tuning_of
+from ....options.normalization import warn_once
+from ....options.precedence import settle
+from ....options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
+from ....options.values import is_unset
+from .environment_options import apply_environment
+from .field_values import check_value
+from .graph_fields import apply_options
+from .training_config import check_configuration
+
+ApplyWords = Callable[[Any, Sequence[str]], None]
+_TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
+_NAN_CHECK = "check_for_nan_in_loss"
+_WORD = re.compile(r"(?P<how>[+]{0,2}|~)(?P<name>[A-Za-z_][\w.@/\-]*)(=(?P<value>.*))?", re.DOTALL)
+
+
+def apply_overrides(
+    config: Any, flags: Mapping[str, Any], words: Sequence[str] = (), apply: ApplyWords | None = None
+) -> GraphOptions:
+    """Apply flags, and the words after them, which win; returns the graph options of the result.
+
+    Words that set graph fields go the way of flags, so every spelling is accepted and checked with the rest of the
+    configuration; all others go through Bridge's own Hydra machinery before that.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        flags: Fields of the model and what was written, as `options.flags.given_flags` returns them.
+        words: Hydra-style `section.name=value`.
+        apply: Sets the words that are no graph options; Bridge's Hydra machinery if left out.
+
+    Raises:
+        OptionError: A word names nothing, or the options cannot work; the message names what is nearest or allowed.
+    """
+    of_graphs = graph_words(words)
+    others = [word for word in words if word not in of_graphs]
+    for word in others:
+        check_word(config, word)
+    if others:
+        (apply or _apply_words)(config, others)
+    if any(word.startswith("dataset.seq_length=") for word in others):
+        _follow_dataset(config, others)
+    if not (flags or of_graphs):
+        return normalize(config)[0]
+    said = set(map(_leaf, others))
+    settings = {} if said & set(_TRACKER) else dict.fromkeys(_TRACKER, True)
+    if _NAN_CHECK not in said:
+        settings[_NAN_CHECK] = False
+    options, written = normalize(config, settings, flags, of_graphs)
+    check_options(options, facts_of(written))
+    return _apply(options, config)
+
+
+def resolve(
+    config: Any, flags: Mapping[str, Any], words: Sequence[str] = (), apply: ApplyWords | None = None
+) -> GraphOptions:
+    """Apply flags and words as `apply_overrides` does, and check the result as training will.
+
+    Raises:
+        OptionError: A word names nothing, or training would refuse the result.
+    """
+    check_trackers(words)
+    options = apply_overrides(config, flags, words, apply)
+    if apply_environment(config):
+        options = normalize(config)[0]
+    check_configuration(config)
+    return options
+
+
+def check_trackers(words: Sequence[str]) -> None:
+    """Refuse words that say both that the random-state tracker is on and that it is off.
+
+    Raises:
+        OptionError: They do.
+    """
+    said = {
+        name: value
+        for name, value in collect([word for word in words if _leaf(word) in _TRACKER]).settings.items()
+        if name in _TRACKER
+    }
+    if len({str(value).lower() for value in said.values()}) > 1:
+        given = said["te_rng_tracker"]
+        raise OptionError(
+            "rng.te_rng_tracker", given, f"what model.use_te_rng_tracker={said['use_te_rng_tracker']} says", "Keep one."
+        )
+
+
+def apply_flags(config: Any, *sources: Any) -> GraphOptions:
+    """Apply graph options to a configuration as `bridge-cg explain` resolves them; returns all of the result.
+
+    As in Bridge's performance scripts, graphs switch the random-state tracker on, and graphs of the whole step switch
+    the NaN check of the loss off. What else of the configuration forbids them is not looked at: Bridge's validation
+    does so, with the plugin's check, when all of it is known.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        sources: Fields of the model and what was written, later ones winning; see `options.graph_options`.
+
+    Raises:
+        OptionError: The options cannot work; nothing was set.
+    """
+    return _apply(normalize(config, *sources)[0], config)
+
+
+def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
+    """Apply graph options to a configuration that Bridge's own overrides have changed already.
+
+    Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held, or
+    `cuda_graphs` is set: it is resolved while it is known which fields were written. Of other settings only those are
+    checked that a person wrote and that graphs would change (see `apply_flags`).
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        before: What it held before Bridge's overrides.
+        written: What a person wrote in these overrides.
+        flags: Fields of the model that flags set; they count as written by the same person.
+
+    Raises:
+        OptionError: The options cannot work; no graph option was set.
+    """
+    together = before.then(written)
+    chosen = not is_unset(together.fields.get(SETTING)) and together.explicit - {SETTING}
+    if flags or chosen or settle(together)[0] != together:
+        held = replace(collect(config), fields=before.fields)  # other settings as they are now
+        options = normalize(held, written, flags)[0]
+        check_options(options, facts_of(Written(settings=written.settings)))
+        _apply(options, config)
+
+
+def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
+    """Return the graph fields that Bridge's own overrides wrote, with the values that the configuration then holds.
+
+    Bridge has resolved what was written by then. Fields that the model does not have are left out. Of other settings
+    only the written ones that graphs would change are included.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object, after the overrides.
+        file: The YAML file of the overrides.
+        words: Their Hydra-style words.
+    """
+    loaded = _load(file)
+    within = getattr(config, "model", None) is not None
+    model, section = (config.model, loaded.get("model")) if within else (config, loaded)
+    in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
+    in_words = frozenset(map(_leaf, graph_words(words)))
+    said = in_file | in_words
+    fields = {name: value for name, value in fields_of(model).items() if not said.isdisjoint((name, tuning_of(name)))}
+    explicit = in_words if "_target_" in in_file else said
+    chosen = frozenset(name for name in fields if not explicit.isdisjoint((name, tuning_of(name))))
+    return Written(fields, chosen, _settings_written(config, loaded, words))
+
+
+def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return, of the settings that graphs change, those that a person wrote; the tracker's two fields go together."""
+    sections = [s for s in (loaded, *loaded.values()) if isinstance(s, Mapping) and "_target_" not in s]
+    said = {*map(_leaf, words), *(name for section in sections for name in section)}
+    names = {*(() if said.isdisjoint(_TRACKER) else _TRACKER), *said.intersection([_NAN_CHECK])}
+    return {name: value for name, value in collect(config).settings.items() if name in names}
+
+
+def _load(file: str | Path | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def resolved_words(config: Any, words: Sequence[str]) -> Written:
+    """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
+    mine = graph_words(words)
+    plain = [word for word in mine if "${" not in word]
+    return collect(plain, {name: _held(config.model, name) for name in map(_leaf, set(mine) - set(plain))})
+
+
+def _held(model: Any, name: str) -> Any:
+    """Return the value of a model's field, or of one key of a field that is a mapping."""
+    field, _, key = name.partition(".")
+    value = getattr(model, field, None)
+    return (value or {}).get(key) if key else value
+
+
+def _apply(options: GraphOptions, config: Any) -> GraphOptions:
+    apply_options(options, config)
+    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
+        config.rerun_state_machine.check_for_nan_in_loss = False
+    warn_once(options)
+    return options
+
+
+def check_word(config: Any, word: str) -> None:
+    """Refuse a word that names nothing in a configuration, or gives a field a value of another type.
+
+    Raises:
+        OptionError: It is no assignment, there is no such field (names the nearest), or its value cannot be this.
+    """
+    match = _WORD.fullmatch(word)
+    if match is None or (match["value"] is None and match["how"] != "~"):
+        raise OptionError.because("argument", f"Cannot use {word!r}: it must be section.name=value.")
+    owner, path = config, match["name"].split(".")
+    for depth, part in enumerate(path):
+        if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra checks what is allowed there
+            return
+        names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
+        if part not in names:
+            section = ".".join(path[:depth])
+            known = {name: f"{section}.{name}" for name in names} if section else _places(config, names, path)
+            raise OptionError.unknown(
+                match["name"], f"field of {section or 'the configuration'}", _nearest(part, known)
+            )
+        if depth == len(path) - 1 and match["value"] is not None:
+            annotation = next((f.type for f in dataclasses.fields(owner) if f.name == part), "")
+            check_value(match["name"], annotation, getattr(owner, part, None), match["value"])
+        owner = getattr(owner, part, None)
+
+
+def _places(config: Any, names: set[str], path: Sequence[str]) -> dict[str, str]:
+    """Return how a configuration's fields are written by their names; those of its sections for a word without one.
+
+    Of several sections that have a field of one name, the model's is meant.
+    """
+    ordered = sorted(names, key=lambda name: (name == "model", name)) if len(path) == 1 else []
+    sections = {name: getattr(config, name, None) for name in ordered}
+    inside = {
+        field.name: f"{name}.{field.name}"
+        for name, section in sections.items()
+        if dataclasses.is_dataclass(section)
+        for field in dataclasses.fields(section)
+    }
+    return {**inside, **{name: name for name in (*names, *ATTRIBUTES)}}
+
+
+def _nearest(part: str, known: Mapping[str, str]) -> str:
+    """Return how the nearest field is written; empty where none is near."""
+    near = difflib.get_close_matches(part, [name for name in known if not name.startswith("_")], n=1, cutoff=0.5)
+    return known[near[0]] if near else ""
+
+
+def graph_words(words: Sequence[str]) -> list[str]:
+    """Return the Hydra-style words that set graph fields of the model."""
+    return [word for word in words if _is_graph_word(word)]
+
+
+def _is_graph_word(word: str) -> bool:
+    match = _WORD.fullmatch(word)
+    if match is None or match["value"] is None:
+        return False
+    path, leaf = split_name(match["name"])
+    return (leaf in FIELDS or bool(tuning_of(leaf))) and path in ([], ["model"])
+
+
+def _leaf(word: str) -> str:
+    return split_name(word.partition("=")[0].lstrip("+~"))[1]
+
+
+def _apply_words(config: Any, words: Sequence[str]) -> None:
+    from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
+
+    try:
+        process_config_with_overrides(config, cli_overrides=list(words))
+    except OverridesError as error:
+        raise OptionError.because("overrides", f"Cannot use {' '.join(words)}: Hydra refuses it. {error}.") from None
+
+
+def _follow_dataset(config: Any, words: Sequence[str]) -> None:
+    """Give the model the dataset's sequence length, which Bridge wants alike, unless the user gave it one."""
+    if not any(word.startswith("model.seq_length=") for word in words):
+        config.model.seq_length = config.dataset.seq_length

@@ -1,0 +1,170 @@
+"""Configurations that graphs cannot work with, refused before the model is built."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from ....announce import warn
+from ....options import (
+    OFFLOAD_FIELDS,
+    PACKED_FIELDS,
+    PROVIDER_FIELDS,
+    SCOPE_FIELD,
+    Facts,
+    GraphOptions,
+    OptionError,
+    check_options,
+    facts_of,
+    normalize,
+)
+from ....options.choice import SETTING
+from ....options.groups import tuning_of
+from ....options.language_model import IMPL
+from ....options.migration import SWITCHES
+from ....options.normalization import options_of, warn_once
+from ....options.offload import SHARED_FIELDS
+from ....options.releases import field_values
+from ....options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
+from ...environment import check_offloading, check_process
+from ...seams.activation import broken_seams
+from ...seams.features import FEATURES, Wish, features_of, refusal
+from ...seams.patches import DriftError, Patch, bridge_release
+from ...seams.registry import seam
+from ...seams.releases import RELEASES
+from ...seams.seam import Feature
+from .environment_options import apply_environment
+from .graph_fields import apply_options, describe_release
+
+# Options of a region that the shared one of offloading sets.
+REGION = ("offload", "offload_min_bytes")
+
+
+_told: set[str] = set()
+
+
+def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
+    """Refuse a configuration that asks for features whose seams are broken; log the other broken seams once.
+
+    Args:
+        wish: What the configuration asks for.
+        features: Features to look at; seams of others are not.
+
+    Raises:
+        DriftError: Names the seams, the features, the release and what to do.
+    """
+    broken = {name: why for name, why in broken_seams().items() if not set(features).isdisjoint(seam(name).features)}
+    reason = refusal(wish, broken, bridge_release(), (release.bridge for release in RELEASES))
+    if reason:
+        raise DriftError(reason)
+    for name in broken.keys() - _told:
+        _told.add(name)
+        warn(
+            f"seam {name} does not fit megatron-bridge {bridge_release()}: {broken[name]}. This run asks for none of: "
+            f"{features_of(seam(name))}"
+        )
+
+
+def check_configuration(config: Any) -> None:
+    """Check the graph options of a configuration, without looking at this process or at the installed release.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+
+    Raises:
+        OptionError: Training would refuse the configuration.
+    """
+    written = _without_idle_fields(collect(config))
+    options = options_of(written)
+    if options.enabled or options.packed.enabled or options.offload.parts:
+        check_options(options, _facts(written, options), harmless=False)
+
+
+def check_training_config(config: Any) -> None:
+    """Check a Bridge `ConfigContainer` for everything that graphs depend on.
+
+    Graphs that upstream runs are left alone. The vision modules are set under the name that Bridge reads.
+
+    Raises:
+        OptionError: Something cannot work; nothing was built yet.
+        DriftError: The graphs need a part of the plugin that does not fit this release.
+    """
+    apply_environment(config)
+    _resolve_choice(config)
+    written = _without_idle_fields(collect(config))
+    options = options_of(written)
+    if not (options.enabled or options.packed.enabled or options.offload.parts):
+        if options.vision.deepstack_gradient_allreduce:
+            check_seams(Wish(options, facts_of(written), config.model), (Feature.DEEPSTACK_GRADIENTS,))
+        return
+    if options.vision.enabled:
+        check_process()
+    facts = _facts(written, options)
+    check_seams(Wish(options, facts, config.model))
+    check_options(options, facts, harmless=False)
+    warn_once(options)
+    if options.offload.parts:
+        _share_offload(config.model, options)
+    if options.vision.enabled:
+        setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
+
+
+def _resolve_choice(config: Any) -> None:
+    """Set the fields that the one setting for all graphs comes to."""
+    if getattr(config.model, SETTING, None) is not None:
+        apply_options(normalize(config)[0], config)
+
+
+def _share_offload(model: Any, options: GraphOptions) -> None:
+    """Set what the shared option means on the fields that regions and megatron-core read.
+
+    Raises:
+        OptionError: Transformer Engine was imported before it could be told to leave weights on the device, or this
+            release lacks a field.
+    """
+    if options.offload.enabled:
+        check_offloading()
+    told = field_values(options, describe_release(model))
+    regions = (part[name] for part in (PROVIDER_FIELDS, PACKED_FIELDS) for name in REGION)
+    for field in (*OFFLOAD_FIELDS.values(), *(tuning_of(name) or name for name in regions)):
+        if field in told:
+            setattr(model, field, told[field])
+
+
+def _facts(written: Written, options: GraphOptions) -> Facts:
+    facts = facts_of(written)
+    providers = {base.__name__ for base in type(written.model).__mro__}
+    if options.vision.enabled or "GPTModelProvider" in providers:
+        return facts
+    return replace(facts, te_rng_tracker=None)  # Bridge insists on Transformer Engine's tracker for GPT models only
+
+
+def _without_idle_fields(written: Written) -> Written:
+    """Drop language-model fields that upstream does not read because graphs are off, as recipes leave them."""
+    fields = written.fields
+    on = fields.get(IMPL) not in (None, "none") or any(fields.get(name) for name in SWITCHES)
+    kept = fields if on else {name: v for name, v in fields.items() if name not in LANGUAGE_MODEL_FIELDS}
+    return replace(written, fields=kept)
+
+
+def _asks_for_the_plugin(config: Any) -> bool:
+    """Whether a configuration asks for what only the plugin does."""
+    fields = collect(config).fields
+    impl = fields.get(PROVIDER_FIELDS["impl"]) or "none"
+    mine = (PACKED_FIELDS["max_packed_seqs"], SHARED_FIELDS["parts"])
+    return impl != "none" or any(fields.get(field) is not None for field in mine)
+
+
+def _checked(old: Callable[..., None]) -> Callable[..., None]:
+    def validate(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            check_training_config(self)
+        except OptionError:
+            if not _asks_for_the_plugin(self):
+                old(self, *args, **kwargs)  # where upstream refuses its own graphs as well, its message counts
+            raise
+        return old(self, *args, **kwargs)
+
+    return validate
+
+
+PATCHES = (Patch(seam("config_check"), _checked),)

@@ -1,0 +1,1 @@
+"""Batches on their way into the model, and what lies between encoder and language model."""

@@ -1,0 +1,150 @@
+"""Batches on their way to the device: out of page-locked memory, on a stream of their own.
+
+There a copy does not wait for what the device computes, and the host waits for no copy. Which batch a step gets is the
+data loader's affair: nothing is prefetched here.
+"""
+
+import copy
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ....graphs.host_copies import on_host
+from ...seams.additions import Additions
+from ...seams.registry import seam
+from ..helpers.graph_helper import any_on_graphs
+
+# The most batches on the device whose computation has not begun: each takes memory.
+MAX_BATCHES_IN_FLIGHT = 2
+
+
+class _OrderStreams(TorchDispatchMode):
+    """Keeps two streams apart while work of the one is launched.
+
+    Every tensor that is created on the device is recorded as used by the computing stream. What was made before
+    may be the computing stream's: work that reads it waits for that stream.
+
+    Args:
+        stream: The current stream.
+        computing: The computing stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, computing: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream, self._computing = stream, computing
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = _on_device((args, kwargs))
+        if not self._made.issuperset(map(_storage, given)):
+            self._stream.wait_stream(self._computing)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _on_device(result):
+            tensor.record_stream(self._computing)
+            self._made.add(_storage(tensor))
+        return result
+
+
+def _on_device(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not on_host(leaf)]
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+class CopyStream:
+    """The stream that a device's batches are copied on.
+
+    What is made there is memory of this stream. The allocator gives it out again only when the computing stream, which
+    it is told of, is past its last use.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._begun: deque[torch.cuda.Event] = deque()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Make copies inside. The current stream waits for them behind it, the host for a batch of long before."""
+        computing = torch.cuda.current_stream()
+        stream = self._copy_stream(computing)
+        if len(self._begun) == MAX_BATCHES_IN_FLIGHT:
+            self._begun.popleft().synchronize()
+        try:
+            with torch.cuda.stream(stream), _OrderStreams(stream, computing):
+                yield
+        finally:
+            computing.wait_stream(stream)
+        begun = torch.cuda.Event(blocking=True)
+        begun.record(computing)
+        self._begun.append(begun)
+
+    def _copy_stream(self, computing: torch.cuda.Stream) -> torch.cuda.Stream:
+        if computing.device not in self._streams:
+            self._streams[computing.device] = torch.cuda.Stream(computing.device)
+        return self._streams[computing.device]
+
+
+def copies_aside() -> bool:
+    """Whether a batch is copied on a stream of its own: some module is on graphs, and nothing records the copies."""
+    return any_on_graphs() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+
+
+def pin_memory(self: Any) -> Any:
+    """Return a batch's images in page-locked memory. PyTorch's data loaders call it, in a thread of theirs."""
+    if not any_on_graphs():
+        return self
+    pinned = copy.copy(self)
+    for name, value in vars(self).items():
+        if isinstance(value, Tensor) and on_host(value):
+            setattr(pinned, name, value.pin_memory())
+    return pinned
+
+
+@dataclass(slots=True)
+class AddedMethod(Additions):
+    """A method that a class of upstream has while the plugin is active.
+
+    Attributes:
+        method: The method, which goes by its own name.
+    """
+
+    method: Callable[..., Any]
+
+    def apply(self, module: ModuleType) -> None:
+        """Add the method once. One that upstream has itself stays upstream's."""
+        owner = getattr(module, self.seam.target, None)
+        if owner is not None and owner is self._owner:
+            return
+        self.revert()
+        if not inspect.isclass(owner):
+            self.state, self.reason = "broken", f"{self.seam.place} is no class"
+        elif hasattr(owner, self.method.__name__):
+            self.state, self.reason = "native", f"upstream has its own {self.method.__name__}"
+        else:
+            self._add(owner, {self.method.__name__: self.method})
+            self.state = "active"
+
+    def look(self) -> None:
+        """Bring `state` and `reason` up to date with what others did to the class since."""
+        if self._owner is None:
+            return
+        reloaded = getattr(sys.modules.get(self.module), self.seam.target, self._owner) is not self._owner
+        if reloaded or self._replaced():
+            culprit = "a reload of the module" if reloaded else "something"
+            self.state, self.reason = "broken", f"{culprit} replaced {self.seam.place}.{self.method.__name__}"
+
+
+PATCHES = (AddedMethod(seam("page_locked_images"), pin_memory),)

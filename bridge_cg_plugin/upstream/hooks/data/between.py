@@ -1,0 +1,221 @@
+"""Between Qwen3-VL's encoder and its language model, without waiting for the device.
+
+Where the host has the token ids, upstream's own functions run on these and on the host's copies of grids and masks,
+and what they give goes to the device. Otherwise they run as upstream calls them.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ....graphs.host_copies import on_device
+from ....vision.known_mask import KnownMask
+from ...host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...seams.seam import drift
+from ...seams.source_reader import NoSourceError, SourceReader
+from ..helpers.graph_helper import any_on_graphs
+from .host_tokens import STEP_TOKENS
+from .packed_rows import packed_rows
+
+Function = Callable[..., Any]
+GRID_NAMES = ("image_grid_thw", "video_grid_thw")
+
+
+def _ids_on_host(tokens: Any) -> Tensor | None:
+    return TOKENS.known(tokens) if any_on_graphs() and isinstance(tokens, Tensor) else None
+
+
+def _on_host(call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a call's arguments with host copies of its tokens and grids; None where the host lacks one."""
+    copies = {"input_ids": _ids_on_host(call.get("input_ids"))}
+    copies |= {name: _grid_on_host(call[name]) for name in GRID_NAMES if call.get(name) is not None}
+    return None if any(copy is None for copy in copies.values()) else {**call, **copies}
+
+
+def _grid_on_host(grid: Tensor) -> Tensor | None:
+    known = GRIDS.known(grid)
+    return None if known is None else torch.tensor(known, dtype=grid.dtype).view(grid.shape)
+
+
+def _image_tokens_on_host(old: Function) -> Function:
+    """Find the places of images in the text on the host."""
+    signature = inspect.signature(old)
+
+    @functools.wraps(old)
+    def reorganize_inputs(*args: Any, **kwargs: Any) -> Any:
+        call = dict(signature.bind(*args, **kwargs).arguments)
+        masked = call.get("image_input_mask") is not None or call.get("video_input_mask") is not None
+        host = None if masked else _on_host(call)
+        if host is None:
+            return old(*args, **kwargs)
+        device = call["input_ids"].device
+        values, grid, mask = old(**host)
+        return values, _given(grid, host, call, device), None if mask is None else _known(mask, device)
+
+    return reorganize_inputs
+
+
+def _given(grid: Tensor | None, host: dict[str, Any], call: dict[str, Any], device: torch.device) -> Tensor | None:
+    """Return the device's tensor for a grid of the host: one of the call's, or a new one that mixes them."""
+    for name in GRID_NAMES:
+        if grid is host.get(name):
+            return call.get(name)
+    assert grid is not None
+    mixed = on_device(grid, device)
+    GRIDS.remember(mixed, grid)
+    return mixed
+
+
+def _known(mask: Tensor, device: torch.device) -> KnownMask:
+    return KnownMask(on_device(mask, device), mask)
+
+
+def _parts_on_host(old: Function) -> Function:
+    """Count on the host how many image features each tensor-parallel and context-parallel rank has."""
+
+    @functools.wraps(old)
+    def split_deepstack_embs(visual_pos_masks: Any, deepstack_visual_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(visual_pos_masks, KnownMask) and visual_pos_masks.current):
+            return old(visual_pos_masks, deepstack_visual_embeds, *args, **kwargs)
+        part, features = old(visual_pos_masks.host, deepstack_visual_embeds, *args, **kwargs)
+        unsplit = part is visual_pos_masks.host
+        return visual_pos_masks if unsplit else _known(part, visual_pos_masks.device), features
+
+    return split_deepstack_embs
+
+
+def _packed_at_once(old: Function) -> Function:
+    """Put samples behind each other by what the host knows of their padding, where upstream looks for it in each."""
+
+    @functools.wraps(old)
+    def preprocess_packed_seqs(
+        input_ids: Tensor, attention_mask: Tensor, pre_process: bool = True, pg_collection: Any = None
+    ) -> Any:
+        mask = attention_mask
+        wanted = pre_process and pg_collection is not None and is_mask_of(mask, input_ids) and any_on_graphs()
+        on_host = mask_on_host(input_ids, mask) if wanted else None
+        found = None if on_host is None else _packed(old, input_ids, mask, on_host, pg_collection)
+        if found is None:
+            return old(input_ids, mask, pre_process, pg_collection)
+        packed, params, known = found
+        if known is not None:
+            TOKENS.remember(packed, known)
+        return packed, params
+
+    return preprocess_packed_seqs
+
+
+def _packed(
+    old: Function, values: Tensor, mask: Tensor, on_host: Tensor, groups: Any
+) -> tuple[Tensor, Any, Tensor | None] | None:
+    """Return a pack, its description, and the pack of values that the host knows; None where upstream's code must."""
+    known = TOKENS.known(values) if values.dim() == 2 else None  # embeddings and positions pass here, too
+    context, rank = groups.cp.size(), groups.cp.rank()
+    chunks = groups.tp.size() * (2 * context if context > 1 else 1)
+    if values.shape[1] % chunks == 0 and on_host.numpy().all():
+        one_row = partial(_one_row, context=context, rank=rank)
+        return one_row(values), _params(values), None if known is None else one_row(known)
+    rows = packed_rows(old, mask, on_host, groups)
+    return None if rows is None else (rows.of(values), rows.params, None if known is None else rows.of_host(known))
+
+
+def is_mask_of(mask: Any, values: Tensor) -> TypeGuard[Tensor]:
+    """Whether this says which tokens of a batch are kept, on the batch's device."""
+    fits = isinstance(mask, Tensor) and mask.shape == values.shape[:2] and mask.device == values.device
+    return fits and mask.dtype == torch.bool
+
+
+def mask_on_host(values: Tensor, mask: Tensor) -> Tensor | None:
+    """Return which tokens of a batch are kept; None where the host does not know it.
+
+    Args:
+        values: The batch's tokens, or what stands for each of them.
+        mask: The same on the device; `is_mask_of` holds.
+    """
+    host = KEPT.known(mask)
+    if host is None and STEP_TOKENS.known(values) is not None and mask.shape == values.shape and _step_keeps_all():
+        host = torch.ones(mask.shape, dtype=torch.bool, device="cpu")
+        KEPT.remember(mask, host)
+    return host
+
+
+@lru_cache(1)
+def _step_keeps_all() -> bool:
+    """Whether Bridge's step, which packs, gives its model a mask that keeps every token, padding included."""
+    step = seam("step_packing")
+    try:
+        return not drift(step, SourceReader().find(step))
+    except NoSourceError:
+        return False
+
+
+def _one_row(values: Tensor, context: int, rank: int) -> Tensor:
+    """Return a rank's two chunks of each sample, `[1, batch * sequence / context, ...]` of `[batch, sequence, ...]`."""
+    if context == 1:
+        return values.reshape(1, -1, *values.shape[2:])
+    chunks = values.unflatten(1, (2 * context, -1))
+    return torch.stack((chunks[:, rank], chunks[:, -rank - 1]), dim=1).flatten(0, 2)[None]
+
+
+def _params(values: Tensor) -> Any:
+    """Return upstream's description of a pack of whole rows."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    samples, length = values.shape[:2]
+    offsets = torch.arange(samples + 1, dtype=torch.int32, device=values.device) * length
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        max_seqlen_q=length,
+        cu_seqlens_kv=offsets,
+        max_seqlen_kv=length,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+    )
+
+
+def _positions_on_host(old: Function) -> Function:
+    """Compute positions on the host. Without images upstream computes them on the device, where it reads nothing."""
+    signature = inspect.signature(old)
+
+    @functools.wraps(old)
+    def get_rope_index(*args: Any, **kwargs: Any) -> Any:
+        call = dict(signature.bind(*args, **kwargs).arguments)
+        has_images = any(call.get(name) is not None for name in GRID_NAMES)
+        host = _on_host(call) if has_images and call.get("attention_mask") is None else None
+        params = call.get("packed_seq_params")
+        known = None if host is None or params is None else _params_on_host(params)
+        if host is None or (known is None and params is not None):
+            return old(*args, **kwargs)
+        made = old(**host if params is None else {**host, "packed_seq_params": known})
+        return tuple(on_device(values, call["input_ids"].device) for values in made)
+
+    return get_rope_index
+
+
+def _params_on_host(params: Any) -> Any:
+    """Return a pack's description with its offsets on the host; None where the host does not know one."""
+    moved = copy.copy(params)
+    for name, value in vars(params).items():
+        if isinstance(value, Tensor):
+            known = PACK_OFFSETS.known(value)
+            if known is None:
+                return None
+            setattr(moved, name, torch.tensor(known, dtype=value.dtype).view(value.shape))
+    return moved
+
+
+PATCHES = (
+    Patch(seam("image_tokens"), _image_tokens_on_host),
+    Patch(seam("deepstack_parts"), _parts_on_host),
+    Patch(seam("packed_rows"), _packed_at_once),
+    Patch(seam("positions"), _positions_on_host),
+)

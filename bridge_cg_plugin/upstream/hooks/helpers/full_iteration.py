@@ -1,0 +1,154 @@
+"""`cuda_graph_impl=full_iteration` on a model that takes images: its language model on graphs, everything else eager.
+
+megatron-core's wrapper captures a whole step in one graph. Bridge's step of such a model reads sizes on the host, and
+images are not among the tensors that the wrapper makes static. So here the step runs as it is, under any schedule, and
+the language model inside it, from embeddings to losses, replays a graph of its forward and one of its backward in every
+microbatch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....announce import announce
+from ....graphs.manager import GraphManager
+from ....graphs.piece import Surroundings
+from ....language.whole_model.workload import LanguageModelWorkload
+from ....upstream_types import UpstreamModule
+from ...attributes import overridden
+from ...decoder.attention_statistics import refuse_statistics
+from ...environment import check_process
+from ...exempt import EXEMPT
+from ...kernels.head_norms import fused_head_norms
+from ...kernels.layers import kernels_available
+from ...kernels.rotary import fused_rotary
+from ...kernels.transformer_engine import forget_attention_selection, fused_accumulation, refuse_host_copies
+from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ...parallel.process_groups import sharing_groups, tensor_group
+from ...parallel.reduction_order import ReductionOrder
+from ...random_states import random_states
+from ...seams.activation import before_deactivation
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...wrappers import holders
+from .graph_helper import active_graphs, default_executor
+
+WRAPPER_PATCH = "full_iteration"
+DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
+
+
+class CurrentGraphs:
+    """The graphs of the language model that is trained in this process."""
+
+    def __init__(self) -> None:
+        self.graphs: GraphManager | None = None
+        self._workload: LanguageModelWorkload | None = None
+        self._order: ReductionOrder | None = None
+
+    def step(
+        self, chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, microbatches: int, training: bool
+    ) -> AbstractContextManager[None]:
+        """Return what a step of a model that takes images, or an evaluation's, runs in.
+
+        Graphs belong to training: its first step makes them, and an evaluation uses what is there.
+        """
+        language_model = model.language_model
+        if self.graphs is None or self.graphs.model is not language_model:
+            if not training:
+                return nullcontext()
+            self.end()  # left behind by a run that ended with an error
+            check_process()
+            self._order = reduction_order(chunks, language_model)
+            self.graphs, self._workload = make_graphs(chunks, model, warmup_steps, self._order)
+        if not training or self._workload is None:
+            return nullcontext()
+        may_record = not any(graphs.recorded for graphs in active_graphs())
+        return self._workload.training_step(microbatches, may_record)
+
+    def end(self) -> None:
+        """Report and drop the graphs, if there are any; the language model gets its own forward back."""
+        if self.graphs is not None:
+            announce(self.graphs.report())
+            self.graphs.detach()
+            self.graphs = self._workload = None
+        if self._order is not None:
+            self._order.remove()
+            self._order = None
+
+
+CURRENT = CurrentGraphs()
+before_deactivation(CURRENT.end)
+
+
+def make_graphs(
+    chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, order: ReductionOrder | None
+) -> tuple[GraphManager, LanguageModelWorkload]:
+    """Return the graphs of a model's language model, not captured yet, and its workload."""
+    language_model = model.language_model
+    deepstack = len(model.vision_model.config.deepstack_visual_indexes)
+    grows = not sharing_groups(model)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, refuse_host_copies, warmup_steps, grows)
+    graphs = GraphManager(
+        language_model,
+        workload,
+        default_executor(random_states, shared=tensor_group(model) is not None),
+        Surroundings(
+            before_replay=parameter_gather(chunks, language_model),
+            reduction=gradient_reduction(chunks, language_model, order),
+            exempt=EXEMPT,
+        ),
+    )
+    if order is not None:
+        order.keep(graphs.adds_later)
+    return graphs, workload
+
+
+def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
+    """Return the model, under any wrapper, that holds a vision model and a language model; None if there is none."""
+    parts = ("vision_model", "language_model")
+    found = (m for m in holders(chunks) if all(isinstance(getattr(m, part, None), nn.Module) for part in parts))
+    return next(found, None)
+
+
+@contextmanager
+def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let upstream's modules run inside a graph: no device reads, features of images as dense tensors.
+
+    Raises:
+        CaptureError: Somebody reads statistics that a replay does not leave.
+    """
+    refuse_statistics(modules)
+    forget_attention_selection()
+    with ExitStack() as stack:
+        stack.enter_context(overridden(language_model.decoder, DEEPSTACK, _add_dense))
+        stack.enter_context(fused_accumulation(modules))
+        if kernels_available():
+            stack.enter_context(fused_rotary(modules))
+            stack.enter_context(fused_head_norms(modules))
+        yield
+
+
+def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+    """Add features, zero where no image is: what indexing by a mask does, without a shape that depends on data."""
+    return hidden_states + visual_embeds
+
+
+def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(old)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = kwargs.get("model", ())
+        model = find_model(chunks)
+        if model is None:
+            return old(self, *args, **kwargs)
+        chunks = [chunks] if isinstance(chunks, nn.Module) else chunks
+        microbatches, training = kwargs["num_microbatches"], not kwargs["forward_only"]
+        with CURRENT.step(chunks, model, self.cuda_graph_warmup_steps, microbatches, training):
+            return self.forward_backward_func(*args, **kwargs)
+
+    return __call__
+
+
+PATCHES = (Patch(seam(WRAPPER_PATCH), _of_the_language_model),)

@@ -1,0 +1,219 @@
+"""The helper that Bridge's train loop drives for the language model, where packed-sequence graphs are asked for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import distributed, nn
+
+from ....graphs.manager import GraphManager
+from ....graphs.piece import Surroundings
+from ....graphs.recordings.executor import Executor, Isolated
+from ....language.packed.shape_exchange import ShapeExchange
+from ....language.packed.workload import PackedWorkload
+from ....options import PackedOptions, check_options, facts_of, packed_options
+from ....options.capture import CaptureMode
+from ....options.migration import module_names
+from ....options.normalization import options_of
+from ....options.sources import collect
+from ...decoder.block import TransformerBlockFamily
+from ...decoder.context_exchange import levels
+from ...environment import check_process
+from ...exempt import EXEMPT
+from ...host_batch import PACK_OFFSETS
+from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ...parallel.process_groups import (
+    consensus_of,
+    expert_group,
+    has_ranks,
+    new_group,
+    shared_group,
+    sharing_groups,
+    without_collectives,
+)
+from ...parallel.schedules import microbatches_in_flight
+from ...random_states import random_states
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...wrappers import unwrapped
+from .graph_helper import GraphHelper, default_executor, release_module
+
+
+class PackedCudaGraphHelper:
+    """Packed-sequence graphs behind the interface of megatron-core's `TECudaGraphHelper`, one helper per model chunk.
+
+    Args:
+        model: The training loop's model chunks.
+        config: The language model's transformer config.
+        seq_length: Unused: warm-up steps show how long packs are.
+        micro_batch_size: Unused: a pack is one row.
+        optimizers: Unused, for the interface.
+        pg_collection: Unused, for the interface.
+        num_microbatches: Microbatches of a step; None asks megatron-core.
+        capture_mode: Overrides when the options say that buckets are recorded.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+        releasable: Whether memory of graphs may leave the device between steps.
+
+    Raises:
+        OptionError: An option cannot work with this model.
+    """
+
+    # The end of training in Bridge 0.4.0 and 0.4.1 deletes the graphs of these layers. The plugin's are dropped before.
+    callables_per_chunk: Sequence[Sequence[nn.Module]] = ()
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        config: Any,
+        seq_length: int = 0,
+        micro_batch_size: int = 1,
+        optimizers: Sequence[Any] = (),
+        pg_collection: Any = None,
+        *,
+        num_microbatches: int | None = None,
+        capture_mode: CaptureMode | None = None,
+        executor: Executor | None = None,
+        releasable: bool = False,
+    ) -> None:
+        written = collect(config)
+        options = options_of(written)
+        check_options(options, facts_of(written), harmless=False)
+        check_process()
+        packed = options.packed if capture_mode is None else replace(options.packed, capture_mode=capture_mode)
+        count = num_microbatches if num_microbatches is not None else _microbatches()
+        self.chunks = [
+            DecoderHelper(
+                decoder,
+                packed,
+                module_names(options.language_model.modules),
+                list(model),
+                partial(microbatches_in_flight, config, count),
+                executor,
+                releasable,
+            )
+            for decoder in find_decoders(model)
+        ]
+
+    def create_cudagraphs(self) -> None:
+        """Capture; on failure a decoder goes on eager unless the options say strict."""
+        for chunk in self.chunks:
+            chunk.create_cudagraphs()
+
+    def graphs_created(self) -> bool:
+        """Whether graphs exist."""
+        return any(chunk.graphs_created() for chunk in self.chunks)
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Nothing to set: every replay waits for the parameters itself."""
+
+    def delete_cuda_graphs(self) -> None:
+        """Report and drop the graphs, if there are any; the decoders get their own forward back."""
+        for chunk in self.chunks:
+            chunk.delete_cuda_graphs()
+
+
+class DecoderHelper(GraphHelper):
+    """One decoder's packed-sequence graphs.
+
+    Args:
+        decoder: The decoder.
+        options: What the user asked for.
+        modules: Names of the parts of layers to record.
+        chunks: The training loop's model chunks.
+        in_flight: Counts the microbatches in flight.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+        releasable: Whether memory of graphs may leave the device between steps.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        options: PackedOptions,
+        modules: Sequence[str],
+        chunks: Sequence[nn.Module],
+        in_flight: Callable[[], int],
+        executor: Executor | None,
+        releasable: bool,
+    ) -> None:
+        release_module(decoder)
+        order = reduction_order(chunks, decoder)
+        family = TransformerBlockFamily(decoder)
+        family.parts(modules)  # what cannot be recorded is refused before a step is trained
+        experts = None if family.exchange is None else expert_group(decoder)
+        consensus = consensus_of(shared_group(decoder, experts))
+        surroundings = Surroundings(
+            slots=in_flight() if options.slots == "auto" else options.slots,
+            before_replay=parameter_gather(chunks, decoder),
+            reduction=gradient_reduction(chunks, decoder, order),
+            exempt=EXEMPT,
+            consensus=consensus,
+            bucket_consensus=consensus,
+        )
+        workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
+        counted = in_flight if options.slots == "auto" else None
+        records = executor or _executor(
+            decoder, experts, releasable, options.offload_stream and options.moves_activations
+        )
+        self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
+
+
+def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the language-model decoder of every chunk that has layers, under any wrapper."""
+    return [decoder for chunk in chunks if (decoder := next(_decoders(chunk), None)) is not None]
+
+
+def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
+    for module in unwrapped(chunk):
+        for holder in (getattr(module, "language_model", None), module):
+            decoder = getattr(holder, "decoder", None)
+            if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
+                yield decoder
+
+
+def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> ShapeExchange | None:
+    """Return the exchange of shapes between ranks of expert parallelism; None where all have the same packs."""
+    layers = shared_group(decoder)
+    if experts is None or (layers is not None and has_ranks(layers, experts)):
+        return None
+    return ShapeExchange(new_group(distributed.get_process_group_ranks(experts), "gloo"))
+
+
+def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool, aside: bool) -> Executor:
+    """Return what records a decoder, whose layers and experts ranks may share."""
+    return default_executor(
+        random_states,
+        without_exchanges(decoder, experts),
+        shared=experts is not None or bool(sharing_groups(decoder)),
+        releasable=releasable,
+        replays_aside=aside,
+    )
+
+
+def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:
+    """Return a context in which a decoder's layers exchange nothing; see `without_collectives`."""
+    return without_collectives(*sharing_groups(decoder), *levels(decoder), *([] if experts is None else [experts]))
+
+
+def _microbatches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    count: int = get_num_microbatches()
+    return count
+
+
+def _for_packs(old: type) -> type:
+    """Return megatron-core's helper class, which makes the plugin's helper where packed-sequence graphs are on."""
+
+    class TECudaGraphHelper(old):
+        def __new__(cls, model: Sequence[nn.Module], config: Any, *args: Any, **kwargs: Any) -> Any:
+            if packed_options(config).enabled:
+                return PackedCudaGraphHelper(model, config, *args, **kwargs)
+            return super().__new__(cls)
+
+    TECudaGraphHelper.__qualname__ = old.__qualname__
+    TECudaGraphHelper.__module__, TECudaGraphHelper.__doc__ = old.__module__, old.__doc__
+    return TECudaGraphHelper
+
+
+PATCHES = (Patch(seam("packed_helper"), _for_packs),)

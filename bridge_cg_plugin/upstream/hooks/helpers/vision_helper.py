@@ -1,0 +1,152 @@
+"""The object that Bridge's train loop drives to capture vision graphs."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ....graphs.manager import GraphManager
+from ....graphs.piece import Surroundings
+from ....graphs.recordings.executor import Executor
+from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
+from ....options.capture import CaptureMode
+from ....vision.workload import VisionWorkload
+from ...encoders.registry import FoundEncoder, check_modules, find_encoder, find_encoders
+from ...environment import check_process
+from ...exempt import EXEMPT
+from ...host_batch import GRIDS
+from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ...parallel.image_groups import image_exchange
+from ...parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
+from ...parallel.schedules import microbatches_in_flight
+from ..data.early_reads import EarlyReads
+from ..loops.text_only import TextOnlyMicrobatches
+from .graph_helper import GraphHelper, default_executor, release_module
+
+
+class VisionTECudaGraphHelper(GraphHelper):
+    """Vision-encoder graphs behind the interface of megatron-core's class of this name.
+
+    Args:
+        model: The training loop's model chunks, or a vision model itself.
+        vision_config: The vision encoder's transformer config; None where the model around it has the options.
+        vision_seq_length: Upstream's single capture length; the options say what is captured.
+        micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
+        num_microbatches: Microbatches of a step, an upper bound for those in flight.
+        pg_collection: Unused, for the interface.
+        capture_mode: Overrides when the options say that buckets are recorded.
+        options: Options; None reads them from the model's provider.
+        executor: Makes recordings; None takes CUDA graphs on a GPU.
+        found: The encoder; None takes the model's first.
+        releasable: Whether memory of graphs may leave the device between steps.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+
+    _text_only: TextOnlyMicrobatches | None = None
+    _early_reads: EarlyReads | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        vision_config: Any,
+        vision_seq_length: int = 0,
+        micro_batch_size: int = 1,
+        num_microbatches: int = 1,
+        pg_collection: Any = None,
+        *,
+        capture_mode: CaptureMode | None = None,
+        options: VisionGraphOptions | None = None,
+        executor: Executor | None = None,
+        found: FoundEncoder | None = None,
+        releasable: bool = False,
+    ) -> None:
+        found = found or find_encoder(model)
+        if found is None:
+            return
+        vision_model, holder, family = found
+        provider = getattr(holder, "config", None)
+        source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
+        adapter = family.adapt(vision_model)
+        if options is None and family.encodes == "audio":
+            options = audio_options(vision_options(source))
+        self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
+        if capture_mode is not None:
+            self.options = replace(self.options, capture_mode=capture_mode)
+        check_combinations(self.options)
+        check_modules(self.options, family)
+        check_process()
+        release_module(vision_model)
+        tensor = tensor_group(vision_model)
+        chunks = [model] if isinstance(model, nn.Module) else model
+        exchange = image_exchange(vision_model, family, self.options.balance)
+        gather = parameter_gather(chunks, vision_model)
+        order = reduction_order(chunks, vision_model)
+        reduction = gradient_reduction(chunks, vision_model, order)
+        in_flight = partial(microbatches_in_flight, source, num_microbatches)
+        slots = self.options.slots
+        workload = VisionWorkload(vision_model, self.options, family, GRIDS, exchange)
+        graphs = GraphManager(
+            vision_model,
+            workload,
+            executor or self._default_executor(tensor, releasable),
+            Surroundings(
+                slots=in_flight() if slots == "auto" else slots,
+                before_replay=gather,
+                reduction=reduction if self.options.gradient_hooks == "awaited" else None,
+                exempt=EXEMPT,
+                consensus=consensus_of(shared_group(vision_model)),
+                bucket_consensus=consensus_of(tensor),
+            ),
+        )
+        if exchange is not None or gather is not None:
+            take_part = None if workload.balanced is None else workload.balanced.without_images
+            self._text_only = TextOnlyMicrobatches(holder, vision_model, gather, take_part)
+        self._early_reads = EarlyReads(holder)
+        self._take(graphs, in_flight if slots == "auto" else None, order)
+
+    def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
+        """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
+        side_stream = self.options.streams != 1
+        isolated, shared = without_collectives(tensor), tensor is not None
+        return default_executor(
+            isolated=isolated,
+            shared=shared,
+            side_stream=side_stream,
+            releasable=releasable,
+            replays_aside=self.options.offload_stream and self.options.moves_activations,
+        )
+
+    def delete_cuda_graphs(self) -> None:
+        """See `GraphHelper`; images stay on their ranks from now on."""
+        if self._text_only is not None:
+            self._text_only.remove()
+            self._text_only = None
+        if self._early_reads is not None:
+            self._early_reads.remove()
+        super().delete_cuda_graphs()
+
+
+def encoder_config(found: FoundEncoder) -> Any:
+    """Return an encoder's own config; None for layers that have none: their model's has the options."""
+    return getattr(found.model, "config", None)
+
+
+def encoders_to_capture(model: nn.Module | Sequence[nn.Module], source: Any) -> list[FoundEncoder]:
+    """Return the encoders of a model that its options ask graphs for.
+
+    Args:
+        model: The model's chunks.
+        source: Has its options.
+    """
+    found, options = find_encoders(model), vision_options(source, merge_unit=1)
+    return [each for each in found if options.audio or each.family.encodes != "audio"]
+
+
+def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
+    """Return the tokens of the largest vision bucket as far as the configuration sets it, for upstream's log line."""
+    longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
+    return longest or getattr(vision_config, "num_position_embeddings", None) or default_seq_length

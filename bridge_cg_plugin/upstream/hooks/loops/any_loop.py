@@ -1,0 +1,173 @@
+"""Graphs in a training loop that calls megatron-core's schedules itself, as those of RL post-training do.
+
+Every loop looks a schedule up when it calls it, so what stands in for the schedules meets them all. A model whose
+config asks for graphs gets helpers at its first call; each call is a step. Models that Bridge's own loop trains are
+left to it.
+"""
+
+import atexit
+import functools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ....graphs.joint_step import before_evaluation
+from ....options import PROVIDER_FIELDS, OptionError
+from ....options.language_model import IMPL
+from ....options.packed import MAX_PACKED_SEQS
+from ...environment import OPTIONS
+from ...seams.activation import before_deactivation
+from ...seams.call_arguments import arguments_of
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...seams.registry.loops import SCHEDULES
+from ...wrappers import config_of
+from ..helpers.graph_helper import active_graphs, has_helper
+
+if TYPE_CHECKING:
+    from .loop_driver import LoopDriver
+
+# Attribute of a model's first chunk.
+HELD = "_bridge_cg_loop"
+
+
+def asks_for_vision_graphs(config: Any) -> bool:
+    """Whether a model's config has vision graphs on."""
+    return getattr(config, PROVIDER_FIELDS["impl"], None) not in (None, "none")
+
+
+def asks_for_packed_graphs(config: Any) -> bool:
+    """Whether a model's config has packed-sequence graphs on."""
+    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
+
+
+class _Held:
+    """A model's driver as an attribute of its first chunk, so that both go when the loop drops the model.
+
+    A driver refers to its model, so a table of this process would keep both. A copy of the model has no driver.
+    """
+
+    def __init__(self, driver: "LoopDriver | None" = None) -> None:
+        self.driver = driver
+
+    def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
+        return _Held, ()
+
+
+class Loops:
+    """The drivers of this process's models."""
+
+    def __init__(self) -> None:
+        self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
+        self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
+        """Return what drives a model's graphs; None where nothing of it is on graphs, or somebody else does.
+
+        Raises:
+            OptionError: An option cannot work.
+        """
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        driver = self._known(chunks[0])
+        if driver is not None or chunks[0] in self._bridges:
+            return driver
+        if chunks[0] not in self._told:
+            self._tell(chunks)
+        config = config_of(chunks)
+        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
+            return None
+        from ...environment import memory_may_leave
+        from .emptied_cache import after_empty_cache
+        from .loop_driver import LoopDriver
+        from .resized_storages import follow_storages
+
+        driver = LoopDriver(
+            chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+        )
+        self._drivers.add(driver)
+        if memory_may_leave():
+            after_empty_cache(self.follow_models)
+            follow_storages(chunks)
+        vars(chunks[0])[HELD] = _Held(driver)
+        return driver
+
+    def _known(self, first: nn.Module) -> "LoopDriver | None":
+        held = vars(first).get(HELD)
+        return held.driver if held is not None and held.driver in self._drivers else None
+
+    def _tell(self, chunks: Sequence[nn.Module]) -> None:
+        """Set the options of the environment on a model's config, once."""
+        self._told.add(chunks[0])
+        options = os.environ.get(OPTIONS)
+        if not options:
+            return
+        from .loop_driver import enable
+
+        try:
+            enable(chunks, options)
+        except OptionError as error:
+            error.add_note(f"The environment variable {OPTIONS} says so.")
+            raise
+
+    def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Stand back from a model that Bridge's own loop trains."""
+        first = next(iter([model] if isinstance(model, nn.Module) else model), None)
+        if not isinstance(first, nn.Module) or first in self._bridges:
+            return
+        self._bridges.add(first)
+        if (driver := self._known(first)) is not None:
+            self._drivers.discard(driver)
+            driver.end()
+
+    def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
+        """Whether Bridge's own loop trains a model."""
+        return next(iter([model] if isinstance(model, nn.Module) else model), None) in self._bridges
+
+    def release_memory(self) -> int:
+        """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
+        return sum(driver.release_memory() for driver in list(self._drivers))
+
+    def follow_models(self) -> None:
+        """Take the memory of graphs off the device whose model has left it."""
+        for driver in list(self._drivers):
+            driver.follow_models()
+
+    def report(self) -> None:
+        """Print the reports of all graphs."""
+        for driver in self._drivers:
+            driver.report()
+
+    def forget(self) -> None:
+        """Drop all drivers, whose graphs somebody else has dropped."""
+        self._drivers.clear()
+        self._bridges.clear()
+        self._told.clear()
+
+
+LOOPS = Loops()
+atexit.register(LOOPS.report)
+before_deactivation(LOOPS.forget)
+
+
+def _with_graphs(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = arguments_of(seam(name), old)
+
+    @functools.wraps(old)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        model = argument("model", args, kwargs)
+        driver = LOOPS.driver_of(model, argument("num_microbatches", args, kwargs))
+        if driver is None:
+            if argument("forward_only", args, kwargs) and LOOPS.is_bridges(model):
+                before_evaluation(active_graphs())
+            return old(*args, **kwargs)
+        with driver.step():
+            return old(*args, **kwargs)
+
+    return schedule
+
+
+PATCHES = tuple(Patch(seam(name), functools.partial(_with_graphs, name)) for name in SCHEDULES)

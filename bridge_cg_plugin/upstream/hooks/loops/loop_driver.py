@@ -1,0 +1,149 @@
+"""One model's graphs over the schedule calls of a training loop."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from ....announce import announce, warn
+from ....graphs.joint_step import joint_step
+from ....graphs.manager import GraphManager
+from ....options import OptionError, check_options, facts_of, graph_options
+from ....options.language_model import IMPL
+from ....options.normalization import options_of
+from ....options.packed import MAX_PACKED_SEQS
+from ....options.sources import collect
+from ...environment import memory_may_leave
+from ...wrappers import config_of, unwrapped
+from ..configuration.graph_fields import apply_options
+from ..configuration.provider_fields import EVERY
+from ..helpers.packed_helper import PackedCudaGraphHelper, find_decoders
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
+from .emptied_cache import has_left
+
+# Schedule calls that run eager before graphs are captured, where the model's config does not say.
+WARMUP_CALLS = 3
+# Graphs of a language model that nothing makes in other loops.
+DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
+ON_DEMAND: Literal["on_demand"] = "on_demand"
+
+
+def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
+    """Set graph options on the config of a model; see `bridge_cg_plugin.enable`."""
+    config = config_of(model)
+    if config is None:
+        why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
+        raise OptionError.because("model", f"Cannot enable graphs: {why}")
+    for name, default in EVERY.items():
+        if not hasattr(config, name):
+            setattr(config, name, default)
+    wanted = graph_options(config, *options)
+    impl = wanted.language_model.impl
+    if impl in DRIVEN_BY_BRIDGE and not wanted.packed.enabled:
+        raise OptionError(
+            IMPL,
+            impl,
+            f"none, or transformer_engine with {MAX_PACKED_SEQS}, in a loop other than Bridge's",
+            f"Bridge's own loop alone drives other graphs of a language model; set {IMPL}=none.",
+        )
+    apply_options(wanted, config)
+    steps = facts_of(collect(*options)).warmup_steps
+    if steps is not None:
+        config.cuda_graph_warmup_steps = steps
+
+
+class LoopDriver:
+    """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
+
+    Args:
+        chunks: The model's chunks on this rank.
+        config: The model's config, with the plugin's options.
+        microbatches: Of the first call.
+        vision: Whether its vision encoder is to be on graphs.
+        packed: Whether its packed sequences are.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+
+    _reported = False
+    _helpers: Sequence[Any] = ()
+
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
+        written = collect(config)
+        check_options(options_of(written), facts_of(written), harmless=False)
+        self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
+        self._calls = 0
+        helpers: list[Any] = []
+        # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
+        stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+        most = max(microbatches, 2 * stages * len(chunks))
+        settings: Any = {
+            "num_microbatches": most,
+            "capture_mode": ON_DEMAND,
+            "releasable": memory_may_leave(),
+        }
+        encoders = encoders_to_capture(chunks, config) if vision else []
+        for found in encoders:
+            helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
+        if packed:
+            helpers.append(PackedCudaGraphHelper(chunks, config, **settings))
+        self._helpers = helpers
+        if stages == 1:
+            self._name_what_is_missing(chunks, vision and not encoders, packed)
+
+    def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
+        missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))
+        if missing:
+            name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+            warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
+
+    @property
+    def graphs(self) -> list[GraphManager]:
+        """The graphs of all helpers."""
+        return [graphs for graphs, _ in self._graphed()]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in one schedule call; what is due is captured before it."""
+        if self._calls >= self._warmup:
+            for graphs, helper in self._graphed():
+                if not graphs.captured and graphs.failure is None:
+                    helper.create_cudagraphs()
+        self._calls += 1
+        with joint_step(self.graphs):
+            yield
+
+    def _graphed(self) -> list[tuple[GraphManager, Any]]:
+        """Return the graphs that there are, each with its helper."""
+        parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
+        return [(part.graphs, part) for part in parts if part.graphs is not None]
+
+    def release_memory(self) -> int:
+        """Take the memory of all graphs off the device until they are needed; returns how many bytes left."""
+        return sum(graphs.release_memory() for graphs in self.graphs)
+
+    def follow_models(self) -> None:
+        """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
+        for graphs in self.graphs:
+            if graphs.in_step or not graphs.captured:
+                continue
+            if not graphs.executor.memory_away and has_left(graphs.model):
+                graphs.release_memory()
+            else:  # what did not leave with the model, because somebody still held a weight
+                graphs.release_unused()
+
+    def report(self) -> None:
+        """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
+        if not self._reported:
+            self._reported = True
+            for graphs in self.graphs:
+                announce(graphs.report())
+
+    __del__ = report
+
+    def end(self) -> None:
+        """Report and drop the graphs."""
+        for helper in self._helpers:
+            helper.delete_cuda_graphs()

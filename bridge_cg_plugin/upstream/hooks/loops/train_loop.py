@@ -1,0 +1,129 @@
+"""Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from ....graphs.joint_step import joint_step
+from ....graphs.recordings.compiling import TURNS
+from ....graphs.reports.report import metrics_of_ranks, pause_metrics
+from ...parallel.failures import named_failure, several_ranks
+from ...parallel.watchdog import WATCHDOG, timeout_s
+from ...seams.call_arguments import arguments_of
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...seams.registry.training import TRAIN
+from ...wrappers import unwrapped
+from ..helpers.full_iteration import CURRENT
+from ..helpers.graph_helper import active_graphs, active_helpers, asks_for_graphs
+from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+from .any_loop import LOOPS
+from .loss_checks import left_to_optimizer
+from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
+from .step_driver import StepDriver
+
+STEP_DRIVER = StepDriver()
+LAST_FIGURES = LastFigures()
+SHORT_REPORTS = ShortReports()
+
+
+def drives_vision_graphs() -> bool:
+    """Whether this release's train loop makes a vision helper itself."""
+    return hasattr(sys.modules.get(TRAIN), seam("train_helper").target)
+
+
+def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = arguments_of(seam("train_step"), old)
+
+    @functools.wraps(old)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        state = argument("global_state", args, kwargs)
+        model = argument("model", args, kwargs)
+        LOOPS.leave_to_bridge(model)
+        STEP_DRIVER.before_step(model, state, drives_vision_graphs())
+        helpers = active_helpers()
+        with ExitStack() as stack:
+            if several_ranks() and asks_for_graphs(state.cfg.model):
+                doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
+                stack.enter_context(named_failure(doing))
+                stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
+            stack.enter_context(joint_step(active_graphs()))
+            # Kernels that are compiled ahead and checks must not meet a capture of the optimizer.
+            stack.enter_context(TURNS.recording() if _captures_optimizer(state) else left_to_optimizer())
+            return old(*args, **kwargs)
+
+    return train_step
+
+
+def _captures_optimizer(state: Any) -> bool:
+    optimizer = getattr(getattr(state, "cfg", None), "optimizer", None)
+    return bool(getattr(optimizer, "optimizer_cuda_graph", False))
+
+
+def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:
+    """The loop looks for `vision_model`, expecting None without one; upstream's function raises instead."""
+
+    @functools.wraps(old)
+    def get_attr_wrapped_model(model: Any, attr: str, *args: Any, **kwargs: Any) -> Any:
+        if attr == "vision_model" and not any(hasattr(module, attr) for module in unwrapped(model)):
+            return None
+        return old(model, attr, *args, **kwargs)
+
+    return get_attr_wrapped_model
+
+
+def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = arguments_of(seam("train_log"), old)
+
+    @functools.wraps(old)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result = old(*args, **kwargs)
+        state = argument("global_state", args, kwargs)
+        if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
+            graphs = [*active_graphs(), *([CURRENT.graphs] if CURRENT.graphs else [])]
+            found = statistics_of_ranks(graphs, state.cfg.model)
+            LAST_FIGURES.take(state.train_state.step, found)
+            SHORT_REPORTS.tell(state.train_state.step, found)
+            for group, ranks in found.items():
+                write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
+            if len(found) > 1:
+                write_metrics(state, pause_metrics(pauses_of_ranks(found), ALL_MODULES))
+        return result
+
+    return training_log
+
+
+def write_metrics(state: Any, values: dict[str, float]) -> None:
+    """Write scalars to the TensorBoard and W&B loggers that this rank has."""
+    step = state.train_state.step
+    if state.tensorboard_logger is not None:
+        for tag, value in values.items():
+            state.tensorboard_logger.add_scalar(tag, value, step)
+    if state.wandb_logger is not None:
+        state.wandb_logger.log(values, step)
+
+
+def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(old)
+    def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
+        for helper in active_helpers():
+            helper.delete_cuda_graphs()
+        CURRENT.end()
+        STEP_DRIVER.end()
+        LAST_FIGURES.tell()
+        SHORT_REPORTS.forget()
+        old(*args, **kwargs)
+
+    return _delete_cuda_graphs
+
+
+PATCHES = (
+    Patch(seam("train_helper"), lambda old: VisionTECudaGraphHelper),
+    Patch(seam("train_seq_length"), lambda old: get_vision_cuda_graph_seq_length),
+    Patch(seam("train_find_encoder"), _none_where_absent),
+    Patch(seam("train_step"), _with_steps),
+    Patch(seam("train_log"), _with_metrics),
+    Patch(seam("train_end"), _with_deletion),
+)
