@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, models
 
-from .sizes import sizes_of
+from .sizes import sizes_of, tokens_of
 
 GPT = "gpt_provider.GPTModelProvider"
 
@@ -126,12 +126,15 @@ class StandInBridge:
         _asked.append(self.name)
         family = _family(self.name)
         if family is None:
-            return unknown_model(
-                next((kind for names, kind in WITHOUT_ADAPTER.items() if re.match(names, self.name)), GPT)
-            )
+            kinds = (kind for names, kind in WITHOUT_ADAPTER.items() if re.match(names, self.name))
+            made = unknown_model(next(kinds, GPT))
+            made.vocab_size = tokens_of(self.name)
+            return made
         return _provider(_kind(family.provider), replace(family, sizes={**family.sizes, **sizes_of(self.name)}))
 
 
+# Sizes that a provider's class has only until a configuration on the hub gives others: no check may go by them.
+_PLACEHOLDERS: Mapping[str, Any] = {"num_attention_heads": None}
 _asked: list[str] = []
 
 
@@ -164,12 +167,21 @@ def _provider(kind: type, family: Family) -> Any:
             setattr(made, one.name, one.default_factory())
         elif one.default is not dataclasses.MISSING:
             setattr(made, one.name, one.default)
-    for name, value in family.sizes.items():
-        setattr(made, name, value)
+    for name, value in {**_PLACEHOLDERS, **family.sizes}.items():
+        if name in family.sizes or hasattr(made, name):
+            setattr(made, name, value)
     if hasattr(made, "vision_config"):
         known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
         made.vision_config = SimpleNamespace(**known, **family.encoder)
     return made
+
+
+class UnknownModel(SimpleNamespace):
+    """The configuration of a model whose provider is not known here."""
+
+    def to_text_provider(self) -> "UnknownModel":
+        """Return the configuration of its language model, as Bridge's provider of a model with images does."""
+        return self
 
 
 def unknown_model(provider: str = GPT) -> Any:
@@ -182,8 +194,8 @@ def unknown_model(provider: str = GPT) -> Any:
     known = vars(_provider(kind, Family(names="", provider=provider)))
     found = {name: value for name, value in known.items() if name not in _FROM_THE_HUB}
     if provider == GPT:
-        return SimpleNamespace(**found)
-    return type(provider.rpartition(".")[2], (SimpleNamespace,), {})(**found)
+        return UnknownModel(**found)
+    return type(provider.rpartition(".")[2], (UnknownModel,), {})(**found)
 
 
 def _kind(provider: str) -> Any:

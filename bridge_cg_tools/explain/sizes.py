@@ -66,7 +66,7 @@ SIZES: Mapping[str, Sizes] = {
 }
 
 # Tokens of tokenizers, for models whose recipes name nothing else of the hub.
-VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072}
+VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_144}
 
 
 def vocabulary_of(config: Any) -> int | None:
@@ -79,7 +79,12 @@ def vocabulary_of(config: Any) -> int | None:
     size, name = (getattr(tokenizer, field, None) for field in ("vocab_size", "tokenizer_model"))
     if isinstance(size, int) and size > 0:
         return size
-    return next((count for names, count in VOCABULARIES.items() if re.match(names, str(name))), None)
+    return tokens_of(str(name))
+
+
+def tokens_of(name: str) -> int | None:
+    """Return the tokens of a tokenizer on the hub; None where they are not known here."""
+    return next((count for names, count in VOCABULARIES.items() if re.match(names, name)), None)
 
 
 def sizes_of(name: str) -> dict[str, int | bool]:

@@ -85,6 +85,9 @@ class _AnyClass(abc.ABCMeta):
     def __iter__(cls) -> Iterator[Any]:
         return iter(())
 
+    def __len__(cls) -> int:
+        return 0
+
     def __bool__(cls) -> bool:
         return False
 
