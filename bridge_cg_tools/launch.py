@@ -41,16 +41,31 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def check(launcher: str, job: Job) -> None:
+    """Refuse a job that its launcher cannot start.
+
+    Raises:
+        OptionError: torchrun has more than one node and has to be started on each of them; or NeMo-Run cannot be
+            imported, or the job lacks an account or partition.
+    """
+    if launcher == "torchrun" and job.nodes != 1:
+        raise OptionError(
+            "nodes", job.nodes, "1 with --launcher torchrun", "Use --launcher slurm, or start torchrun on every node."
+        )
+    if launcher == "slurm":
+        _nemo_run()
+        for name in ("account", "partition"):
+            if not getattr(job, name):
+                raise OptionError(name, getattr(job, name), f"one of the cluster's {name}s", f"Pass --{name}.")
+
+
 def torchrun(job: Job, script: str, arguments: Sequence[str]) -> None:
     """Replace this process by torchrun with the script. Does not return.
 
     Raises:
-        OptionError: More than one node: torchrun has to be started on each of them.
+        OptionError: See `check`.
     """
-    if job.nodes != 1:
-        raise OptionError(
-            "nodes", job.nodes, "1 with --launcher torchrun", "Use --launcher slurm, or start torchrun on every node."
-        )
+    check("torchrun", job)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.gpus_per_node}"]
     os.execvpe(sys.executable, [*command, script, *arguments], {**os.environ, **job.environment})
 
@@ -59,8 +74,17 @@ def slurm(job: Job, script: str, arguments: Sequence[str]) -> None:
     """Submit the script to SLURM through NeMo-Run, one task per GPU, and return once it is submitted.
 
     Raises:
-        OptionError: NeMo-Run cannot be imported, or the job lacks an account or partition.
+        OptionError: See `check`.
     """
+    check("slurm", job)
+    nemo_run = _nemo_run()
+    task = nemo_run.Script(path=script, entrypoint="python", args=list(arguments))
+    with nemo_run.Experiment(job.name) as experiment:
+        experiment.add(task, executor=_executor(nemo_run, job), name="training")
+        experiment.run(detach=True)
+
+
+def _nemo_run() -> Any:
     try:
         import nemo_run
     except ImportError as error:
@@ -70,13 +94,7 @@ def slurm(job: Job, script: str, arguments: Sequence[str]) -> None:
             "none or torchrun while NeMo-Run cannot be imported",
             f"{error}. Install the package nemo-run, or start the script with srun, one task per GPU.",
         ) from None
-    for name in ("account", "partition"):
-        if not getattr(job, name):
-            raise OptionError(name, getattr(job, name), f"one of the cluster's {name}s", f"Pass --{name}.")
-    task = nemo_run.Script(path=script, entrypoint="python", args=list(arguments))
-    with nemo_run.Experiment(job.name) as experiment:
-        experiment.add(task, executor=_executor(nemo_run, job), name="training")
-        experiment.run(detach=True)
+    return nemo_run
 
 
 def _executor(nemo_run: Any, job: Job) -> Any:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import resource
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from bridge_cg_tools.explain.command import explain
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
+SLURM = ("--launcher", "slurm", "--account", "a", "--partition", "p", "--gpus-per-node", "8")
 CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
@@ -92,7 +94,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ([CHECKPOINT, "model.tensor_model_parallel_size=8", "--nodes", "2", "--gpus-per-node", "8"], ""),
         (["checkpoint.pretrained_checkpoint=/absent"], "pretrained_checkpoint='/absent': it must be a folder that"),
         (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
-        (["checkpoint.pretrained_checkpoint=/absent", "--launcher", "slurm", "--gpus-per-node", "8"], ""),
+        (["checkpoint.pretrained_checkpoint=/absent", *SLURM], ""),
         ([CHECKPOINT, "train.micro_batch_size=2", "train.global_batch_size=7"], "of train.micro_batch_size=2. Write"),
         (
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
@@ -108,7 +110,8 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ([CHECKPOINT, "optimizer.lr=1e-5", "optimizer.min_lr=fast"], "optimizer.min_lr='fast': it must be a number"),
     ],
 )
-def test_a_dry_run_refuses_what_could_not_start(trained, capsys, words, said):
+def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, words, said):
+    monkeypatch.setitem(sys.modules, "nemo_run", SimpleNamespace())
     assert run("--dry-run", *words) == (2 if said else 0)
     assert said in capsys.readouterr().err
 

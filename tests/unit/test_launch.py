@@ -133,6 +133,24 @@ def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):
     assert said in capsys.readouterr().err and nemo_run.task is None
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--launcher", "torchrun", "--nodes", "2"], "nodes=2: it must be 1 with --launcher torchrun"),
+        (["--launcher", "slurm", "--account", "a"], "Pass --partition"),
+        (["--launcher", "torchrun", "--time", "02:00:00"], "Cannot use --time: with --launcher torchrun no job"),
+        (["--mount", "/a:/b"], "Cannot use --mount: with --launcher none no job is submitted"),
+        (["--launcher", "torchrun", "--env", "A"], "NAME=VALUE"),
+        (["--env", "A=b"], "Cannot use --env A=b: without a launcher this process is the worker"),
+    ],
+)
+def test_what_would_have_no_effect_or_not_start_is_refused(nemo_run, monkeypatch, capsys, words, said, dry_run):
+    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
+    assert run_recipe.main([*words, *dry_run, *RECIPE]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
 from bridge_cg_plugin.recipes import GPUS
+from bridge_cg_tools import launch
 from bridge_cg_tools.gpus import add_counts
 from bridge_cg_tools.launch import LAUNCHERS, Job
 
+_OF_SLURM = ("account", "partition", "time", "experiment_name", "container_image", "mount")
 _JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
 
 
@@ -45,9 +47,12 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add_counts(start, "machines, with slurm", default=1)
     start.add_argument("--account", metavar="NAME", help="SLURM account")
     start.add_argument("--partition", metavar="NAME", help="SLURM partition")
-    start.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="SLURM time limit")
+    start.add_argument("--time", metavar="HH:MM:SS", help=f"SLURM time limit, {Job().time} if left out")
     start.add_argument(
-        "--experiment_name", "--experiment-name", default="bridge_cg", metavar="NAME", help="name of the SLURM job"
+        "--experiment_name",
+        "--experiment-name",
+        metavar="NAME",
+        help=f"name of the SLURM job, {Job().name} if left out",
     )
     start.add_argument("--container_image", "--container-image", metavar="IMAGE", help="container of the SLURM job")
     start.add_argument("--mount", action="append", default=[], metavar="A:B", help="path mounted into the container")
@@ -86,6 +91,22 @@ def worker_arguments(given: Sequence[str]) -> list[str]:
     return parser.parse_known_args(list(given))[1]
 
 
+def check_launch(parsed: argparse.Namespace) -> None:
+    """Refuse a job that cannot be started, and flags of a job where none is.
+
+    Raises:
+        OptionError: Names the flag.
+    """
+    for name in _OF_SLURM:
+        if getattr(parsed, name) and parsed.launcher != "slurm":
+            why = f"with --launcher {parsed.launcher} no job is submitted. Remove it, or pass --launcher slurm."
+            raise OptionError.because(name, f"Cannot use --{name}: {why}")
+    if parsed.launcher == "none" and parsed.env:
+        why = "without a launcher this process is the worker. Set the variable in its environment."
+        raise OptionError.because("env", f"Cannot use --env {parsed.env[0]}: {why}")
+    launch.check(parsed.launcher, job_of(parsed))
+
+
 def job_of(parsed: argparse.Namespace) -> Job:
     """Return the job that a launcher starts.
 
@@ -100,8 +121,8 @@ def job_of(parsed: argparse.Namespace) -> Job:
         gpus_per_node=parsed.gpus_per_node,
         account=parsed.account,
         partition=parsed.partition,
-        time=parsed.time,
-        name=parsed.experiment_name,
+        time=parsed.time or Job().time,
+        name=parsed.experiment_name or Job().name,
         container_image=parsed.container_image,
         mounts=tuple(parsed.mount),
         environment=dict(variable.split("=", 1) for variable in parsed.env),

@@ -20,7 +20,7 @@ from pathlib import Path
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, require_gpu, train
-from bridge_cg_tools.benchmarks.runs.recipe_arguments import job_of, read, worker_arguments
+from bridge_cg_tools.benchmarks.runs.recipe_arguments import check_launch, job_of, read, worker_arguments
 from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of, starts_elsewhere
 from bridge_cg_tools.launch import slurm, torchrun
 
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         parsed, words = read(given, __doc__)
+        check_launch(parsed)
         if _looks_first(parsed) and (refused := first_look.refusal(given)):
             print(refused, file=sys.stderr)
             return 2
