@@ -21,9 +21,9 @@ class ChoiceOptions:
         one_of(SETTINGS),
         "HOW",
         "every graph that the model supports: exact, fastest or off",
-        "`exact` gives bit-identical outputs and the same gradients as eager. `fastest` also uses kernels that round "
-        "gradients differently. Both set only fields that are not set. Parts that cannot be captured stay eager, and "
-        "the log gives the reason. None sets no field",
+        "`exact` rounds outputs and gradients as eager does, packs as eager on as many rows. `fastest` also uses "
+        "kernels that round gradients differently. Both set only fields that are not set. Parts that cannot be "
+        "captured stay eager, and the log gives the reason. None sets no field",
         field=SETTING,
     )
 
