@@ -131,7 +131,7 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     if found.versions["torch"] is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
         ends = time.monotonic() + waits
-        _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
+        _guarded(found, _TORCH, lambda: _look_at_torch(found, started, waits, wants_gpu))
         if importing is not None:
             _guarded(
                 found, "the look at libraries", lambda: _look_at_libraries(found, importing, ends - time.monotonic())
@@ -142,6 +142,7 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     return found
 
 
+_TORCH = "PyTorch"
 _NEEDED = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")
 _INSTALL = "install the stack into this environment: pip install 'bridge-cg-plugin[stack]'"
 
@@ -193,10 +194,14 @@ def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wan
 
 
 def _look_at_libraries(found: Diagnosis, importing: Popen[str], seconds: float) -> None:
-    """Note the libraries that do not import. That PyTorch does not, or takes long, was said."""
+    """Note the libraries that do not import, or end their process. That PyTorch does not, or takes long, was said."""
     try:
         failed = probe.told(importing, seconds)["failed"]
-    except probe.ProbeError:
+    except probe.SlowError:
+        return
+    except probe.ProbeError as error:
+        if not any(problem.what.startswith(_TORCH) for problem in found.problems):
+            found.problems.append(Problem(f"a library does not import: {error}", _remedy(str(error))))
         return
     for name, said in failed.items():
         found.problems.append(Problem(f"{name} does not import: {said}", _remedy(said)))

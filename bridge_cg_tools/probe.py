@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
-_MARK = "BRIDGE_CG_PROBE "
+_MARK, _BEGINS = "BRIDGE_CG_PROBE ", "BRIDGE_CG_IMPORTS "
 
 
 class ProbeError(Exception):
@@ -22,7 +22,7 @@ class SlowError(ProbeError):
 
 
 # What upstream imports beside PyTorch, and a broken installation does not give.
-LIBRARIES = ("transformer_engine.pytorch", "triton")
+LIBRARIES = ("transformer_engine.pytorch", "triton", "transformers", "omegaconf", "hydra")
 
 Started = subprocess.Popen[str] | None
 
@@ -77,6 +77,8 @@ def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
         if line.startswith(_MARK):
             found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return found
+    if begun := [line.removeprefix(_BEGINS) for line in out.splitlines() if line.startswith(_BEGINS)]:
+        raise ProbeError(f"{begun[-1]} ended the process that imported it, with status {started.returncode}")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     raise ProbeError(lines[-1] if lines else f"its process ended with status {started.returncode}")
 
@@ -93,6 +95,7 @@ def import_libraries() -> None:
     for name in LIBRARIES:
         try:
             if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                print(f"\n{_BEGINS}{name}", flush=True)
                 importlib.import_module(name)
         except BaseException as error:
             failed[name] = f"{type(error).__name__}: {error}"

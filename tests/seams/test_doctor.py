@@ -214,10 +214,30 @@ def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch):
 
 
 def test_libraries_that_cannot_be_asked_are_no_second_problem():
+    found = doctor.Diagnosis(problems=[doctor.Problem("PyTorch does not work: ImportError", "")])
+    for code, seconds in (("raise ImportError", 60), ("import time; time.sleep(60)", 0.3)):
+        doctor._look_at_libraries(found, started(code), seconds)
+    assert len(found.problems) == 1
+
+
+def test_a_library_that_ends_its_process_is_named(tmp_path):
+    package = tmp_path / "hydra"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os; os.abort()")
     found = doctor.Diagnosis()
-    for code in ("raise ImportError", "import time; time.sleep(60)"):
-        doctor._look_at_libraries(found, started(code), 0.3)
-    assert not found.problems
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom bridge_cg_tools.probe import *; import_libraries()"
+    doctor._look_at_libraries(found, started(code), 120)
+    (problem,) = found.problems
+    assert problem.what.startswith("a library does not import: hydra ended the process that imported it")
+
+
+def test_a_library_that_raises_is_named(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('no tokenizers')")
+    found = doctor.Diagnosis()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom bridge_cg_tools.probe import *; import_libraries()"
+    doctor._look_at_libraries(found, started(code), 120)
+    (problem,) = found.problems
+    assert problem.what == "transformers does not import: ImportError: no tokenizers"
 
 
 def test_transformer_engine_is_needed(monkeypatch):
