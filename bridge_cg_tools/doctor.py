@@ -131,29 +131,33 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     if found.versions["torch"] is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
         ends = time.monotonic() + waits
-        _guarded(found, _TORCH, lambda: _look_at_torch(found, started, waits, wants_gpu))
-        if importing is not None:
+        works = _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
+        if importing is not None and works:
             _guarded(
-                found, "the look at libraries", lambda: _look_at_libraries(found, importing, ends - time.monotonic())
+                found, "importing libraries", lambda: _look_at_libraries(found, importing, ends - time.monotonic())
             )
+        elif importing is not None:  # it ends where PyTorch does
+            importing.kill()
+            importing.communicate()
     if not missing:
         _look_at_autoload(found)
     _look_at_environment(found)
     return found
 
 
-_TORCH = "PyTorch"
 _NEEDED = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")
 _INSTALL = "install the stack into this environment: pip install 'bridge-cg-plugin[stack]'"
 
 
-def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> None:
-    """Look at something; what a broken library raises is a problem."""
+def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> bool:
+    """Look at something; what a broken library raises is a problem. Returns whether it worked."""
     try:
         look()
+        return True
     except Exception as error:
         said = str(error) if isinstance(error, probe.ProbeError) else f"{type(error).__name__}: {error}"
         found.problems.append(Problem(f"{what} does not work: {said}", _remedy(said)))
+        return False
 
 
 def _remedy(said: str) -> str:
@@ -194,14 +198,14 @@ def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wan
 
 
 def _look_at_libraries(found: Diagnosis, importing: Popen[str], seconds: float) -> None:
-    """Note the libraries that do not import, or end their process. That PyTorch does not, or takes long, was said."""
+    """Note the libraries that do not import. That PyTorch takes long was said.
+
+    Raises:
+        ProbeError: One of them ended the process.
+    """
     try:
         failed = probe.told(importing, seconds)["failed"]
     except probe.SlowError:
-        return
-    except probe.ProbeError as error:
-        if not any(problem.what.startswith(_TORCH) for problem in found.problems):
-            found.problems.append(Problem(f"a library does not import: {error}", _remedy(str(error))))
         return
     for name, said in failed.items():
         found.problems.append(Problem(f"{name} does not import: {said}", _remedy(said)))

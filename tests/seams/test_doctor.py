@@ -214,10 +214,29 @@ def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch):
 
 
 def test_libraries_that_cannot_be_asked_are_no_second_problem():
-    found = doctor.Diagnosis(problems=[doctor.Problem("PyTorch does not work: ImportError", "")])
-    for code, seconds in (("raise ImportError", 60), ("import time; time.sleep(60)", 0.3)):
-        doctor._look_at_libraries(found, started(code), seconds)
-    assert len(found.problems) == 1
+    found = doctor.Diagnosis()
+    doctor._look_at_libraries(found, started("import time; time.sleep(60)"), 0.3)
+    assert not found.problems
+
+
+def asked(monkeypatch, torch, libraries):
+    """Return what is wrong where the two processes run these programs."""
+    monkeypatch.setattr(doctor.probe, "start", lambda: started(torch))
+    monkeypatch.setattr(doctor.probe, "start_importing", lambda: started(libraries))
+    return [problem.what for problem in doctor.diagnose().problems]
+
+
+def test_that_pytorch_does_not_import_is_one_problem(monkeypatch):
+    broken = "raise ImportError('libcudnn.so.9')"
+    assert sum("libcudnn" in what for what in asked(monkeypatch, broken, broken)) == 1
+
+
+def test_a_library_that_ends_its_process_is_named_beside_a_missing_gpu(monkeypatch):
+    works = "from bridge_cg_tools import probe; probe._tell({'active': True, 'gpu': None, 'failed': []})"
+    ends = "import os; print('BRIDGE_CG_IMPORTS hydra', flush=True); os.abort()"
+    found = asked(monkeypatch, works, ends)
+    assert any("sees no NVIDIA GPU" in what for what in found)
+    assert any("hydra ended the process that imported it" in what for what in found)
 
 
 def test_a_library_that_ends_its_process_is_named(tmp_path):
@@ -226,9 +245,8 @@ def test_a_library_that_ends_its_process_is_named(tmp_path):
     (package / "__init__.py").write_text("import os; os.abort()")
     found = doctor.Diagnosis()
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom bridge_cg_tools.probe import *; import_libraries()"
-    doctor._look_at_libraries(found, started(code), 120)
-    (problem,) = found.problems
-    assert problem.what.startswith("a library does not import: hydra ended the process that imported it")
+    with pytest.raises(probe.ProbeError, match="hydra ended the process that imported it"):
+        doctor._look_at_libraries(found, started(code), 120)
 
 
 def test_a_library_that_raises_is_named(tmp_path):
