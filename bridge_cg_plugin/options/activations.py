@@ -108,6 +108,11 @@ def moves_activations(options: ActivationOptions) -> bool:
     return bool(options.offload or options.recompute) or options.offload_above_gb is not None
 
 
+def replays_aside(options: ActivationOptions) -> bool:
+    """Whether replays have a stream of their own."""
+    return options.offload_stream and moves_activations(options)
+
+
 def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str], modules: Sequence[str]) -> None:
     """Refuse to move activations of regions that are as small as a part of a layer.
 

@@ -168,8 +168,7 @@ def _provider(kind: type, family: Family) -> Any:
         elif one.default is not dataclasses.MISSING:
             setattr(made, one.name, one.default)
     for name, value in {**_PLACEHOLDERS, **family.sizes}.items():
-        if name in family.sizes or hasattr(made, name):
-            setattr(made, name, value)
+        setattr(made, name, value)
     if hasattr(made, "vision_config"):
         known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
         made.vision_config = SimpleNamespace(**known, **family.encoder)

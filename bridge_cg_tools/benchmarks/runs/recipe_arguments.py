@@ -11,7 +11,7 @@ from bridge_cg_tools.gpus import add_counts
 from bridge_cg_tools.launch import LAUNCHERS, Job
 
 _OF_SLURM = ("account", "partition", "time", "experiment_name", "container_image", "mount")
-_JOB = ("nodes", "gpus_per_node", "account", "partition", "time", "experiment_name", "container_image", "mount", "env")
+_JOB = ("nodes", "gpus_per_node", *_OF_SLURM, "env")
 
 
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
