@@ -163,7 +163,6 @@ def helper(request, tower, tower_module):
     torch.cuda.empty_cache()
 
 
-@pytest.mark.first
 def test_a_towers_graphs_leave_and_return_a_hundred_times(tower_module, tower, helper):
     model, grads, batch = tower
 
@@ -255,6 +254,7 @@ def test_memory_of_graphs_that_are_dropped_goes_back(tower_module, tower, helper
     assert memory.nbytes == 0 and before - free_bytes() <= MOST_LEFT
 
 
+@pytest.mark.first
 def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_module, tower, helper):
     model, _, batch = tower
     weights = [parameter.detach().cpu() for parameter in model.parameters()]

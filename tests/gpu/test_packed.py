@@ -29,7 +29,10 @@ def deterministic_algorithms():
         yield
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["rope", "fused-rope"])
+ROTARY = [pytest.param(False, id="rope"), pytest.param(True, id="fused-rope")]
+
+
+@pytest.fixture(scope="module", params=ROTARY)
 def gpt(request, tower_module):
     with parity.deterministic():  # a fixture of a module comes before those of a test
         return Trained(lm.build_model(lm.Shape(**SIZES, fused_rope=request.param)))
@@ -45,7 +48,7 @@ def fp32(gpt):
     return parity.Fp32Reference(lambda: lm.build_model(lm.Shape(**SIZES), dtype=torch.float32), gpt.model)
 
 
-@pytest.mark.first
+@pytest.mark.parametrize("gpt", [pytest.param(False, id="rope", marks=pytest.mark.first), ROTARY[1]], indirect=True)
 def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
     far = {}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
