@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.attention_bounds import replay_cost, scanned_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
-from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, WINDOW, Demand, Menu
+from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, WEIGHTS, WINDOW, Demand, Menu
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
@@ -77,6 +77,12 @@ def test_a_bucket_that_would_save_less_than_a_recording_takes_is_not_recorded():
     demand = shown(Demand(plain_menu()), *[8192] * 250, *[8128] * 5)
     assert demand.begin(3) == [Bucket(8192)]
     assert demand.next() is None
+
+
+@pytest.mark.parametrize("weights, buckets", [(WEIGHTS, [2816]), (8 * WEIGHTS, [2816, 2560])], ids=["0.4B", "3.5B"])
+def test_padding_of_a_larger_model_is_worth_a_recording_sooner(weights, buckets):
+    demand = shown(Demand(plain_menu(weights=weights)), *[2560] * 9, *[2816] * 3)
+    assert [bucket.tokens for bucket in demand.begin(3)] == buckets
 
 
 def test_limits_are_the_cheapest_that_take_what_was_seen():

@@ -208,6 +208,16 @@ def test_a_capture_counts_and_logs_nothing(changes):
         assert all(map(torch.equal, packed_routers.statistics_of(routers), before))
 
 
+def test_a_token_is_multiplied_with_the_weights_of_its_experts():
+    def weights(experts):
+        return TransformerBlockFamily(new_model(**{**EXPERTS, "num_moe_experts": experts}).decoder).weights_per_token()
+
+    model = new_model(**{**EXPERTS, "num_moe_experts": 2})  # a token goes to both
+    assert weights(2) == sum(parameter.numel() for parameter in model.decoder.parameters())
+    router = sum(layer.mlp.router.weight.numel() for layer in model.decoder.layers)
+    assert weights(8) == weights(2) + 3 * router
+
+
 REFUSED = {
     "moe_router_load_balancing_type": (
         {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},

@@ -11,12 +11,17 @@ from .buckets import GRANULARITY, Bucket, round_up
 
 # Microbatches that a choice rests on.
 WINDOW = 256
-# Costs are in tokens that replays compute in the same time. Eager takes this many times a replay's, and at least as
-# long as the host needs to launch its kernels: 27 layers on an H200, docs/benchmarks/vision.md.
+# Costs are in tokens that replays of an encoder of so many weights compute in the same time: 27 layers on an H200,
+# docs/benchmarks/vision.md. Eager takes this many times a replay's, and at least as long as the host takes to launch
+# its kernels.
+WEIGHTS = 411e6
 EAGER_FACTOR, EAGER_LEAST = 2.5, 5000.0
 # A recording takes about half a second. It has to save as much within this many microbatches: less padding within so
 # many times those that the choice rests on, since few of them say little of what is to come.
 RECORDING, HORIZON, TIMES = 65_000.0, 4096, 12
+# Larger models take longer for a token, so a recording and the host cost fewer of them: at most by this factor, since a
+# recording computes a few passes itself. 0.75 s are 18,000 tokens of an 8B model over two H200.
+MOST_WEIGHT = 4.0
 # Neighbours among the capacities for sizes that come seldom; sizes that come often get one of their own.
 LADDER, OFTEN = 1.125, 3
 # Buckets that are recorded right after warm-up; each later step adds one at most.
@@ -36,6 +41,7 @@ class Menu:
         unit: Capacities are multiples of it.
         exact_below: Shapes of up to this many tokens must fill a bucket exactly.
         capacities: Those that the user named, ascending; empty where all may be recorded.
+        weights: How many weights of this rank a token is multiplied with.
     """
 
     buckets_of: Callable[[int], Sequence[Bucket]]
@@ -44,6 +50,16 @@ class Menu:
     unit: int = 1
     exact_below: float = 0
     capacities: tuple[int, ...] = ()
+    weights: float = WEIGHTS
+
+    @property
+    def weight(self) -> float:
+        """How much longer a token takes than costs assume."""
+        return min(max(self.weights / WEIGHTS, 1.0), MOST_WEIGHT)
+
+    def eager_cost(self, shape: Any) -> float:
+        """Return what a shape takes eager, in tokens."""
+        return max(EAGER_FACTOR * float(shape.tokens), EAGER_LEAST / self.weight)
 
     def accepts(self, shape: Any, bucket: Bucket) -> bool:
         """Whether a shape may use a bucket."""
@@ -161,14 +177,14 @@ class Demand:
         shapes: Counter[Any] = Counter(lately.seen)
         replayed = {shape: self._replayed(shape) for shape in shapes}
         often = HORIZON / max(len(lately.seen), 1)
-        best, most = None, RECORDING
+        best, most = None, RECORDING / self._menu.weight
         for bucket in self._candidates(shapes):
             if bucket in self.buckets or bucket in self._refused:
                 continue
             cost, saved = self._menu.cost(bucket), 0.0
             for shape, count in shapes.items():
                 replay = replayed[shape]
-                price, times = (_eager(shape), often) if replay is None else (replay, TIMES)
+                price, times = (self._menu.eager_cost(shape), often) if replay is None else (replay, TIMES)
                 if price > cost and self._menu.accepts(shape, bucket):
                     saved += count * times * (price - cost)
             if saved > most:
@@ -199,7 +215,3 @@ class Demand:
             return capacity
         largest = 0 if self._menu.capacities else int(self._limit) // self._menu.unit * self._menu.unit
         return largest if size <= largest else 0
-
-
-def _eager(shape: Any) -> float:
-    return max(EAGER_FACTOR * float(shape.tokens), EAGER_LEAST)

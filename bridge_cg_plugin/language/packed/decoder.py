@@ -88,5 +88,8 @@ class DecoderFamily(Protocol):
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return the pieces to record; no modules are all layers as one piece."""
 
+    def weights_per_token(self) -> float:
+        """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
+
     def statistics_kept(self) -> AbstractContextManager[None]:
         """Be around captures, whose passes leave no trace in what layers count and log."""

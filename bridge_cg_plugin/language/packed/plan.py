@@ -109,6 +109,7 @@ class PackPlan:
             unit=self._unit,
             exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
             capacities=() if options.buckets == "auto" else options.buckets,
+            weights=self._family.weights_per_token(),
         )
 
     def kind(self) -> Kind:

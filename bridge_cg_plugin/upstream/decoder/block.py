@@ -143,6 +143,12 @@ class TransformerBlockFamily:
             return [DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))]
         return self.layer_parts(modules)
 
+    def weights_per_token(self) -> float:
+        """See `DecoderFamily`."""
+        experts = [layer.mlp for layer in self._transformer if layer.is_moe_layer]
+        idle = [_weights(mlp.experts) * (1 - mlp.config.moe_router_topk / mlp.num_local_experts) for mlp in experts]
+        return float(_weights(self._decoder) - sum(idle))
+
     def statistics_kept(self) -> AbstractContextManager[None]:
         """See `DecoderFamily`."""
         return statistics_kept([layer.mlp.router for layer in self._transformer if layer.is_moe_layer])
@@ -223,6 +229,10 @@ class TransformerBlockFamily:
                 stack.enter_context(fused_rotary(modules))
                 stack.enter_context(fused_head_norms(modules))
             yield
+
+
+def _weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _used(pack: RecordedPack) -> Tensor:
