@@ -1,10 +1,10 @@
 """Measured steps of full-size recipes, beside what the cost model says of their language models."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_tools.benchmarks.models.language_model import split
@@ -27,7 +27,16 @@ PROVIDER = {
 }
 EXPERTS = {"Qwen/Qwen3-VL-30B-A3B-Instruct": 128}
 SETTINGS = {"plugin": "exact", "plugin_fastest": "fastest"}
-LANGUAGE_MODEL, VISION = "language model", "vision"
+LANGUAGE_MODEL = "language model"
+
+
+class Packs(NamedTuple):
+    """What was replayed of a bucket: its tokens and limits, tokens of a usual pack's documents, how often."""
+
+    tokens: int
+    limits: tuple[int, ...]
+    lengths: Sequence[int]
+    replays: int
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -61,31 +70,37 @@ def _language_model(case: str, eager: Mapping[str, Any], graphs: Mapping[str, An
     counted = graphs["packed_graphs"]
     microbatches = (counted["replays"] + counted["warmup_microbatches"]) // len(graphs["step_ms"])
     samples = round(graphs["samples_per_s"] * graphs["ms"] / 1000 / microbatches)
-    (bucket,) = (name.split("/") for name, used in counted["buckets"].items() if used["replays"])
-    tokens, documents = int(bucket[0]), int(bucket[1])
-    lengths = split(round(_real(counted) / counted["replays"]), samples)
+    packs = [_packs(name, found, samples) for name, found in counted["buckets"].items() if found["replays"]]
     held = SimpleNamespace(**_fields(case))
     model, ranks = language_model_of(held), ranks_of(held)
     cost = cost_of(model, ranks, rates)
-    limits = next(b.limits for b in pack_buckets([tokens], documents) if b.limits[1] >= max(lengths))
+    largest = max(each.tokens for each in packs)
     return {
         "model": asdict(model),
         "ranks": asdict(ranks),
-        "tokens": tokens,
+        "tokens": largest,
         "documents": samples,
         "eager_ms": eager["parts_ms"][LANGUAGE_MODEL] / microbatches,
         "graphs_ms": graphs["parts_ms"][LANGUAGE_MODEL] / microbatches,
         "memory_gb": counted["memory_bytes"] / 2**30,
         "forecast": {
-            "eager_ms": cost.eager_ms(lengths),
-            "graphs_ms": cost.graph_ms(tokens, lengths, *limits),
-            "memory_gb": cost.memory_gb(tokens),
+            "eager_ms": _mean(packs, lambda each: cost.eager_ms(each.lengths)),
+            "graphs_ms": _mean(packs, lambda each: cost.graph_ms(each.tokens, each.lengths, *each.limits)),
+            "memory_gb": cost.memory_gb(largest),
         },
     }
 
 
-def _real(counted: Mapping[str, Any]) -> int:
-    return sum(used["tokens"] for used in counted["buckets"].values())
+def _packs(name: str, found: Mapping[str, Any], samples: int) -> Packs:
+    tokens, documents, _ = map(int, name.split("/"))
+    lengths = split(round(found["tokens"] / found["replays"]), samples)
+    limits = next(each.limits for each in pack_buckets([tokens], documents) if each.limits[1] >= max(lengths))
+    return Packs(tokens, limits, lengths, found["replays"])
+
+
+def _mean(packs: Sequence[Packs], ms: Callable[[Packs], float]) -> float:
+    """Return the mean over replays."""
+    return sum(each.replays * ms(each) for each in packs) / sum(each.replays for each in packs)
 
 
 def _fields(case: str) -> dict[str, Any]:
